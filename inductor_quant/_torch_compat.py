@@ -1,0 +1,266 @@
+"""The boundary: every private torch symbol and every difference between torch versions.
+
+Nothing else in the package imports ``torch._inductor``, ``torch._dynamo`` or another private module
+(a lint rule and a test see to it). Three parts: what we need and a check that it is there; plain
+re-exports, resolved on first use so that this module imports on any torch; one adapter per
+difference, with the versions it serves and when it can go.
+
+``python -m inductor_quant._torch_compat`` lists everything missing or changed in the installed
+torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SUPPORTED = ("2.11", "2.13", "2.15")
+
+# name here -> module it lives in (the same in all supported versions)
+_EXPORTS = {
+    "AlgorithmSelectorCache": "torch._inductor.select_algorithm",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass",
+    "DeviceProperties": "torch._inductor.runtime.hints",
+    "SymbolicGridFn": "torch._inductor.select_algorithm",
+    "TensorBox": "torch._inductor.ir",
+    "TritonTemplate": "torch._inductor.select_algorithm",
+    "V": "torch._inductor.virtualized",
+    "autotune_select_algorithm": "torch._inductor.select_algorithm",
+    "compile_fx": "torch._inductor.compile_fx",
+    "FixedLayout": "torch._inductor.ir",
+    "lowerings": "torch._inductor.lowering",
+    "realize_inputs": "torch._inductor.select_algorithm",
+    "register_lowering": "torch._inductor.lowering",
+}
+
+# name -> parameters that we pass to it by keyword or position
+_PARAMETERS = {
+    "TritonTemplate": ("name", "grid", "source"),
+    "compile_fx": ("model_", "example_inputs_", "config_patches"),
+    "FixedLayout": ("device", "dtype", "size"),
+    "register_lowering": ("aten_fn", "type_promotion_kind"),
+}
+
+_SELECT = ("name", "choices", "input_nodes", "layout", "return_multi_template")
+_CONFIG = (
+    "max_autotune",
+    "max_autotune_gemm",
+    "freezing",
+    "cpu_backend",
+    "post_grad_custom_pre_pass",
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def problems() -> tuple[str, ...]:
+    """What the installed torch lacks of what we need, one sentence each; empty: nothing."""
+    found = []
+    for name, module in _EXPORTS.items():
+        try:
+            symbol = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{module}.{name} is missing ({error})")
+            continue
+        found += _missing_parameters(f"{module}.{name}", symbol, _PARAMETERS.get(name, ()))
+        if (
+            name == "AlgorithmSelectorCache"
+        ):  # what autotune_select_algorithm(*args, **kwargs) calls
+            found += _missing_parameters(f"{module}.{name}", symbol.__call__, _SELECT)
+    wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
+    if wrapper is None or not {"mode", "options", "dynamic"} <= set(_parameters(wrapper)):
+        found.append("torch._TorchCompileInductorWrapper is missing or changed")
+    try:
+        config = inductor_config()
+        found += [
+            f"torch._inductor.config.{n} is missing" for n in _CONFIG if not hasattr(config, n)
+        ]
+    except ImportError as error:
+        found.append(f"torch._inductor.config cannot be imported ({error})")
+    return tuple(found)
+
+
+def _missing_parameters(where: str, symbol: Any, expected: tuple[str, ...]) -> list[str]:
+    missing = [name for name in expected if name not in _parameters(symbol)]
+    return [f"{where} no longer takes {', '.join(missing)}"] if missing else []
+
+
+def _parameters(symbol: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(symbol).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def inductor_config() -> Any:
+    """``torch._inductor.config``."""
+    return importlib.import_module("torch._inductor.config")
+
+
+def uses_max_autotune() -> bool:
+    """Whether the current compilation pays for timing several configurations."""
+    config = inductor_config()
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
+    """torch.compile's own object for backend="inductor": validates ``options``, expands ``mode``.
+
+    Its ``.config`` holds the resulting config patches, ``.reset()`` is what ``torch.compile``
+    calls.
+    """
+    return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+# ------------------------------------------------------------------------------------------
+# slots of custom graph passes
+
+
+def passes_in(slot_value: Any) -> tuple[Any, ...]:
+    """The passes in a value of a custom-pass slot, in order."""
+    if slot_value is None:
+        return ()
+    if isinstance(slot_value, (list, tuple)):
+        return tuple(slot_value)
+    members = getattr(slot_value, "chained_passes", None)  # the 2.11 composite below
+    return members if members is not None else (slot_value,)
+
+
+def slot_value(passes: Sequence[Any]) -> Any:
+    """A value for a custom-pass slot that runs ``passes`` in order.
+
+    2.11: one pass object, so several go into a composite; >= 2.13: a tuple. Drop with 2.11.
+    """
+    if len(passes) <= 1:
+        return passes[0] if passes else None
+    if hasattr(
+        importlib.import_module("torch._inductor.custom_graph_pass"), "get_custom_graph_passes"
+    ):
+        return tuple(passes)
+    return _chain(tuple(passes))
+
+
+def _chain(passes: tuple[Any, ...]) -> Any:
+    base = __getattr__("CustomGraphPass")
+
+    class ChainedPasses(base):  # type: ignore[valid-type, misc]
+        chained_passes = passes
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for item in passes:
+                item(graph)
+
+        def uuid(self) -> Any:
+            ids = [item.uuid() if isinstance(item, base) else None for item in passes]
+            return None if any(i is None for i in ids) else tuple(ids)
+
+    return ChainedPasses()
+
+
+def install_globally(slot: str, item: Any) -> None:
+    """Append ``item`` to a slot for all threads of the process, behind what is there. Idempotent."""
+    _edit_global_slot(slot, lambda old: [p for p in old if p is not item] + [item])
+
+
+def uninstall_globally(slot: str, item: Any) -> None:
+    """Remove ``item`` from a slot and leave the others. Idempotent."""
+    _edit_global_slot(slot, lambda old: [p for p in old if p is not item])
+
+
+def _edit_global_slot(slot: str, edit: Callable[[tuple[Any, ...]], list[Any]]) -> None:
+    # 2.11: one value for the process. >= 2.13: what a user sets is a context variable, seen by the
+    # thread that set it alone, so a setting for the process has to be the default; a tuple, because
+    # only immutable defaults are not deep-copied on access. Drop the first branch with 2.11.
+    config = inductor_config()
+    entry = config._config[slot]
+    if not hasattr(entry.user_override, "get"):
+        setattr(config, slot, slot_value(edit(passes_in(getattr(config, slot)))))
+        return
+    entry.default = tuple(edit(passes_in(entry.default))) or None
+    config._hash_dirty_var.set(True)
+    unset = importlib.import_module("torch.utils._config_module")._UNSET_SENTINEL
+    if entry.user_override.get() is not unset:  # this thread set the slot itself
+        setattr(config, slot, slot_value(edit(passes_in(entry.user_override.get()))))
+
+
+# ------------------------------------------------------------------------------------------
+# lowering
+
+
+def select(name: str, choices: list[Any], inputs: list[Any], layout: Any) -> Any:
+    """The chosen kernel's output as a TensorBox.
+
+    ``return_multi_template=False``: the choice is made here, by the times of the bare kernels, and
+    what follows is then fused into the winner without a further benchmark. Fusion is deterministic.
+    """
+    # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
+    result = __getattr__("autotune_select_algorithm")(
+        name, choices, inputs, layout, return_multi_template=False
+    )
+    return result[0] if isinstance(result, tuple) else result
+
+
+def size_hints(sizes: Iterable[Any]) -> list[int]:
+    """Ints for possibly symbolic sizes: what they were in the call that is being compiled."""
+    sizevars = __getattr__("V").graph.sizevars
+    return [int(sizevars.optimization_hint(size)) for size in sizes]
+
+
+def known_int(size: Any) -> int | None:
+    """The value of a size that is not symbolic, else None. Adds no guard."""
+    return int(size) if isinstance(size, int) or getattr(size, "is_Integer", False) else None
+
+
+def active_passes(slot: str) -> tuple[Any, ...]:
+    """The passes that the compilation under way has in ``slot``."""
+    return passes_in(getattr(inductor_config(), slot))
+
+
+# ------------------------------------------------------------------------------------------
+# devices
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Whether Inductor lowers to Triton for this device: CUDA (not ROCm), or a CPU with
+    ``cpu_backend="triton"`` (the interpreter)."""
+    if device.type == "cuda":
+        return torch.version.hip is None
+    return device.type == "cpu" and inductor_config().cpu_backend == "triton"
+
+
+@contextmanager
+def fake_mode_of(values: Iterable[Any]) -> Iterator[None]:
+    """The fake mode of the first fake tensor among ``values``, entered."""
+    for value in values:
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None:
+            with mode:
+                yield
+            return
+    yield
+
+
+def main() -> int:
+    found = problems()
+    print(f"torch {torch.__version__}; supported: {', '.join(SUPPORTED)}")
+    for problem in found:
+        print(f"  {problem}")
+    print("everything that inductor_quant needs is there" if not found else "NOT USABLE")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,188 @@
+"""The user's way in: the ``torch.compile`` backend, and ``enable`` / ``disable`` / ``enabled``.
+
+Importing this module registers canonical ops, templates and lowerings, once, before any cache
+look-up; on a torch that lacks what we need it registers nothing, and every way in is plain
+Inductor.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant.errors import OptionError, UnsupportedTorchError
+from inductor_quant.options import Options, is_disabled_by_environment
+
+if TYPE_CHECKING:
+    from inductor_quant.patterns.pipeline import QuantGemmPass
+
+
+def inductor_quant_backend(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Inductor with quantized GEMMs fused: ``torch.compile(model, backend="inductor_quant")``.
+
+    ``mode`` and ``options`` mean what they mean for Inductor; options named
+    ``inductor_quant.<name>`` are fields of ``Options``. Only this compilation is affected. Custom
+    passes of the user, global or in ``options``, run before ours in the same slot, and untouched in
+    every other.
+
+    Raises OptionError for an unknown ``inductor_quant.`` option and for ``freezing``, which cannot
+    be honoured here: it must be set before tracing begins.
+    """
+    ours, inductors = Options.split(options)
+    checked = Options.make(ours)
+    wrapper = compat.inductor_wrapper(mode, inductors)
+    if wrapper.config.get("freezing"):
+        raise OptionError(
+            'options={"freezing": True} comes too late: parameters are frozen while the model is '
+            "traced, before any backend runs. Set torch._inductor.config.freezing = True instead, "
+            "before the first call."
+        )
+    if not is_usable(checked):
+        return wrapper(gm, example_inputs)
+    return compat.compile_fx(gm, example_inputs, config_patches=patches(wrapper.config, checked))
+
+
+def _reset() -> None:
+    compat.inductor_wrapper(None, {}).reset()
+
+
+# torch.compile calls it when the compiled function is reset.
+inductor_quant_backend.reset = _reset  # type: ignore[attr-defined]
+
+
+def patches(inductor_config: dict[str, Any], options: Options) -> dict[str, Any]:
+    """``inductor_config`` (config patches) with our pass appended to its slot."""
+    from inductor_quant.patterns.pipeline import SLOT, QuantGemmPass, for_options
+
+    in_slot = compat.passes_in(inductor_config.get(SLOT, getattr(compat.inductor_config(), SLOT)))
+    users = [item for item in in_slot if not isinstance(item, QuantGemmPass)]
+    return {**inductor_config, SLOT: compat.slot_value([*users, for_options(options)])}
+
+
+def is_usable(options: Options) -> bool:
+    """Whether the plugin may act: not disabled by the environment, on a torch that it knows.
+
+    Raises UnsupportedTorchError on another torch with ``on_error="raise"``, else warns once.
+    """
+    if is_disabled_by_environment():
+        return False
+    found = compat.problems()
+    if not found:
+        return True
+    error = UnsupportedTorchError(torch.__version__, ", ".join(compat.SUPPORTED), found)
+    if options.on_error == "raise":
+        raise error
+    _warn_unsupported(str(error))
+    return False
+
+
+@functools.cache
+def _warn_unsupported(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+# ------------------------------------------------------------------------------------------
+# every backend="inductor" compilation
+
+_process_options: Options | None = None
+# Set by ``enabled``; a context variable, so that it reaches the block's own thread alone.
+_block_options: ContextVar[Options | None] = ContextVar("inductor_quant_enabled", default=None)
+_open_blocks = 0
+
+
+def _ambient_options() -> Options | None:
+    if is_disabled_by_environment():
+        return None
+    return _block_options.get() or _process_options
+
+
+@functools.cache
+def _ambient_pass() -> QuantGemmPass:
+    """The one pass behind ``enable`` and ``enabled``: asks on each use whether it is to act."""
+    from inductor_quant.patterns.pipeline import QuantGemmPass
+
+    class AmbientPass(QuantGemmPass):
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def options(self) -> Options | None:
+            return _ambient_options()
+
+    return AmbientPass()
+
+
+def enable(**options: Any) -> None:
+    """Act on every ``backend="inductor"`` compilation of the process from now on.
+
+    ``options`` are the fields of ``Options``. Our pass goes behind one that the user set.
+    Idempotent; a second call replaces the options. Raises OptionError for unknown options.
+    """
+    global _process_options
+    checked = Options.make(options)
+    if not is_usable(checked):
+        return
+    _process_options = checked
+    _install()
+
+
+def disable() -> None:
+    """Undo ``enable``; what is compiled already stays compiled. Idempotent."""
+    global _process_options
+    _process_options = None
+    _uninstall_if_unused()
+
+
+@contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """``enable`` for the compilations that this thread starts inside the block."""
+    global _open_blocks
+    checked = Options.make(options)
+    if not is_usable(checked):
+        yield
+        return
+    token = _block_options.set(checked)
+    _open_blocks += 1
+    _install()
+    try:
+        yield
+    finally:
+        _block_options.reset(token)
+        _open_blocks -= 1
+        _uninstall_if_unused()
+
+
+def _install() -> None:
+    from inductor_quant.patterns.pipeline import SLOT
+
+    compat.install_globally(SLOT, _ambient_pass())
+
+
+def _uninstall_if_unused() -> None:
+    if _process_options is None and _open_blocks == 0 and not compat.problems():
+        from inductor_quant.patterns.pipeline import SLOT
+
+        compat.uninstall_globally(SLOT, _ambient_pass())
+
+
+def _register() -> None:
+    if not compat.problems():
+        # imported for their registrations
+        from inductor_quant import lowering, ops  # noqa: F401
+        from inductor_quant.patterns import pipeline  # noqa: F401
+
+
+_register()

@@ -1,0 +1,89 @@
+"""What was decided about each candidate GEMM, as values: a ``Match`` or a ``Rejection`` with a
+code.
+
+"No match" is an ordinary outcome that the report shows to the user, so it is never an exception.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from inductor_quant.spec import QuantGemmSpec
+
+
+class RejectionCode(enum.StrEnum):
+    """Why a GEMM was left as it was, or why a kernel or configuration does not apply."""
+
+    # recognition
+    NO_SCALE = "no_scale"
+    SCALE_AXIS = "scale_axis"
+    SCALE_DTYPE = "scale_dtype"
+    SCALE_DYNAMIC_SHAPE = "scale_dynamic_shape"
+    EXTRA_USER = "extra_user"
+    DTYPE = "dtype"
+    K_TOO_LONG = "k_too_long"
+    DYNAMIC_K = "dynamic_k"
+    MUTATED_OPERAND = "mutated_operand"
+    # policy
+    DEVICE = "device"
+    FAMILY_DISABLED = "family_disabled"
+    MODULE_EXCLUDED = "module_excluded"
+    INTERNAL_ERROR = "internal_error"
+    # kernels
+    NO_KERNEL = "no_kernel"
+    BLOCK_SHAPE = "block_shape"
+    SHARED_MEMORY = "shared_memory"
+    REGISTERS = "registers"
+
+
+MEANINGS: dict[RejectionCode, str] = {
+    RejectionCode.NO_SCALE: "the integer result is not multiplied by a scale",
+    RejectionCode.SCALE_AXIS: "a scale varies along neither rows, columns nor the whole tensor",
+    RejectionCode.SCALE_DTYPE: "a scale is not fp32, bf16 or fp16, or the result is none of them",
+    RejectionCode.SCALE_DYNAMIC_SHAPE: "a scale's symbolic shape cannot be shown to be M or N",
+    RejectionCode.EXTRA_USER: "the integer result is also used elsewhere",
+    RejectionCode.DTYPE: "an operand is not of the family's element type",
+    RejectionCode.K_TOO_LONG: "at this K, full-range operands overflow the int32 accumulator",
+    RejectionCode.DYNAMIC_K: "K is symbolic, so overflow of the accumulator cannot be excluded",
+    RejectionCode.MUTATED_OPERAND: "an operand is written to in this graph",
+    RejectionCode.DEVICE: "there is no kernel for this device; the graph stays as it was",
+    RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
+    RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
+    RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it as it was",
+    RejectionCode.NO_KERNEL: "recognised, but no kernel covers it",
+    RejectionCode.BLOCK_SHAPE: "a block size that the kernel or the matrix unit does not take",
+    RejectionCode.SHARED_MEMORY: "the pipeline stages exceed the shared memory of a block",
+    RejectionCode.REGISTERS: "the accumulator does not fit in the registers of a block",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rejection:
+    """``code`` is stable and greppable, ``detail`` is one sentence for a person, ``node`` names the
+    FX node that stopped us (empty where none did)."""
+
+    code: RejectionCode
+    detail: str = ""
+    node: str = ""
+    module: str = ""
+
+    def __str__(self) -> str:
+        where = f" at {self.node}" if self.node else ""
+        return f"{self.code.value}{where}: {self.detail or MEANINGS[self.code]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A GEMM that was rewritten. ``m`` is an int, or a symbol's name where M is dynamic."""
+
+    family: str
+    spec: QuantGemmSpec
+    m: int | str
+    n: int | str
+    k: int | str
+    node: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

@@ -1,0 +1,45 @@
+"""The exceptions of this package. "Not a match" is never one: see ``decisions.py``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class InductorQuantError(RuntimeError):
+    """Base of every error that this package raises."""
+
+
+class UnsupportedTorchError(InductorQuantError):
+    """The installed torch lacks something that we need (raised with ``on_error="raise"``)."""
+
+    def __init__(self, torch_version: str, supported: str, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        listed = "\n  ".join(problems)
+        super().__init__(
+            f"inductor_quant does not know torch {torch_version} (tried with {supported}):\n"
+            f"  {listed}\n"
+            "Compilation goes on without it. Install a supported torch, or run "
+            "`python -m inductor_quant._torch_compat` and report what it prints."
+        )
+
+
+class OptionError(InductorQuantError, ValueError):
+    """An option is unknown or has a value that cannot be honoured."""
+
+    @classmethod
+    def unknown(cls, names: Iterable[str], known: Iterable[str]) -> OptionError:
+        known = sorted(known)
+        parts = []
+        for name in names:
+            close = difflib.get_close_matches(name, known, n=1)
+            parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+        return cls(f"unknown option {', '.join(parts)}; the options are {', '.join(known)}")
+
+
+class SpecError(InductorQuantError, ValueError):
+    """A canonical op was called with tensors that do not form the GEMM it describes."""
+
+
+class ConfigTableError(InductorQuantError):
+    """A table of kernel configurations is malformed."""

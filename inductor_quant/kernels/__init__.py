@@ -1,0 +1,11 @@
+"""Kernels as data: Triton templates, when they apply, and which configurations to use.
+
+Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
+"""
+
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.w8a8 import W8A8_MM
+
+KERNELS: tuple[Kernel, ...] = (W8A8_MM,)
+
+__all__ = ["KERNELS", "Kernel"]

@@ -1,0 +1,112 @@
+"""Tile configurations of a GEMM kernel, and the one function that says which are legal.
+
+Tables, rules, user pins and tests all ask ``legal``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from inductor_quant.decisions import Rejection, RejectionCode
+
+# Accumulator registers (32 bit) a thread. 128 leaves room for addresses and operand fragments
+# within the 255 that a thread can have: no configuration of the sm_90 sweep at 128 spills, all
+# tried at 256 do.
+MAX_ACCUMULATOR_REGISTERS = 128
+# Triton keeps barriers and scratch beside the stages.
+RESERVED_SHARED_MEMORY = 1024
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class GemmConfig:
+    """One way to tile ``[M, K] x [K, N]``; all but ``group_m`` must be powers of two or small
+    counts.
+
+    ``group_m`` is the number of row tiles that are walked together so that they share columns in
+    L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}"
+            f"_w{self.num_warps}_s{self.num_stages}_g{self.group_m}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a choice of configuration needs to know of a device.
+
+    ``arch`` is 10 * major + minor of the compute capability, 0 for the interpreter;
+    ``shared_memory`` is in bytes, the most that one block can have.
+    """
+
+    arch: int
+    num_sms: int
+    shared_memory: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Sizes of one GEMM; where a size is symbolic, the value it had in the call being compiled."""
+
+    m: int
+    n: int
+    k: int
+    # False where K is symbolic: then no configuration may assume that it is a multiple of BLOCK_K.
+    k_is_static: bool = True
+
+    def is_even_k(self, config: GemmConfig) -> bool:
+        return self.k_is_static and self.k % config.block_k == 0
+
+
+def shared_memory(config: GemmConfig, element_bytes: int) -> int:
+    """Bytes that the pipelined tiles of both operands take: an upper bound of what Triton
+    allocates.
+
+    Equal to it for every wgmma configuration of the sweep; for mma.sync ones Triton may keep an
+    operand in registers and needs less.
+    """
+    tile = (config.block_m + config.block_n) * config.block_k
+    return config.num_stages * tile * element_bytes
+
+
+def legal(config: GemmConfig, device: Device, *, element_bytes: int) -> Rejection | None:
+    """None where ``config`` can run on ``device``, else why not."""
+    for name in ("block_m", "block_n", "block_k", "num_warps"):
+        value = getattr(config, name)
+        if value < 1 or value & (value - 1):
+            return Rejection(
+                RejectionCode.BLOCK_SHAPE, f"{name}={value} of {config} is not a power of two"
+            )
+    # The matrix units take 16 rows, 8 columns (Triton: 16), and 32 bytes along K at once.
+    min_k = 32 // element_bytes
+    if config.block_m < 16 or config.block_n < 16 or config.block_k < min_k:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} is below the smallest tile, 16x16x{min_k}"
+        )
+    if config.num_stages < 1 or config.group_m < 1:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config}: num_stages and group_m must be at least 1"
+        )
+    accumulators = config.block_m * config.block_n // (32 * config.num_warps)
+    if accumulators > MAX_ACCUMULATOR_REGISTERS:
+        return Rejection(
+            RejectionCode.REGISTERS,
+            f"{config} needs {accumulators} accumulator registers a thread; "
+            f"{MAX_ACCUMULATOR_REGISTERS} is the most that does not spill",
+        )
+    needed = shared_memory(config, element_bytes) + RESERVED_SHARED_MEMORY
+    if needed > device.shared_memory:
+        return Rejection(
+            RejectionCode.SHARED_MEMORY,
+            f"{config} needs {needed} bytes of shared memory, a block has {device.shared_memory}",
+        )
+    return None

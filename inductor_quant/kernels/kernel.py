@@ -1,0 +1,40 @@
+"""The record that describes one kernel to the lowering."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+from inductor_quant.decisions import Rejection
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.spec import QuantGemmSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One Triton template.
+
+    name       file ``templates/<name>.py.jinja``; its Inductor name is ``inductor_quant_<name>``
+    family     the canonical op that it computes
+    grid       (m, n, meta, *, cdiv) -> (x, y, z), on ints and on sympy expressions alike
+    supports   (spec, device) -> None, or why the kernel does not apply
+    constants  (spec, problem, config) -> the template's constants beside the tile sizes
+    configs    (spec, problem, device) -> legal configurations, best guess first
+    """
+
+    name: str
+    family: str
+    grid: Callable[..., tuple[Any, Any, Any]]
+    supports: Callable[[QuantGemmSpec, Device], Rejection | None]
+    constants: Callable[[QuantGemmSpec, Problem, GemmConfig], dict[str, Any]]
+    configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
+
+    @property
+    def template_name(self) -> str:
+        return f"inductor_quant_{self.name}"
+
+    def source(self) -> str:
+        path = resources.files("inductor_quant.kernels") / "templates" / f"{self.name}.py.jinja"
+        return path.read_text(encoding="utf-8")

@@ -1,0 +1,124 @@
+"""What every family's lowering does: describe problem and device, collect choices, select one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant import report
+from inductor_quant.kernels import KERNELS, Kernel
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.options import Options
+from inductor_quant.spec import QuantGemmSpec
+
+# Templates register themselves under their name when they are made: at import, before any cache
+# look-up.
+_TEMPLATES = {
+    kernel.name: compat.TritonTemplate(
+        name=kernel.template_name, grid=compat.SymbolicGridFn(kernel.grid), source=kernel.source()
+    )
+    for kernel in KERNELS
+}
+# The interpreter has no limits; those of sm_90 make it choose what a GPU would.
+_INTERPRETER = Device(arch=0, num_sms=132, shared_memory=232448)
+
+
+def current_options() -> Options:
+    """The options of the compilation under way: those of our pass in its config, or defaults."""
+    for item in compat.active_passes("post_grad_custom_pre_pass"):
+        options = getattr(item, "options", None)
+        if isinstance(options, Options):
+            return options
+    return Options()
+
+
+def describe_device(device: torch.device) -> Device:
+    """The card that is compiled for."""
+    if device.type == "cpu":
+        return _INTERPRETER
+    return _describe_cuda(device.index if device.index is not None else torch.cuda.current_device())
+
+
+def _describe_cuda(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        arch=10 * properties.major + properties.minor,
+        num_sms=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
+    )
+
+
+def describe_problem(a: Any, b: Any) -> Problem:
+    """Sizes of ``a [M, K] @ b [K, N]`` from IR nodes; hints where they are symbolic."""
+    (m, k), n = a.get_size(), b.get_size()[1]
+    hint_m, hint_n, hint_k = compat.size_hints((m, n, k))
+    return Problem(m=hint_m, n=hint_n, k=hint_k, k_is_static=compat.known_int(k) is not None)
+
+
+def lower_gemm(
+    family: str,
+    spec: QuantGemmSpec,
+    problem: Problem,
+    inputs: list[Any],
+    layout: Any,
+    constants: dict[str, Any],
+) -> Any | None:
+    """The output of the best kernel for the GEMM, as IR that the scheduler may fuse into.
+
+    One configuration, the best guess, unless max-autotune pays for timing up to
+    ``Options.max_choices``. None: no kernel supports this spec on this device.
+    """
+    device = describe_device(layout.device)
+    options = current_options()
+    limit = options.max_choices if compat.uses_max_autotune() else 1
+    choices: list[Any] = []
+    offered: list[str] = []
+    for kernel in KERNELS:
+        if kernel.family != family or kernel.supports(spec, device) is not None:
+            continue
+        for config in kernel.configs(spec, problem, device):
+            if len(choices) == limit:
+                break
+            error = _append_choice(
+                kernel, spec, problem, config, choices, inputs, layout, constants
+            )
+            if error is None:
+                offered.append(f"{kernel.name} {config}")
+    if not choices:
+        return None
+    report.add(report.KernelChoice(family, str(spec), tuple(offered)))
+    return compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+
+
+def _append_choice(
+    kernel: Kernel,
+    spec: QuantGemmSpec,
+    problem: Problem,
+    config: GemmConfig,
+    choices: list[Any],
+    inputs: list[Any],
+    layout: Any,
+    constants: dict[str, Any],
+) -> Any:
+    return _TEMPLATES[kernel.name].maybe_append_choice(
+        choices,
+        input_nodes=tuple(inputs),
+        layout=layout,
+        num_stages=config.num_stages,
+        num_warps=config.num_warps,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        **kernel.constants(spec, problem, config),
+        **constants,
+    )
+
+
+@functools.cache
+def lowering_of(op: torch._ops.OpOverload) -> Any:
+    """Inductor's own lowering of ``op``: IR in, IR out."""
+    return compat.lowerings[op]

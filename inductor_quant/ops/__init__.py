@@ -1,0 +1,9 @@
+"""The canonical ops ``torch.ops.inductor_quant.*``: where recognisers and kernels meet.
+
+Importing this package registers them: schema, eager reference and fake. Each is complete by itself:
+eager, ``aot_eager`` and any device run it, without Inductor.
+"""
+
+from inductor_quant.ops import w8a8
+
+__all__ = ["w8a8"]

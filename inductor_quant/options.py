@@ -1,0 +1,91 @@
+"""The options of the plugin: frozen, validated, and part of the cache key."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from inductor_quant.errors import OptionError
+
+FAMILIES = ("w8a8",)
+PREFIX = "inductor_quant."
+DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the plugin treats a compilation.
+
+    families          families to rewrite; the others are reported as ``FAMILY_DISABLED``
+    include_modules   glob patterns of module paths ("layers.*.mlp.*"); empty: every module
+    exclude_modules   glob patterns of module paths that stay as they are; wins over include
+    on_error          "fallback": a failure of the plugin leaves the graph untouched, warns once and
+                      shows in the report. "raise": it is raised (for test suites). The same holds
+                      for a torch that the plugin does not know.
+    max_choices       configurations that a max-autotune compile times for one GEMM, at most
+
+    Given to ``enable(**options)``, or to a single call as
+    ``torch.compile(m, backend="inductor_quant", options={"inductor_quant.families": ("w8a8",)})``.
+    Raises OptionError for an unknown name or an illegal value.
+    """
+
+    families: tuple[str, ...] = FAMILIES
+    include_modules: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] = ()
+    on_error: Literal["fallback", "raise"] = "fallback"
+    max_choices: int = 12
+
+    def __post_init__(self) -> None:
+        for name in ("families", "include_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+                raise OptionError(f"{name}={value!r} must be a sequence of strings")
+            object.__setattr__(self, name, tuple(value))
+        unknown = set(self.families) - set(FAMILIES)
+        if unknown:
+            raise OptionError(
+                f"families={self.families!r}: unknown {sorted(unknown)}; there are {list(FAMILIES)}"
+            )
+        if self.on_error not in ("fallback", "raise"):
+            raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
+        if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
+            raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
+        if self.max_choices < 1:
+            raise OptionError(f"max_choices={self.max_choices} must be at least 1")
+
+    @classmethod
+    def make(cls, values: Mapping[str, Any]) -> Options:
+        """Options from names and values; unknown names are refused, not dropped."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in values if name not in known]
+        if unknown:
+            raise OptionError.unknown(unknown, known)
+        return cls(**values)
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """``torch.compile``'s ``options`` as (ours without their prefix, Inductor's)."""
+        ours: dict[str, Any] = {}
+        inductors: dict[str, Any] = {}
+        for name, value in (options or {}).items():
+            if name.startswith(PREFIX):
+                ours[name.removeprefix(PREFIX)] = value
+            else:
+                inductors[name] = value
+        return ours, inductors
+
+    def selects(self, module: str) -> bool:
+        """Whether GEMMs of the module at this path ("": not known) are to be rewritten."""
+        if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude_modules):
+            return False
+        return not self.include_modules or any(
+            fnmatch.fnmatchcase(module, pattern) for pattern in self.include_modules
+        )
+
+
+def is_disabled_by_environment() -> bool:
+    """``INDUCTOR_QUANT_DISABLE=1`` turns the plugin off without a change to the program."""
+    return os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0")

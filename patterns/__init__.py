@@ -1,0 +1,41 @@
+"""The FX half: recognisers that read a graph, and the one writer that rewrites it.
+
+Lives at the top of the repository and is imported as ``inductor_quant.patterns``. A ``Pattern`` is
+one meaning: the ops that anchor it and a read-only function ``recognize(node) -> RecognizedGemm |
+Rejection``.
+"""
+
+from __future__ import annotations
+
+if __name__ != "inductor_quant.patterns":
+    raise ImportError(
+        f"this package is inductor_quant.patterns; imported as {__name__!r} it would exist twice"
+    )
+
+from inductor_quant.patterns import w8a8
+from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
+
+_patterns: list[Pattern] = [w8a8.PATTERN]
+
+
+def patterns() -> tuple[Pattern, ...]:
+    """All patterns, in the order in which they are tried."""
+    return tuple(_patterns)
+
+
+def register(pattern: Pattern) -> None:
+    """Add a pattern behind those that are there. Its name must be new.
+
+    A third party's pattern changes what a compilation does, so Inductor's caches are bypassed while
+    one is registered: the cache key covers our files, not theirs.
+    """
+    if any(known.name == pattern.name for known in _patterns):
+        raise ValueError(f"a pattern named {pattern.name!r} is registered already")
+    _patterns.append(pattern)
+
+
+def has_third_party() -> bool:
+    return len(_patterns) > 1
+
+
+__all__ = ["Pattern", "RecognizedGemm", "has_third_party", "patterns", "register"]

@@ -1,0 +1,90 @@
+"""The only writer of graphs: a recognised subgraph becomes one canonical op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.pattern import Operand, RecognizedGemm
+
+# What tells a user or a profiler where a node comes from; the value's own metadata is computed
+# anew.
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
+
+
+def rewrite(found: RecognizedGemm) -> fx.Node:
+    """Replace ``found.end`` by the canonical op; returns the op's node.
+
+    The new nodes stand where ``end`` stands, so every operand is defined and nothing moves across a
+    mutation. All of them are built before the first use is redirected: an exception while building
+    leaves dead nodes to be erased here, and the graph as it was.
+    """
+    owner = found.end.graph
+    built: list[fx.Node] = []
+
+    def build(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = owner.call_function(target, args, kwargs or {})
+        built.append(node)
+        node.meta.update({k: found.end.meta[k] for k in _PROVENANCE if k in found.end.meta})
+        node.meta["original_aten"] = target  # Inductor names kernels after it
+        node.meta["val"] = _evaluate(node)
+        return node
+
+    def argument(item: Any) -> Any:
+        if not isinstance(item, Operand):
+            return item
+        if list(graph.value(item.node).shape) == _static(item.shape):
+            return item.node
+        return build(graph.aten.reshape.default, (item.node, list(item.shape)))
+
+    try:
+        with owner.inserting_before(found.end):
+            call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
+            result = call
+            if found.reshape is not None:
+                result = build(graph.aten.reshape.default, (call, *found.reshape.args[1:]))
+        _check_same_value(found.end, result)
+    except Exception:
+        for node in reversed(built):
+            owner.erase_node(node)
+        raise
+    found.end.replace_all_uses_with(result)
+    for node in reversed(found.interior):
+        _erase_if_dead(node)
+    return call
+
+
+def _evaluate(node: fx.Node) -> Any:
+    def fake(item: fx.Node) -> Any:
+        return item.meta["val"]
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    with compat.fake_mode_of(tensors):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _static(shape: tuple[int, ...]) -> list[int] | None:
+    return None if -1 in shape else list(shape)
+
+
+def _check_same_value(old: fx.Node, new: fx.Node) -> None:
+    before, after = graph.value(old), graph.value(new)
+    same = before.dtype == after.dtype and len(before.shape) == len(after.shape)
+    if not same or not all(map(graph.same_size, before.shape, after.shape)):
+        raise AssertionError(
+            f"{new.target} gives {after.dtype} {list(after.shape)}, but {old.name} is "
+            f"{before.dtype} {list(before.shape)}"
+        )
+
+
+def _erase_if_dead(node: fx.Node) -> None:
+    for user in list(node.users):
+        if user.target in graph.ASSERTIONS:
+            user.graph.erase_node(user)
+    if not node.users:
+        node.graph.erase_node(node)

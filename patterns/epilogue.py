@@ -1,0 +1,251 @@
+"""Scales and bias behind a matrix product: reads forward from the accumulator.
+
+From the anchor on, each node that is the only user of the last is read as a factor, an addend, a
+cast or a reshape of ``[M, N]``; the first that is none of these ends the walk. What was read so far
+becomes part of the canonical op, and the rest stays in the graph, where the scheduler fuses it. So
+nothing has to be understood twice, and stopping early is always right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import fx
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.graph import aten
+
+CAST = torch.ops.prims.convert_element_type.default
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass
+class Epilogue:
+    """``(acc * alpha * row_scale * column_scale) + bias``, cast to ``out_dtype``, in the shape of
+    ``end``.
+
+    ``row_scale`` and ``column_scale`` may also be of one element. ``interior`` lists the nodes
+    read, anchor and ``end`` included; ``reshape`` is the last of them that changes the shape.
+    """
+
+    end: fx.Node
+    out_dtype: torch.dtype
+    interior: list[fx.Node]
+    reshape: fx.Node | None = None
+    alpha: float = 1.0
+    row_scale: fx.Node | None = None
+    column_scale: fx.Node | None = None
+    bias: fx.Node | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        return self.row_scale is not None or self.column_scale is not None or self.alpha != 1.0
+
+
+def read_epilogue(anchor: fx.Node) -> Epilogue | Rejection:
+    """The epilogue behind ``anchor``, an integer product [M, N].
+
+    Rejects what is not multiplied by a scale at all, and an integer result that has other users.
+    """
+    first = graph.single_user(anchor)
+    if first is None:
+        code = RejectionCode.EXTRA_USER if graph.users(anchor) else RejectionCode.NO_SCALE
+        names = ", ".join(user.name for user in graph.users(anchor))
+        return Rejection(code, f"the integer result is used by {names or 'nobody'}", anchor.name)
+    reader = _Reader(anchor)
+    stopped: Rejection | None = None
+    while (node := graph.single_user(reader.last)) is not None:
+        stopped = reader.read(node)
+        if stopped is not None:
+            break
+    found = reader.committed
+    if found is None or not found.is_scaled:
+        if stopped is None:
+            stopped = Rejection(RejectionCode.NO_SCALE, "", first.name)
+        return stopped
+    if found.out_dtype not in FLOATS:
+        return Rejection(
+            RejectionCode.SCALE_DTYPE, f"the result is {found.out_dtype}", found.end.name
+        )
+    return found
+
+
+class _Reader:
+    """State of the walk. ``committed`` is the longest prefix worth taking: a reshape or a widening
+    cast at its end is left to the graph, because taking it would only store more bytes.
+    """
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor = anchor
+        self.last = anchor
+        self.committed: Epilogue | None = None
+        self.current = Epilogue(anchor, graph.value(anchor).dtype, [anchor])
+
+    def read(self, node: fx.Node) -> Rejection | None:
+        """Advance over ``node``; a Rejection says why the walk ends before it."""
+        if node.target in graph.RESHAPES:
+            return self._reshape(node)
+        if node.target == CAST:
+            return self._cast(node)
+        if node.target == aten.mul.Tensor:
+            return self._multiply(node)
+        if node.target == aten.add.Tensor:
+            return self._add(node)
+        return Rejection(RejectionCode.NO_SCALE, f"{node.target} is no scale", node.name)
+
+    def _advance(self, node: fx.Node, *, commit: bool) -> None:
+        self.last = node
+        self.current.interior.append(node)
+        self.current.out_dtype = graph.value(node).dtype
+        self.current.end = node
+        if commit:
+            self.committed = dataclasses.replace(self.current, interior=list(self.current.interior))
+
+    def _reshape(self, node: fx.Node) -> Rejection | None:
+        before, after = graph.value(self.last).shape, graph.value(node).shape
+        if len(after) < 2 or not graph.same_size(before[-1], after[-1]):
+            return Rejection(RejectionCode.SCALE_AXIS, "a reshape moves the columns", node.name)
+        self.current.reshape = node
+        self._advance(node, commit=False)
+        return None
+
+    def _cast(self, node: fx.Node) -> Rejection | None:
+        before, after = graph.value(self.last).dtype, graph.value(node).dtype
+        if after not in FLOATS:
+            return Rejection(RejectionCode.SCALE_DTYPE, f"a cast to {after}", node.name)
+        is_narrowing = before.is_floating_point and after.itemsize < before.itemsize
+        self._advance(node, commit=is_narrowing)
+        return None
+
+    def _multiply(self, node: fx.Node) -> Rejection | None:
+        if self.current.bias is not None:
+            return Rejection(RejectionCode.SCALE_AXIS, "a factor after the bias", node.name)
+        if not self._keeps_shape(node):
+            return Rejection(RejectionCode.SCALE_AXIS, "the factor adds rows", node.name)
+        if graph.value(node).dtype not in FLOATS:
+            return Rejection(
+                RejectionCode.SCALE_DTYPE,
+                f"the scaled result is {graph.value(node).dtype}",
+                node.name,
+            )
+        saved = dataclasses.replace(self.current)
+        for factor in self._others(node):
+            rejection = self._take_factor(factor, node)
+            if rejection is not None:
+                self.current = saved
+                return rejection
+        self._advance(node, commit=True)
+        return None
+
+    def _keeps_shape(self, node: fx.Node) -> bool:
+        before, after = graph.value(self.last).shape, graph.value(node).shape
+        return len(before) == len(after) and all(map(graph.same_size, before, after))
+
+    def _others(self, node: fx.Node) -> list[object]:
+        """The factors of a multiplication beside the value so far; an outer product
+        ``row * column`` counts as its two factors."""
+        left, right = node.args
+        other = right if left is self.last else left
+        if other is self.last:
+            return [other]  # a square: _take_factor refuses it
+        if graph.is_tensor_node(other) and other.target == aten.mul.Tensor:  # type: ignore[union-attr]
+            parts = other.args  # type: ignore[union-attr]
+            shapes = [self._axis(p) for p in parts if graph.is_tensor_node(p)]
+            if sorted(s for s in shapes if isinstance(s, str)) == ["column", "row"]:
+                return list(parts)
+        return [other]
+
+    def _take_factor(self, factor: object, node: fx.Node) -> Rejection | None:
+        if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+            if not math.isfinite(factor):
+                return Rejection(RejectionCode.SCALE_DTYPE, f"a factor of {factor}", node.name)
+            self.current.alpha *= factor
+            return None
+        if not graph.is_tensor_node(factor) or factor is self.last:
+            return Rejection(RejectionCode.SCALE_AXIS, "the factor is no scale", node.name)
+        assert isinstance(factor, fx.Node)
+        if graph.value(factor).device != graph.value(self.anchor).device:
+            return Rejection(
+                RejectionCode.DEVICE, f"the scale is on {graph.value(factor).device}", node.name
+            )
+        if graph.value(factor).dtype not in FLOATS:
+            return Rejection(
+                RejectionCode.SCALE_DTYPE, f"the scale is {graph.value(factor).dtype}", node.name
+            )
+        axis = self._axis(factor)
+        if isinstance(axis, Rejection):
+            return axis
+        return self._place(_unexpanded(factor), axis, node)
+
+    def _place(self, scale: fx.Node, axis: str, node: fx.Node) -> Rejection | None:
+        """Put a scale in its slot; one of a single element goes where there is room."""
+        now = self.current
+        # A per-tensor scale that came first has taken the slot: move it over if the other is free.
+        row, column = now.row_scale, now.column_scale
+        is_row_taken = row is not None and _is_scalar(row) and column is None
+        is_column_taken = column is not None and _is_scalar(column) and row is None
+        if (axis == "row" and is_row_taken) or (axis == "column" and is_column_taken):
+            now.row_scale, now.column_scale = column, row
+        if axis in ("row", "tensor") and now.row_scale is None:
+            now.row_scale = scale
+        elif axis in ("column", "tensor") and now.column_scale is None:
+            now.column_scale = scale
+        else:
+            return Rejection(RejectionCode.SCALE_AXIS, f"a second {axis} scale", node.name)
+        return None
+
+    def _axis(self, operand: object) -> str | Rejection:
+        """Along what ``operand`` varies when it is broadcast against the value so far: "tensor",
+        "row" or "column".
+        """
+        assert isinstance(operand, fx.Node)
+        shape = list(graph.value(_unexpanded(operand)).shape)
+        target = list(graph.value(self.last).shape)
+        if len(shape) > len(target):
+            if any(not graph.is_one(size) for size in shape[: -len(target)]):
+                return Rejection(
+                    RejectionCode.SCALE_AXIS, f"a scale of shape {shape}", operand.name
+                )
+            shape = shape[-len(target) :]
+        shape = [1] * (len(target) - len(shape)) + shape
+        if all(graph.is_one(size) for size in shape):
+            return "tensor"
+        lead, last = shape[:-1], shape[-1]
+        if graph.same_size(last, target[-1]) and all(graph.is_one(size) for size in lead):
+            return "column"
+        leads_agree = all(graph.same_size(a, b) for a, b in zip(lead, target, strict=False))
+        if graph.is_one(last) and leads_agree:
+            return "row"
+        is_unknown = any(graph.is_symbolic(size) for size in shape)
+        code = RejectionCode.SCALE_DYNAMIC_SHAPE if is_unknown else RejectionCode.SCALE_AXIS
+        return Rejection(code, f"a scale of shape {shape} against {target}", operand.name)
+
+    def _add(self, node: fx.Node) -> Rejection | None:
+        left, right = node.args
+        other = right if left is self.last else left
+        is_plain = not node.kwargs and self.current.bias is None and other is not self.last
+        if not is_plain or not graph.is_tensor_node(other) or not self.current.is_scaled:
+            return Rejection(RejectionCode.NO_SCALE, "an addition that is no bias", node.name)
+        assert isinstance(other, fx.Node)
+        bias = graph.value(other)
+        is_float = bias.dtype in FLOATS and graph.value(node).dtype in FLOATS
+        is_beside = bias.device == graph.value(self.anchor).device and self._keeps_shape(node)
+        if not (is_float and is_beside) or self._axis(other) != "column":
+            return Rejection(RejectionCode.NO_SCALE, "an addition that is no bias", node.name)
+        self.current.bias = _unexpanded(other)
+        self._advance(node, commit=True)
+        return None
+
+
+def _unexpanded(node: fx.Node) -> fx.Node:
+    """The source of an expand of the same rank or less: broadcasting it gives the same value."""
+    while node.target == aten.expand.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    return all(graph.is_one(size) for size in graph.value(node).shape)

@@ -1,0 +1,115 @@
+"""Questions that recognisers ask of FX nodes. Reads only; adds no guard on symbolic sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+VIEWS = (
+    *RESHAPES,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.alias.default,
+    aten.detach.default,
+)
+# Left in exported graphs until after our slot; they read a tensor's metadata and compute nothing.
+ASSERTIONS = (aten._assert_tensor_metadata.default,)
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that stands for the node's value."""
+    return node.meta["val"]
+
+
+def is_tensor_node(item: Any) -> bool:
+    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """The nodes that compute with ``node``."""
+    return [user for user in node.users if user.target not in ASSERTIONS]
+
+
+def single_user(node: fx.Node) -> fx.Node | None:
+    found = users(node)
+    return found[0] if len(found) == 1 else None
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are certainly equal: the same int or the same symbolic expression."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(a.node.expr == b.node.expr)
+
+
+def is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def is_symbolic(size: int | torch.SymInt) -> bool:
+    return not isinstance(size, int)
+
+
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A size for a report: the int, or the symbolic expression as text."""
+    return size if isinstance(size, int) else str(size)
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` is a view of, itself if it is none."""
+    while node.op == "call_function" and node.target in VIEWS:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def is_mutated(node: fx.Node) -> bool:
+    """Whether the memory behind ``node`` is written to anywhere in the graph."""
+    todo, seen = [base(node)], set()
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for user in current.users:
+            if _writes_to(user, current):
+                return True
+            if user.target in VIEWS:
+                todo.append(user)
+    return False
+
+
+def _writes_to(user: fx.Node, node: fx.Node) -> bool:
+    schema = getattr(user.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    named = zip(schema.arguments, user.args, strict=False)
+    written = [arg for spec, arg in named if spec.alias_info and spec.alias_info.is_write]
+    written += [
+        user.kwargs.get(spec.name)
+        for spec in schema.arguments
+        if spec.alias_info and spec.alias_info.is_write
+    ]
+    return any(
+        node is item or (isinstance(item, (list, tuple)) and node in item) for item in written
+    )
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module that ``node`` comes from ("layers.0.mlp.up"), "" where unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    return path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("L['fn'].")

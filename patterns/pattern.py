@@ -1,0 +1,56 @@
+"""What a recogniser is, and what it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant.decisions import Rejection
+from inductor_quant.spec import QuantGemmSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class RecognizedGemm:
+    """A matched subgraph and the canonical op that means the same.
+
+    end        the node whose value the op replaces
+    interior   nodes that the rewrite makes dead, in graph order; each is erased if nobody uses it
+    op, args, kwargs
+               the call; an ``Operand`` among the arguments stands for a node seen in another shape
+    reshape    the view node that gives ``end`` its shape, if that is not [M, N]
+    """
+
+    family: str
+    spec: QuantGemmSpec
+    anchor: fx.Node
+    end: fx.Node
+    interior: tuple[fx.Node, ...]
+    op: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    m: int | str
+    n: int | str
+    k: int | str
+    reshape: fx.Node | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """``node`` reshaped to ``shape`` (-1: what remains), as an argument of a canonical op."""
+
+    node: fx.Node
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """``recognize`` must not mutate the graph and must not raise for "not a match"."""
+
+    name: str
+    family: str
+    anchors: tuple[torch._ops.OpOverload, ...]
+    recognize: Callable[[fx.Node], RecognizedGemm | Rejection]

@@ -1,0 +1,129 @@
+"""The pass that Inductor runs in its post-grad *pre* slot: recognise, decide, rewrite, report."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import warnings
+from pathlib import Path
+
+import torch
+import triton
+from torch import fx
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant import patterns, report
+from inductor_quant.decisions import Match, Rejection, RejectionCode
+from inductor_quant.errors import InductorQuantError
+from inductor_quant.options import Options
+from inductor_quant.patterns import graph as reading
+from inductor_quant.patterns.canonicalize import rewrite
+from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
+
+log = logging.getLogger(__name__)
+
+SLOT = "post_grad_custom_pre_pass"
+
+
+class QuantGemmPass(compat.CustomGraphPass):
+    """One instance per Options (``for_options``): Inductor compares passes by identity.
+
+    The lowering finds ``options`` here as well: the config slot is the one thing that travels with
+    every compilation, also with a backward pass that is compiled later.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+
+    @property
+    def options(self) -> Options | None:
+        """The options in force; None: this pass does nothing now."""
+        return self._options
+
+    def __call__(self, graph: fx.Graph) -> None:
+        options = self.options
+        if options is None:
+            return
+        by_anchor = {op: p for p in patterns.patterns() for op in p.anchors}
+        for node in list(graph.nodes):
+            pattern = by_anchor.get(node.target)
+            if pattern is None:
+                continue
+            decision = _treat(node, pattern, options)
+            log.info("%s", decision)
+            report.add(decision)
+
+    def uuid(self) -> tuple[str, ...] | None:
+        """What Inductor's caches know us by: every file of the package, the options, the versions.
+
+        None (no caching) while a third party's pattern is registered: its code is not covered.
+        """
+        if patterns.has_third_party():
+            return None
+        state = repr(self.options) if self.options is not None else "inactive"
+        return ("inductor_quant", source_hash(), state, torch.__version__, triton.__version__)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
+        return self  # Inductor copies config values
+
+
+@functools.cache
+def for_options(options: Options) -> QuantGemmPass:
+    """The pass for these options, always the same object."""
+    return QuantGemmPass(options)
+
+
+@functools.cache
+def source_hash() -> str:
+    """SHA-256 over the names and contents of all ``.py``, ``.jinja`` and ``.json`` files of the
+    package.
+
+    Inductor's cache key covers torch's sources, not ours: without this, an edited template would be
+    served from a warm cache in its old form.
+    """
+    roots = {"inductor_quant": Path(__file__).parents[0], "": Path(report.__file__).parent}
+    digest = hashlib.sha256()
+    for label, root in roots.items():
+        for path in sorted(root.rglob("*")):
+            if path.suffix in (".py", ".jinja", ".json") and path.is_file():
+                digest.update(f"{label}/{path.relative_to(root)}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _treat(anchor: fx.Node, pattern: Pattern, options: Options) -> Match | Rejection:
+    """Decide about one candidate and rewrite it if it matched."""
+    module = reading.module_path(anchor)
+    try:
+        found = pattern.recognize(anchor)
+        refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
+        if refusal is not None:
+            return Rejection(refusal.code, refusal.detail, refusal.node or anchor.name, module)
+        assert isinstance(found, RecognizedGemm)
+        name = anchor.name
+        rewrite(found)
+        return Match(found.family, found.spec, found.m, found.n, found.k, name, module)
+    except Exception as error:
+        if options.on_error == "raise":
+            raise InductorQuantError(f"pattern {pattern.name} failed at {anchor.name}") from error
+        log.warning("pattern %s failed at %s", pattern.name, anchor.name, exc_info=True)
+        _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
+        return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module)
+
+
+def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:
+    """What the user or the device has against a rewrite that would be right."""
+    if found.family not in options.families:
+        return Rejection(RejectionCode.FAMILY_DISABLED, f"{found.family} {found.spec}")
+    if not options.selects(module):
+        return Rejection(RejectionCode.MODULE_EXCLUDED, module)
+    device = reading.value(found.anchor).device
+    if not compat.runs_triton(device):
+        return Rejection(RejectionCode.DEVICE, f"{device} runs {found.family} without our kernels")
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

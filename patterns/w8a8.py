@@ -1,0 +1,100 @@
+"""W8A8: ``aten._int_mm`` of two int8 operands, multiplied by scales per token and per channel.
+
+The spellings of torchao, gpt-fast and plain PyTorch: 2-D or 3-D activations, scales in any order
+and between casts, a bias behind them. Only what ``epilogue`` reads differs; there is one pattern.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.ops import w8a8 as op
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.epilogue import Epilogue, read_epilogue
+from inductor_quant.patterns.pattern import Operand, Pattern, RecognizedGemm
+
+FAMILY = "w8a8"
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
+    """``anchor``: an ``aten._int_mm(a [M, K], b [K, N])``."""
+    a, b = anchor.args
+    if not graph.is_tensor_node(a) or not graph.is_tensor_node(b):
+        return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    assert isinstance(a, fx.Node)
+    assert isinstance(b, fx.Node)
+    rejection = _check_operands(anchor, a, b)
+    if rejection is not None:
+        return rejection
+    epilogue = read_epilogue(anchor)
+    if isinstance(epilogue, Rejection):
+        return epilogue
+    return _assemble(anchor, a, b, epilogue)
+
+
+def _check_operands(anchor: fx.Node, a: fx.Node, b: fx.Node) -> Rejection | None:
+    dtypes = [graph.value(operand).dtype for operand in (a, b)]
+    if dtypes != [torch.int8, torch.int8]:
+        return Rejection(RejectionCode.DTYPE, f"operands are {dtypes}, not int8", anchor.name)
+    k = graph.value(a).shape[1]
+    if graph.is_symbolic(k):
+        return Rejection(RejectionCode.DYNAMIC_K, f"K is {k}", anchor.name)
+    if k > op.MAX_K:
+        return Rejection(RejectionCode.K_TOO_LONG, f"K={k}, the most is {op.MAX_K}", anchor.name)
+    for operand in (a, b):
+        if graph.is_mutated(operand):
+            return Rejection(
+                RejectionCode.MUTATED_OPERAND, f"{operand.name} is written to", operand.name
+            )
+    return None
+
+
+def _assemble(anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue) -> RecognizedGemm:
+    m, n = graph.value(anchor).shape
+    k = graph.value(a).shape[1]
+    row, column, bias = found.row_scale, found.column_scale, found.bias
+    is_per_token, is_per_channel = (_varies(scale) for scale in (row, column))
+    spec = op.make_spec(
+        a_scale=op.scale_spec(_value(row), (1, -1), is_full=is_per_token),
+        b_scale=op.scale_spec(_value(column), (-1, 1), is_full=is_per_channel),
+        out_dtype=found.out_dtype,
+        bias=bias is not None,
+    )
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=spec,
+        anchor=anchor,
+        end=found.end,
+        interior=tuple(found.interior),
+        op=op.op,
+        args=(
+            a,
+            b,
+            row and Operand(row, (-1, 1) if is_per_token else (1, 1)),
+            column and Operand(column, (1, -1) if is_per_channel else (1, 1)),
+            bias and Operand(bias, (-1,)),
+        ),
+        kwargs={"alpha": found.alpha, "out_dtype": found.out_dtype},
+        m=graph.size_name(m),
+        n=graph.size_name(n),
+        k=graph.size_name(k),
+        reshape=found.reshape,
+    )
+
+
+def _value(scale: fx.Node | None) -> torch.Tensor | None:
+    return None if scale is None else graph.value(scale)
+
+
+def _varies(scale: fx.Node | None) -> bool:
+    return scale is not None and not all(graph.is_one(s) for s in graph.value(scale).shape)
+
+
+PATTERN = Pattern(
+    name="int_mm_scale",
+    family=FAMILY,
+    anchors=(torch.ops.aten._int_mm.default,),
+    recognize=recognize,
+)

@@ -1,0 +1,62 @@
+"""Which tests run in which process, and private caches for all of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+# Before torch or triton read them: a cache left by another run would hide what this one compiles.
+for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ[_variable] = tempfile.mkdtemp(prefix="inductor_quant_tests_")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _capability() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    arch = _capability()
+    for item in items:
+        if "interp" in item.keywords and not IS_INTERPRETER:
+            reason = "runs in the interpreter's process, which test_interpreter_layer starts"
+        elif "compiles" in item.keywords and IS_INTERPRETER:
+            reason = "compiles kernels, which TRITON_INTERPRET=1 forbids"
+        elif "gpu" in item.keywords and (arch == 0 or IS_INTERPRETER):
+            reason = "no CUDA device"
+        elif "sm89" in item.keywords and arch < 89:
+            reason = f"needs sm_89, this is sm_{arch}"
+        elif "sm90" in item.keywords and arch < 90:
+            reason = f"needs sm_90, this is sm_{arch}"
+        else:
+            continue
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """On a GPU machine, GPU tests that were all skipped are a failure, not a pass."""
+    if IS_INTERPRETER or not torch.cuda.is_available():
+        return
+    gpu_items = [item for item in session.items if "gpu" in item.keywords]
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not gpu_items or reporter is None:
+        return
+    ran = {report.nodeid for key in ("passed", "failed") for report in reporter.stats.get(key, [])}
+    if not any(item.nodeid in ran for item in gpu_items):
+        reporter.write_line("every gpu test was skipped on a machine with a GPU", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    """Each test compiles anew: dynamo's caches and counts do not leak between tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
