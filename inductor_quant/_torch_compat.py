@@ -26,16 +26,14 @@ SUPPORTED = ("2.11", "2.13", "2.15")
 _EXPORTS = {
     "AlgorithmSelectorCache": "torch._inductor.select_algorithm",
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
-    "DeviceProperties": "torch._inductor.runtime.hints",
+    "ExternKernel": "torch._inductor.ir",
     "SymbolicGridFn": "torch._inductor.select_algorithm",
-    "TensorBox": "torch._inductor.ir",
     "TritonTemplate": "torch._inductor.select_algorithm",
     "V": "torch._inductor.virtualized",
     "autotune_select_algorithm": "torch._inductor.select_algorithm",
     "compile_fx": "torch._inductor.compile_fx",
     "FixedLayout": "torch._inductor.ir",
     "lowerings": "torch._inductor.lowering",
-    "realize_inputs": "torch._inductor.select_algorithm",
     "register_lowering": "torch._inductor.lowering",
 }
 
@@ -94,15 +92,20 @@ def problems() -> tuple[str, ...]:
 
 
 def _missing_parameters(where: str, symbol: Any, expected: tuple[str, ...]) -> list[str]:
-    missing = [name for name in expected if name not in _parameters(symbol)]
+    found = _parameters(symbol)
+    # One that takes anything (a wrapper, of a profiler or of ours) says nothing.
+    if any(kind is inspect.Parameter.VAR_KEYWORD for kind in found.values()):
+        return []
+    missing = [name for name in expected if name not in found]
     return [f"{where} no longer takes {', '.join(missing)}"] if missing else []
 
 
-def _parameters(symbol: Any) -> tuple[str, ...]:
+def _parameters(symbol: Any) -> dict[str, Any]:
+    """The names of a callable's parameters and their kinds; none where it cannot be told."""
     try:
-        return tuple(inspect.signature(symbol).parameters)
+        return {name: p.kind for name, p in inspect.signature(symbol).parameters.items()}
     except (TypeError, ValueError):
-        return ()
+        return {}
 
 
 def inductor_config() -> Any:
@@ -211,6 +214,11 @@ def select(name: str, choices: list[Any], inputs: list[Any], layout: Any) -> Any
         name, choices, inputs, layout, return_multi_template=False
     )
     return result[0] if isinstance(result, tuple) else result
+
+
+def realize(node: Any) -> Any:
+    """``node`` as a buffer or a strided view of one, whatever its strides: templates take any."""
+    return __getattr__("ExternKernel").realize_input(node)
 
 
 def size_hints(sizes: Iterable[Any]) -> list[int]:

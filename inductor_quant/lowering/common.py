@@ -71,6 +71,8 @@ def lower_gemm(
     One configuration, the best guess, unless max-autotune pays for timing up to
     ``Options.max_choices``. None: no kernel supports this spec on this device.
     """
+    if not compat.runs_triton(layout.device):
+        return None
     device = describe_device(layout.device)
     options = current_options()
     limit = options.max_choices if compat.uses_max_autotune() else 1

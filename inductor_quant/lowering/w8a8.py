@@ -35,9 +35,7 @@ def lower(
         out_dtype=out_dtype,
         bias=bias is not None,
     )
-    inputs = list(
-        compat.realize_inputs(*(t for t in (a, b, a_scale, b_scale, bias) if t is not None))
-    )
+    inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
     result = lower_gemm(
         "w8a8",
         spec,

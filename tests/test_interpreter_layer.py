@@ -1,0 +1,31 @@
+"""Runs every test marked ``interp``: the interpreter is chosen by an environment variable that
+Triton reads when it is imported, so those tests need a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.compiles  # that is: not from within the interpreter's own process
+def test_the_tests_that_run_in_the_interpreter_pass():
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-m", "interp", "-q", "-x", "tests"],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    tail = result.stdout[-6000:] + result.stderr[-2000:]
+    assert result.returncode == 0, tail
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed is not None, tail
+    assert int(passed[1]) >= 50, f"only {passed[1]} tests ran in the interpreter"
