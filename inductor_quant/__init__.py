@@ -17,6 +17,7 @@ from inductor_quant._version import __version__
 if TYPE_CHECKING:
     from inductor_quant.backend import disable, enable, enabled
     from inductor_quant.decisions import Match, Rejection, RejectionCode
+    from inductor_quant.explanation import Explanation, explain
     from inductor_quant.options import Options
     from inductor_quant.report import Report, collect
     from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
@@ -29,15 +30,28 @@ _EXPORTS = {
     "Rejection": "decisions",
     "RejectionCode": "decisions",
     "Options": "options",
+    "Explanation": "explanation",
+    "explain": "explanation",
     "Report": "report",
     "collect": "report",
     "OperandSpec": "spec",
     "QuantGemmSpec": "spec",
     "ScaleSpec": "spec",
 }
-_MODULES = ("backend", "decisions", "errors", "options", "patterns", "report", "simulate", "spec")
+_MODULES = (
+    "backend",
+    "decisions",
+    "errors",
+    "explanation",
+    "options",
+    "patterns",
+    "report",
+    "simulate",
+    "spec",
+)
 
 __all__ = [
+    "Explanation",
     "Match",
     "OperandSpec",
     "Options",
@@ -51,6 +65,7 @@ __all__ = [
     "disable",
     "enable",
     "enabled",
+    "explain",
 ]
 
 

@@ -30,9 +30,11 @@ _EXPORTS = {
     "SymbolicGridFn": "torch._inductor.select_algorithm",
     "TritonTemplate": "torch._inductor.select_algorithm",
     "V": "torch._inductor.virtualized",
+    "add_feedback_saver": "torch._inductor.select_algorithm",
     "autotune_select_algorithm": "torch._inductor.select_algorithm",
     "compile_fx": "torch._inductor.compile_fx",
     "FixedLayout": "torch._inductor.ir",
+    "get_algorithm_selector_cache": "torch._inductor.select_algorithm",
     "lowerings": "torch._inductor.lowering",
     "register_lowering": "torch._inductor.lowering",
 }
@@ -174,7 +176,7 @@ def _chain(passes: tuple[Any, ...]) -> Any:
 
 
 def install_globally(slot: str, item: Any) -> None:
-    """Append ``item`` to a slot for all threads of the process, behind what is there. Idempotent."""
+    """Append ``item`` to a slot for all threads of the process. Idempotent."""
     _edit_global_slot(slot, lambda old: [p for p in old if p is not item] + [item])
 
 
@@ -203,17 +205,36 @@ def _edit_global_slot(slot: str, edit: Callable[[tuple[Any, ...]], list[Any]]) -
 # lowering
 
 
-def select(name: str, choices: list[Any], inputs: list[Any], layout: Any) -> Any:
-    """The chosen kernel's output as a TensorBox.
+def select(
+    name: str, choices: list[Any], inputs: list[Any], layout: Any
+) -> tuple[Any, list[float | None]]:
+    """The chosen kernel's output as a TensorBox, and what each choice took (ms; None: not timed).
 
     ``return_multi_template=False``: the choice is made here, by the times of the bare kernels, and
     what follows is then fused into the winner without a further benchmark. Fusion is deterministic.
     """
-    # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
-    result = __getattr__("autotune_select_algorithm")(
-        name, choices, inputs, layout, return_multi_template=False
-    )
-    return result[0] if isinstance(result, tuple) else result
+    timed: dict[Any, float] = {}
+
+    def save(timings: dict[Any, float], *_: Any) -> None:
+        timed.update(timings)
+
+    selector = importlib.import_module("torch._inductor.select_algorithm")
+    selector.add_feedback_saver(save)
+    try:
+        # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
+        result = selector.autotune_select_algorithm(
+            name, choices, inputs, layout, return_multi_template=False
+        )
+    finally:
+        selector.get_algorithm_selector_cache().feedback_saver_fns.remove(save)
+    node = result[0] if isinstance(result, tuple) else result
+    return node, [timed.get(choice) for choice in choices]
+
+
+def current_node_name() -> str:
+    """The name of the FX node that is being lowered."""
+    node = getattr(__getattr__("V").graph, "current_node", None)
+    return node.name if node is not None else ""
 
 
 def realize(node: Any) -> Any:

@@ -25,6 +25,8 @@ class RejectionCode(enum.StrEnum):
     K_TOO_LONG = "k_too_long"
     DYNAMIC_K = "dynamic_k"
     MUTATED_OPERAND = "mutated_operand"
+    NO_PATTERN = "no_pattern"
+    NOT_QUANTIZED = "not_quantized"
     # policy
     DEVICE = "device"
     FAMILY_DISABLED = "family_disabled"
@@ -47,6 +49,8 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.K_TOO_LONG: "at this K, full-range operands overflow the int32 accumulator",
     RejectionCode.DYNAMIC_K: "K is symbolic, so overflow of the accumulator cannot be excluded",
     RejectionCode.MUTATED_OPERAND: "an operand is written to in this graph",
+    RejectionCode.NO_PATTERN: "fed from quantized data, but no pattern knows this form",
+    RejectionCode.NOT_QUANTIZED: "neither operand comes from quantized data",
     RejectionCode.DEVICE: "there is no kernel for this device; the graph stays as it was",
     RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
@@ -59,6 +63,28 @@ MEANINGS: dict[RejectionCode, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Site:
+    """One matrix product of a graph: what a report says of it, whatever was decided.
+
+    ``op`` is the anchor ("aten._int_mm"); sizes are ints, or the symbolic expression as text;
+    ``a_dtype`` and ``b_dtype`` are the operands' types as they reach the op; ``source`` is the
+    quantized type that feeds it from further up (a weight that is dequantized first), "" if none.
+    """
+
+    node: str
+    op: str
+    batch: int | str
+    m: int | str
+    n: int | str
+    k: int | str
+    a_dtype: str
+    b_dtype: str
+    device: str
+    module: str = ""
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Rejection:
     """``code`` is stable and greppable, ``detail`` is one sentence for a person, ``node`` names the
     FX node that stopped us (empty where none did)."""
@@ -67,6 +93,7 @@ class Rejection:
     detail: str = ""
     node: str = ""
     module: str = ""
+    site: Site | None = None
 
     def __str__(self) -> str:
         where = f" at {self.node}" if self.node else ""
@@ -75,7 +102,11 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A GEMM that was rewritten. ``m`` is an int, or a symbol's name where M is dynamic."""
+    """A GEMM that was rewritten.
+
+    ``m`` is an int, or a symbol's name where M is dynamic; ``node`` is the anchor that was
+    recognised, ``call`` the canonical op's node that stands for it now.
+    """
 
     family: str
     spec: QuantGemmSpec
@@ -84,6 +115,8 @@ class Match:
     k: int | str
     node: str
     module: str = ""
+    call: str = ""
+    site: Site | None = None
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

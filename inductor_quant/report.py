@@ -7,25 +7,49 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from inductor_quant.decisions import Match, Rejection
+from inductor_quant.decisions import Match, Rejection, RejectionCode
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelChoice:
-    """What the lowering of one canonical op offered and took: names are ``kernel config``."""
+    """What the lowering of one canonical op offered and took: names are ``kernel config``.
+
+    ``node`` is the canonical op's FX node; ``times_us`` are autotuning's, None where not timed (one
+    choice needs no timing).
+    """
 
     family: str
     spec: str
     offered: tuple[str, ...]
+    node: str = ""
+    times_us: tuple[float | None, ...] = ()
+
+    @property
+    def chosen(self) -> str:
+        """The fastest of those timed, the only one where nothing was."""
+        timed = [(us, name) for us, name in zip(self.times_us, self.offered, strict=False) if us]
+        return min(timed)[1] if timed else self.offered[0]
 
 
 @dataclasses.dataclass
 class Report:
     """The decisions of the compilations inside a ``collect()`` block, in order."""
 
-    matches: list[Match] = dataclasses.field(default_factory=list)
-    rejections: list[Rejection] = dataclasses.field(default_factory=list)
+    decisions: list[Match | Rejection] = dataclasses.field(default_factory=list)
     kernels: list[KernelChoice] = dataclasses.field(default_factory=list)
+
+    @property
+    def matches(self) -> list[Match]:
+        return [decision for decision in self.decisions if isinstance(decision, Match)]
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        """Candidates that were not rewritten; products without quantized data do not count."""
+        return [
+            decision
+            for decision in self.decisions
+            if isinstance(decision, Rejection) and decision.code != RejectionCode.NOT_QUANTIZED
+        ]
 
     def __str__(self) -> str:
         lines = [f"matched  {match}" for match in self.matches]
@@ -55,13 +79,16 @@ def collect() -> Iterator[Report]:
             _open[:] = [other for other in _open if other is not report]
 
 
+def is_open() -> bool:
+    """Whether anybody collects: what is only worth knowing for a report need not be found out."""
+    return bool(_open)
+
+
 def add(event: Match | Rejection | KernelChoice) -> None:
     """Record an event in every open report."""
     with _lock:
         for report in _open:
-            if isinstance(event, Match):
-                report.matches.append(event)
-            elif isinstance(event, Rejection):
-                report.rejections.append(event)
-            else:
+            if isinstance(event, KernelChoice):
                 report.kernels.append(event)
+            else:
+                report.decisions.append(event)

@@ -9,7 +9,6 @@ nothing has to be understood twice, and stopping early is always right.
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import fx
@@ -20,6 +19,7 @@ from inductor_quant.patterns.graph import aten
 
 CAST = torch.ops.prims.convert_element_type.default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclasses.dataclass
@@ -50,11 +50,6 @@ def read_epilogue(anchor: fx.Node) -> Epilogue | Rejection:
 
     Rejects what is not multiplied by a scale at all, and an integer result that has other users.
     """
-    first = graph.single_user(anchor)
-    if first is None:
-        code = RejectionCode.EXTRA_USER if graph.users(anchor) else RejectionCode.NO_SCALE
-        names = ", ".join(user.name for user in graph.users(anchor))
-        return Rejection(code, f"the integer result is used by {names or 'nobody'}", anchor.name)
     reader = _Reader(anchor)
     stopped: Rejection | None = None
     while (node := graph.single_user(reader.last)) is not None:
@@ -63,14 +58,20 @@ def read_epilogue(anchor: fx.Node) -> Epilogue | Rejection:
             break
     found = reader.committed
     if found is None or not found.is_scaled:
-        if stopped is None:
-            stopped = Rejection(RejectionCode.NO_SCALE, "", first.name)
-        return stopped
+        return stopped or _no_single_user(reader.last)
     if found.out_dtype not in FLOATS:
         return Rejection(
             RejectionCode.SCALE_DTYPE, f"the result is {found.out_dtype}", found.end.name
         )
     return found
+
+
+def _no_single_user(node: fx.Node) -> Rejection:
+    code = RejectionCode.EXTRA_USER if graph.users(node) else RejectionCode.NO_SCALE
+    names = ", ".join(user.name for user in graph.users(node)) or "nobody"
+    if any(user.op == "output" for user in node.users):
+        names += " (returned, or saved for a backward pass, which torch.no_grad() avoids)"
+    return Rejection(code, f"the unscaled result is used by {names}", node.name)
 
 
 class _Reader:
@@ -147,12 +148,12 @@ class _Reader:
     def _others(self, node: fx.Node) -> list[object]:
         """The factors of a multiplication beside the value so far; an outer product
         ``row * column`` counts as its two factors."""
-        left, right = node.args
+        left, right = graph.arguments(node, "self", "other")
         other = right if left is self.last else left
         if other is self.last:
             return [other]  # a square: _take_factor refuses it
-        if graph.is_tensor_node(other) and other.target == aten.mul.Tensor:  # type: ignore[union-attr]
-            parts = other.args  # type: ignore[union-attr]
+        if graph.is_tensor_node(other) and other.target == aten.mul.Tensor:
+            parts = other.args
             shapes = [self._axis(p) for p in parts if graph.is_tensor_node(p)]
             if sorted(s for s in shapes if isinstance(s, str)) == ["column", "row"]:
                 return list(parts)
@@ -160,9 +161,10 @@ class _Reader:
 
     def _take_factor(self, factor: object, node: fx.Node) -> Rejection | None:
         if isinstance(factor, (int, float)) and not isinstance(factor, bool):
-            if not math.isfinite(factor):
-                return Rejection(RejectionCode.SCALE_DTYPE, f"a factor of {factor}", node.name)
-            self.current.alpha *= factor
+            alpha = self.current.alpha * factor
+            if alpha != 0 and not FLOAT32.tiny <= abs(alpha) <= FLOAT32.max:
+                return Rejection(RejectionCode.SCALE_DTYPE, f"a factor of {alpha}", node.name)
+            self.current.alpha = alpha
             return None
         if not graph.is_tensor_node(factor) or factor is self.last:
             return Rejection(RejectionCode.SCALE_AXIS, "the factor is no scale", node.name)
@@ -224,10 +226,11 @@ class _Reader:
         return Rejection(code, f"a scale of shape {shape} against {target}", operand.name)
 
     def _add(self, node: fx.Node) -> Rejection | None:
-        left, right = node.args
+        left, right = graph.arguments(node, "self", "other")
         other = right if left is self.last else left
-        is_plain = not node.kwargs and self.current.bias is None and other is not self.last
-        if not is_plain or not graph.is_tensor_node(other) or not self.current.is_scaled:
+        is_plain = node.kwargs.get("alpha", 1) == 1 and self.current.bias is None
+        is_other = graph.is_tensor_node(other) and other is not self.last
+        if not is_plain or not is_other or not self.current.is_scaled:
             return Rejection(RejectionCode.NO_SCALE, "an addition that is no bias", node.name)
         assert isinstance(other, fx.Node)
         bias = graph.value(other)

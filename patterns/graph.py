@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
 
 import torch
@@ -10,20 +12,6 @@ from torch import fx
 aten = torch.ops.aten
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
-VIEWS = (
-    *RESHAPES,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.expand.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.alias.default,
-    aten.detach.default,
-)
 # Left in exported graphs until after our slot; they read a tensor's metadata and compute nothing.
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
 
@@ -45,6 +33,14 @@ def users(node: fx.Node) -> list[fx.Node]:
 def single_user(node: fx.Node) -> fx.Node | None:
     found = users(node)
     return found[0] if len(found) == 1 else None
+
+
+def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
+    """The first arguments of a call, whether by position or under these names."""
+    return tuple(
+        node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        for i, name in enumerate(names)
+    )
 
 
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
@@ -69,9 +65,19 @@ def size_name(size: int | torch.SymInt) -> int | str:
 
 def base(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` is a view of, itself if it is none."""
-    while node.op == "call_function" and node.target in VIEWS:
+    while _is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the value may share memory with the first argument: by the op's schema."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target in RESHAPES or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
 
 
 def is_mutated(node: fx.Node) -> bool:
@@ -85,7 +91,7 @@ def is_mutated(node: fx.Node) -> bool:
         for user in current.users:
             if _writes_to(user, current):
                 return True
-            if user.target in VIEWS:
+            if _is_view(user) and user.args[0] is current:
                 todo.append(user)
     return False
 
@@ -112,4 +118,5 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = next(reversed(stack.values()))[0]
-    return path.removeprefix("L['self'].").removeprefix("L['self']").removeprefix("L['fn'].")
+    # Dynamo begins it with the variable that holds the outermost module: L['self'], G['model'].
+    return re.sub(r"^[LG]\['[^']*'\]\.?", "", path)

@@ -18,6 +18,7 @@ from inductor_quant.decisions import Match, Rejection, RejectionCode
 from inductor_quant.errors import InductorQuantError
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
+from inductor_quant.patterns import survey
 from inductor_quant.patterns.canonicalize import rewrite
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
@@ -48,7 +49,7 @@ class QuantGemmPass(compat.CustomGraphPass):
         by_anchor = {op: p for p in patterns.patterns() for op in p.anchors}
         for node in list(graph.nodes):
             pattern = by_anchor.get(node.target)
-            if pattern is None:
+            if pattern is None and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
             decision = _treat(node, pattern, options)
             log.info("%s", decision)
@@ -92,24 +93,33 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _treat(anchor: fx.Node, pattern: Pattern, options: Options) -> Match | Rejection:
-    """Decide about one candidate and rewrite it if it matched."""
+def _treat(anchor: fx.Node, pattern: Pattern | None, options: Options) -> Match | Rejection:
+    """Decide about one matrix product, and rewrite it if it matched. Without a pattern that is
+    anchored at its op, only say so."""
     module = reading.module_path(anchor)
+    site = None
     try:
+        # before the rewrite: a report shows what the user's model computes
+        site = survey.describe(anchor) if report.is_open() else None
+        if pattern is None:
+            return survey.decline(anchor, site)
         found = pattern.recognize(anchor)
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
-            return Rejection(refusal.code, refusal.detail, refusal.node or anchor.name, module)
+            where = refusal.node or anchor.name
+            return Rejection(refusal.code, refusal.detail, where, module, site)
         assert isinstance(found, RecognizedGemm)
         name = anchor.name
-        rewrite(found)
-        return Match(found.family, found.spec, found.m, found.n, found.k, name, module)
+        call = rewrite(found)
+        return Match(
+            found.family, found.spec, found.m, found.n, found.k, name, module, call.name, site
+        )
     except Exception as error:
         if options.on_error == "raise":
-            raise InductorQuantError(f"pattern {pattern.name} failed at {anchor.name}") from error
-        log.warning("pattern %s failed at %s", pattern.name, anchor.name, exc_info=True)
+            raise InductorQuantError(f"inductor_quant failed at {anchor.name}") from error
+        log.warning("failed at %s", anchor.name, exc_info=True)
         _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
-        return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module)
+        return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
 
 
 def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:

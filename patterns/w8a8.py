@@ -20,7 +20,7 @@ FAMILY = "w8a8"
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
     """``anchor``: an ``aten._int_mm(a [M, K], b [K, N])``."""
-    a, b = anchor.args
+    a, b = graph.arguments(anchor, "self", "mat2")
     if not graph.is_tensor_node(a) or not graph.is_tensor_node(b):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     assert isinstance(a, fx.Node)
@@ -31,6 +31,12 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
     epilogue = read_epilogue(anchor)
     if isinstance(epilogue, Rejection):
         return epilogue
+    # The canonical op reads everything where the epilogue ends.
+    for operand in (a, b, epilogue.row_scale, epilogue.column_scale, epilogue.bias):
+        if operand is not None and graph.is_mutated(operand):
+            return Rejection(
+                RejectionCode.MUTATED_OPERAND, f"{operand.name} is written to", operand.name
+            )
     return _assemble(anchor, a, b, epilogue)
 
 
@@ -43,11 +49,6 @@ def _check_operands(anchor: fx.Node, a: fx.Node, b: fx.Node) -> Rejection | None
         return Rejection(RejectionCode.DYNAMIC_K, f"K is {k}", anchor.name)
     if k > op.MAX_K:
         return Rejection(RejectionCode.K_TOO_LONG, f"K={k}, the most is {op.MAX_K}", anchor.name)
-    for operand in (a, b):
-        if graph.is_mutated(operand):
-            return Rejection(
-                RejectionCode.MUTATED_OPERAND, f"{operand.name} is written to", operand.name
-            )
     return None
 
 

@@ -91,8 +91,17 @@ def lower_gemm(
                 offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
-    report.add(report.KernelChoice(family, str(spec), tuple(offered)))
-    return compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    result, times = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    report.add(
+        report.KernelChoice(
+            family,
+            str(spec),
+            tuple(offered),
+            node=compat.current_node_name(),
+            times_us=tuple(None if ms is None else 1000 * ms for ms in times),
+        )
+    )
+    return result
 
 
 def _append_choice(

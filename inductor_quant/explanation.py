@@ -1,0 +1,269 @@
+"""``explain(model, *args)``: what happened to every matrix product of a model, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+
+from inductor_quant import measure
+from inductor_quant._version import __version__
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.decisions import MEANINGS, Match, Rejection, RejectionCode, Site
+from inductor_quant.report import KernelChoice, Report, collect
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One matrix product: where it is, what was decided, and how its kernel does."""
+
+    site: Site
+    decision: Match | Rejection
+    kernel: KernelChoice | None = None
+    timing: measure.Timing | None = None
+
+    @property
+    def is_near_miss(self) -> bool:
+        """Quantized data that did not get a kernel of ours: what a user most wants to know."""
+        return isinstance(self.decision, Rejection) and bool(self.site.source)
+
+    @property
+    def status(self) -> str:
+        if isinstance(self.decision, Match):
+            return f"matched {self.decision.family}"
+        return self.decision.code.value
+
+    @property
+    def reason(self) -> str:
+        """One sentence: the kernel of a match, or what stopped one."""
+        if isinstance(self.decision, Match):
+            return self.kernel.chosen if self.kernel else "no kernel of ours took it"
+        where = f" at {self.decision.node}" if self.decision.node != self.site.node else ""
+        detail = self.decision.detail
+        meaning = MEANINGS[self.decision.code]
+        return f"{meaning}{where}" + (f": {detail}" if detail else "")
+
+    @property
+    def shape(self) -> str:
+        size = f"{self.site.m}x{self.site.n}x{self.site.k}"
+        return size if self.site.batch == 1 else f"{self.site.batch}x{size}"
+
+    def to_dict(self) -> dict[str, Any]:
+        site = dataclasses.asdict(self.site)
+        row: dict[str, Any] = {
+            **site,
+            "matched": isinstance(self.decision, Match),
+            "near_miss": self.is_near_miss,
+            "family": None,
+            "spec": None,
+            "bytes": None,
+            "operations": None,
+            "code": None,
+            "reason": self.reason,
+            "stopped_at": None,
+            "kernel": None,
+            "us": None,
+            "stock_us": None,
+            "roofline_share": None,
+        }
+        if isinstance(self.decision, Match):
+            match = self.decision
+            row.update(family=match.family, spec=str(match.spec))
+            m, n, k = match.m, match.n, match.k
+            if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
+                row.update(
+                    bytes=measure.gemm_bytes(match.spec, m, n, k),
+                    operations=measure.gemm_operations(m, n, k),
+                )
+            row["kernel"] = self.kernel.chosen if self.kernel else None
+        else:
+            row.update(code=self.decision.code.value, stopped_at=self.decision.node)
+        if self.timing is not None:
+            row.update(
+                us=self.timing.us,
+                stock_us=self.timing.stock_us,
+                roofline_share=self.timing.share,
+            )
+        return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The rows of every graph of the model, near misses first, plain products last.
+
+    ``str()`` is a plain table; ``print()`` uses rich where it is installed.
+    """
+
+    rows: tuple[Row, ...]
+    device: str
+
+    @property
+    def matches(self) -> list[Match]:
+        return [row.decision for row in self.rows if isinstance(row.decision, Match)]
+
+    @property
+    def rejections(self) -> list[Rejection]:
+        return [row.decision for row in self.rows if isinstance(row.decision, Rejection)]
+
+    @property
+    def near_misses(self) -> list[Row]:
+        return [row for row in self.rows if row.is_near_miss]
+
+    @property
+    def summary(self) -> str:
+        plain = sum(
+            isinstance(row.decision, Rejection) and not row.is_near_miss for row in self.rows
+        )
+        return (
+            f"{len(self.matches)} of {len(self.rows)} matrix products matched, "
+            f"{len(self.near_misses)} near misses, {plain} not quantized ({self.device})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types; ``explanation.schema.json`` beside this file documents and checks them."""
+        return {
+            "schema": SCHEMA_VERSION,
+            "inductor_quant": __version__,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "device": self.device,
+            "matched": len(self.matches),
+            "near_misses": len(self.near_misses),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def to_json(self, indent: int | None = 1) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def __str__(self) -> str:
+        cells = self._table()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+            for line in cells
+        ]
+        return "\n".join([self.summary, *lines])
+
+    def print(self) -> None:
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            print(self)
+            return
+        header, *lines = self._table()
+        table = Table(title=self.summary, title_justify="left")
+        for name in header:
+            table.add_column(name, overflow="fold", no_wrap=name != "kernel or reason")
+        for row, line in zip(self.rows, lines, strict=True):
+            style = "green" if isinstance(row.decision, Match) else "dim"
+            table.add_row(*line, style="yellow" if row.is_near_miss else style)
+        Console().print(table)
+
+    def _table(self) -> list[list[str]]:
+        """Header and rows as text, without the columns of timings where there are none."""
+        header = ["module", "op", "M x N x K", "status", "kernel or reason"]
+        if any(row.timing for row in self.rows):
+            header += ["us", "stock us", "roofline"]
+        return [header] + [_cells(row)[: len(header)] for row in self.rows]
+
+
+def _cells(row: Row) -> list[str]:
+    timing = row.timing
+    return [
+        row.site.module or row.site.node,
+        row.site.op.removeprefix("aten."),
+        row.shape,
+        row.status,
+        row.reason,
+        f"{timing.us:.1f}" if timing else "",
+        (f"{timing.stock_us:.1f}" if timing.stock_us else "fails") if timing else "",
+        f"{timing.share:.0%}" if timing else "",
+    ]
+
+
+def explain(
+    model: Callable[..., Any],
+    *args: Any,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+    timings: bool | None = None,
+    verbose: bool = True,
+    **kwargs: Any,
+) -> Explanation:
+    """Compile ``model`` for ``args``, run it once, and say what became of each matrix product.
+
+    mode, options   as for ``torch.compile(backend="inductor_quant")``
+    timings         time each matched GEMM and what stock Inductor makes of it, alone on the GPU;
+                    default: where there is one
+    verbose         print the table
+
+    Caches are off meanwhile: a compilation served from a cache runs no pass and would show nothing.
+    What was compiled before stays compiled. Returns an Explanation, whose rows are as many as the
+    matrix products of all graphs, subgraphs included.
+    """
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        # a function of its own each time: dynamo reuses what it compiled for the same backend
+        return inductor_quant_backend(gm, example_inputs, mode=mode, options=options)
+
+    config: Any = torch.compiler.config
+    caches = config.force_disable_caches
+    config.force_disable_caches = True
+    try:
+        with collect() as report:
+            torch.compile(model, backend=backend)(*args, **kwargs)
+        explanation = _explanation(report, mode, timings)
+    finally:
+        config.force_disable_caches = caches
+    if verbose:
+        explanation.print()
+    return explanation
+
+
+def _explanation(report: Report, mode: str | None, timings: bool | None) -> Explanation:
+    decisions = [d for d in report.decisions if d.site is not None]
+    devices = sorted({d.site.device for d in decisions if d.site is not None})
+    is_timed = torch.cuda.is_available() if timings is None else timings
+    measured: dict[tuple[Any, ...], measure.Timing | None] = {}
+    kernels = list(report.kernels)
+    rows = []
+    for decision in decisions:
+        assert decision.site is not None
+        kernel = timing = None
+        if isinstance(decision, Match):
+            kernel = _take_kernel(kernels, decision)
+            key = (decision.spec, decision.m, decision.n, decision.k)
+            if is_timed and kernel is not None and decision.site.device.startswith("cuda"):
+                if key not in measured:
+                    device = torch.device(decision.site.device)
+                    measured[key] = measure.time_match(decision, device, mode)
+                timing = measured[key]
+        rows.append(Row(decision.site, decision, kernel, timing))
+    rows.sort(key=_order)
+    name = ", ".join(devices) or "no matrix product"
+    if torch.cuda.is_available() and any(d.startswith("cuda") for d in devices):
+        name += f": {torch.cuda.get_device_name()}"
+    return Explanation(tuple(rows), name)
+
+
+def _take_kernel(kernels: list[KernelChoice], match: Match) -> KernelChoice | None:
+    """The kernel chosen for a match, each used once: node names repeat between graphs."""
+    for i, kernel in enumerate(kernels):
+        if (kernel.node, kernel.spec) == (match.call, str(match.spec)):
+            return kernels.pop(i)
+    return None
+
+
+def _order(row: Row) -> int:
+    if row.is_near_miss:
+        return 0
+    if isinstance(row.decision, Match):
+        return 1
+    return 3 if row.decision.code == RejectionCode.NOT_QUANTIZED else 2

@@ -1,0 +1,178 @@
+"""Times of single GEMMs on the GPU at hand, and what its roofline allows. For reports only.
+
+``python examples/bench_gemm.py`` is the careful benchmark (a process for each system); this answers
+"how fast is this one kernel here" within a report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inductor_quant.decisions import Match
+from inductor_quant.spec import OperandSpec, QuantGemmSpec
+
+ROUNDS = 9
+MAX_COPIES = 32
+# Dense int8 operations a second (1e12) from the vendor's datasheets: A100 SXM, L40S, H100/H200 SXM,
+# B200. A measured matrix product cannot serve: nothing that we could call reaches the units' rate.
+INT8_TOPS = {80: 624.0, 89: 733.0, 90: 1979.0, 100: 4500.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of our kernel and of what stock Inductor makes of the same GEMM (None: it
+    fails), and the time that the roofline allows over ours."""
+
+    us: float
+    stock_us: float | None
+    share: float
+
+
+def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
+    """Bytes that must move: each operand read once, the result written once."""
+    total = m * k * spec.a.dtype.itemsize + k * n * spec.b.dtype.itemsize
+    total += m * n * spec.out_dtype.itemsize
+    for operand, size in ((spec.a, m), (spec.b, n)):
+        if operand.scale is not None:
+            count = 1 if operand.scale.block == (-1, -1) else size
+            total += count * operand.scale.dtype.itemsize
+    return total
+
+
+def gemm_operations(m: int, n: int, k: int) -> int:
+    """Multiplications and additions."""
+    return 2 * m * n * k
+
+
+def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) -> float:
+    """The time below which no kernel can be, by measured bandwidth and datasheet rate."""
+    memory = gemm_bytes(spec, m, n, k) / read_bandwidth(device.index or 0) * 1e6
+    major, minor = torch.cuda.get_device_capability(device)
+    rate = INT8_TOPS.get(10 * major + minor)
+    compute = gemm_operations(m, n, k) / rate / 1e6 if rate else 0.0
+    return max(memory, compute)
+
+
+@functools.cache
+def read_bandwidth(index: int) -> float:
+    """Bytes a second of one pass over 1 GiB."""
+    data = torch.randint(0, 2**30, (2**28,), dtype=torch.int32, device=f"cuda:{index}")
+    return data.nbytes / (_median_us([lambda: data.max()])[0] / 1e6)
+
+
+def time_match(match: Match, device: torch.device, mode: str | None) -> Timing | None:
+    """Times of the matched GEMM alone, on random operands; None where M is symbolic."""
+    if not all(isinstance(size, int) for size in (match.m, match.n, match.k)):
+        return None
+    m, n, k = int(match.m), int(match.n), int(match.k)
+    if m * n * k == 0:
+        return None
+    spec = match.spec
+    inputs = _inputs(spec, m, n, k, device)
+    ours = _captured(_canonical(spec), inputs, mode)
+    stock: Callable[[], Any] | None = None
+    try:
+        stock = _captured(_plain(spec), inputs, mode)
+    except Exception:  # stock cuBLASLt int8 refuses M <= 16, for one
+        stock = None
+    times = _median_us([ours] if stock is None else [ours, stock])
+    calls = len(inputs)
+    floor = floor_us(spec, m, n, k, device)
+    return Timing(
+        us=times[0] / calls,
+        stock_us=None if stock is None else times[1] / calls,
+        share=floor / (times[0] / calls),
+    )
+
+
+def _inputs(
+    spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """Arguments of the GEMM, as often as it takes for the weights to exceed the L2 cache."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    copies = max(2, min(MAX_COPIES, -(-4 * l2 // (n * k))))
+
+    def integers(rows: int, cols: int) -> torch.Tensor:
+        return torch.randint(-128, 128, (rows, cols), dtype=torch.int8, device=device)
+
+    def scale(operand: OperandSpec, shape: tuple[int, int]) -> torch.Tensor | None:
+        if operand.scale is None:
+            return None
+        size = (1, 1) if operand.scale.block == (-1, -1) else shape
+        return torch.rand(size, device=device).to(operand.scale.dtype)
+
+    a = integers(m, k)
+    a_scale, b_scale = scale(spec.a, (m, 1)), scale(spec.b, (1, n))
+    bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
+    return [(a, integers(n, k).t(), a_scale, b_scale, bias) for _ in range(copies)]
+
+
+def _canonical(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
+    def run(*arguments: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.inductor_quant.w8a8(*arguments, out_dtype=spec.out_dtype)
+
+    return run
+
+
+def _plain(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scale: torch.Tensor | None,
+        b_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        out = torch._int_mm(a, b).float()
+        for factor in (a_scale, b_scale):
+            out = out if factor is None else out * factor
+        return (out if bias is None else out + bias).to(spec.out_dtype)
+
+    return run
+
+
+def _captured(
+    fn: Callable[..., torch.Tensor],
+    inputs: list[tuple[torch.Tensor | None, ...]],
+    mode: str | None,
+) -> Callable[[], Any]:
+    """A CUDA graph of one call for each tuple of inputs, of the compiled function.
+
+    Compiled by plain Inductor: the canonical op needs no recognition, and the other is not to be
+    recognised. CUDA graphs of the mode itself are left out, this is one.
+    """
+    if mode in ("max-autotune", "reduce-overhead"):
+        mode = "max-autotune-no-cudagraphs" if mode == "max-autotune" else None
+    compiled = torch.compile(fn, mode=mode, dynamic=False)
+    with torch.no_grad():
+        compiled(*inputs[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = [compiled(*arguments) for arguments in inputs]
+
+    def replay(_: Any = kept) -> None:
+        graph.replay()
+
+    return replay
+
+
+def _median_us(candidates: list[Callable[[], Any]]) -> list[float]:
+    """Median time of each, interleaved."""
+    for run in candidates:
+        run()
+    times: list[list[float]] = [[] for _ in candidates]
+    for _ in range(ROUNDS):
+        for run, collected in zip(candidates, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            collected.append(1000 * start.elapsed_time(end))
+    return [statistics.median(collected) for collected in times]
