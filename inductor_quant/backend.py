@@ -8,6 +8,7 @@ Inductor.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,9 @@ _process_options: Options | None = None
 # Set by ``enabled``; a context variable, so that it reaches the block's own thread alone.
 _block_options: ContextVar[Options | None] = ContextVar("inductor_quant_enabled", default=None)
 _open_blocks = 0
+# Guards _process_options, _open_blocks and the slot: a block that closes must not take away the
+# pass of one that opens in another thread.
+_lock = threading.RLock()
 
 
 def _ambient_options() -> Options | None:
@@ -135,15 +139,17 @@ def enable(**options: Any) -> None:
     checked = Options.make(options)
     if not is_usable(checked):
         return
-    _process_options = checked
-    _install()
+    with _lock:
+        _process_options = checked
+        _install()
 
 
 def disable() -> None:
     """Undo ``enable``; what is compiled already stays compiled. Idempotent."""
     global _process_options
-    _process_options = None
-    _uninstall_if_unused()
+    with _lock:
+        _process_options = None
+        _uninstall_if_unused()
 
 
 @contextmanager
@@ -155,14 +161,16 @@ def enabled(**options: Any) -> Iterator[None]:
         yield
         return
     token = _block_options.set(checked)
-    _open_blocks += 1
-    _install()
+    with _lock:
+        _open_blocks += 1
+        _install()
     try:
         yield
     finally:
         _block_options.reset(token)
-        _open_blocks -= 1
-        _uninstall_if_unused()
+        with _lock:
+            _open_blocks -= 1
+            _uninstall_if_unused()
 
 
 def _install() -> None:

@@ -193,6 +193,7 @@ def explain(
     *args: Any,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    dynamic: bool | None = False,
     timings: bool | None = None,
     verbose: bool = True,
     **kwargs: Any,
@@ -200,6 +201,7 @@ def explain(
     """Compile ``model`` for ``args``, run it once, and say what became of each matrix product.
 
     mode, options   as for ``torch.compile(backend="inductor_quant")``
+    dynamic         likewise; False: the sizes of ``args`` are what is explained, and can be timed
     timings         time each matched GEMM and what stock Inductor makes of it, alone on the GPU;
                     default: where there is one
     verbose         print the table
@@ -218,7 +220,7 @@ def explain(
     config.force_disable_caches = True
     try:
         with collect() as report:
-            torch.compile(model, backend=backend)(*args, **kwargs)
+            torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
     finally:
         config.force_disable_caches = caches

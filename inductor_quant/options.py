@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from inductor_quant.errors import OptionError
@@ -41,7 +41,9 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("families", "include_modules", "exclude_modules"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(item, str) for item in value):
+            # A set or a generator has no order that could be part of a cache key.
+            is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
+            if not is_sequence or not all(isinstance(item, str) for item in value):
                 raise OptionError(f"{name}={value!r} must be a sequence of strings")
             object.__setattr__(self, name, tuple(value))
         unknown = set(self.families) - set(FAMILIES)

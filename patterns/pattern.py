@@ -21,6 +21,7 @@ class RecognizedGemm:
     interior   nodes that the rewrite makes dead, in graph order; each is erased if nobody uses it
     op, args, kwargs
                the call; an ``Operand`` among the arguments stands for a node seen in another shape
+    row_scale  the scale of the activation, if it has one
     reshape    the view node that gives ``end`` its shape, if that is not [M, N]
     """
 
@@ -35,6 +36,7 @@ class RecognizedGemm:
     m: int | str
     n: int | str
     k: int | str
+    row_scale: fx.Node | None = None
     reshape: fx.Node | None = None
 
 

@@ -19,6 +19,7 @@ from inductor_quant.errors import InductorQuantError
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
 from inductor_quant.patterns import survey
+from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
@@ -111,6 +112,8 @@ def _treat(anchor: fx.Node, pattern: Pattern | None, options: Options) -> Match 
         assert isinstance(found, RecognizedGemm)
         name = anchor.name
         call = rewrite(found)
+        if found.row_scale is not None:
+            keep_rows_whole(found.row_scale)
         return Match(
             found.family, found.spec, found.m, found.n, found.k, name, module, call.name, site
         )

@@ -81,6 +81,7 @@ def _assemble(anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue) -> Recog
         m=graph.size_name(m),
         n=graph.size_name(n),
         k=graph.size_name(k),
+        row_scale=row,
         reshape=found.reshape,
     )
 

@@ -11,6 +11,7 @@ from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels import KERNELS, Kernel
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.lowering.timing import time_in_graph
 from inductor_quant.options import Options
 from inductor_quant.spec import QuantGemmSpec
 
@@ -91,6 +92,8 @@ def lower_gemm(
                 offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
+    for choice in choices:
+        time_in_graph(choice)
     result, times = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
     report.add(
         report.KernelChoice(

@@ -1,0 +1,21 @@
+"""Lowering of ``inductor_quant::row_reduce``: Inductor's own reduction, never split.
+
+For few long rows Inductor splits a reduction over several programs. The partial results then need
+a kernel of their own, and the quantization that follows needs another that reads the rows again:
+three launches where one does. A row of an activation is a few ten kilobytes, which one program
+reads quickly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant.lowering.common import lowering_of
+from inductor_quant.ops import row_reduce as op
+
+
+@compat.register_lowering(op.op, type_promotion_kind=None)
+def lower(x: Any, kind: str, keepdim: bool) -> Any:
+    with compat.inductor_config().patch(split_reductions=False):
+        return lowering_of(op.KINDS[kind])(x, [-1], keepdim)

@@ -1,0 +1,24 @@
+"""``torch.ops.inductor_quant.row_reduce``: the largest or smallest value of each row."""
+
+from __future__ import annotations
+
+import torch
+
+SCHEMA = "row_reduce(Tensor x, str kind, bool keepdim) -> Tensor"
+KINDS = {"amax": torch.ops.aten.amax.default, "amin": torch.ops.aten.amin.default}
+
+
+def reference(x: torch.Tensor, kind: str, keepdim: bool) -> torch.Tensor:
+    """``aten.amax`` (kind "amax") or ``aten.amin`` ("amin") over the last dimension of ``x``.
+
+    The same value; a name of its own tells the lowering that the reduction feeds the quantization
+    of the very rows it reduces, see ``lowering/row_reduce.py``.
+    """
+    return KINDS[kind](x, [-1], keepdim)
+
+
+_library = torch.library.Library("inductor_quant", "FRAGMENT")
+_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("row_reduce", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("inductor_quant::row_reduce", reference, lib=_library)
+op = torch.ops.inductor_quant.row_reduce.default

@@ -1,0 +1,88 @@
+"""Dynamic quantization of an activation stays one kernel, and its values stay what they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.ops import row_reduce
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+
+
+def linear(x, w, w_scale):
+    a_scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    a = (x / a_scale).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * a_scale * w_scale).to(x.dtype)
+
+
+def min_max_linear(x, w, w_scale):
+    """torchao's recipe: the larger of -amin and amax."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    a_scale = torch.maximum(-low, high).float().div(127.5).clamp_min(1e-7)
+    a = (x * (1 / a_scale)).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * a_scale * w_scale).to(x.dtype)
+
+
+def make(m, k, device, n=64):
+    if device == "cuda":
+        return (
+            torch.empty(m, k, dtype=torch.bfloat16, device=device),
+            torch.empty(n, k, dtype=torch.int8, device=device),
+            torch.empty(n, device=device),
+        )
+    return (
+        torch.randn(m, k).to(torch.bfloat16),
+        torch.randint(-128, 128, (n, k), dtype=torch.int8),
+        torch.rand(n) * 0.01,
+    )
+
+
+def generate(fn, m, k, **kwargs):
+    return simulate.generate(
+        fn, lambda d: make(m, k, d), backend=inductor_quant_backend, options=OPTIONS, **kwargs
+    )
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("fn", [linear, min_max_linear])
+@pytest.mark.parametrize("m", [1, 16, 256])
+def test_long_rows_are_quantized_in_one_kernel(fn, m):
+    """Inductor by itself splits the reduction at this size: three kernels before the GEMM."""
+    kernels = list(generate(fn, m, 14336).kernels)
+    assert len(kernels) == 2, kernels
+    assert kernels[0].startswith(("triton_red", "triton_per"))
+    assert kernels[1].startswith("triton_tem")
+
+
+@pytest.mark.compiles
+def test_a_norm_before_it_is_in_the_same_kernel():
+    def fn(x, w, w_scale):
+        x = torch.nn.functional.rms_norm(x, x.shape[-1:])
+        return linear(x, w, w_scale)
+
+    kernels = list(generate(fn, 64, 4096).kernels)
+    assert len(kernels) == 2, kernels
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("fn", [linear, min_max_linear])
+def test_the_quantized_linear_computes_what_eager_does(fn):
+    torch.manual_seed(0)
+    inputs = make(5, 300, "cpu")
+    got = simulate.interpret(generate(fn, 5, 300), inputs)
+    want = fn(*inputs)
+    # an activation at a rounding boundary may fall to the other side: one step of one product
+    assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
+    assert (got != want).float().mean() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["amax", "amin"])
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_the_op_is_the_reduction(kind, keepdim):
+    x = torch.randn(3, 4, 5)
+    got = row_reduce.op(x, kind, keepdim)
+    assert torch.equal(got, getattr(x, kind)(-1, keepdim))
+    torch.library.opcheck(row_reduce.op, (x, kind, keepdim))
