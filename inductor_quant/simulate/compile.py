@@ -1,0 +1,159 @@
+"""Compile Triton kernels down to machine code without a driver, and read what came out.
+
+Registers and spills are what the ptxas bundled with Triton reports; the driver of a real machine
+may assemble the PTX anew. Not usable where TRITON_INTERPRET is set: there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+from triton.compiler import ASTSource
+
+from . import _load
+from .interpreter import is_interpreting
+
+_MATRIX_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code of one kernel, for one configuration. Sizes are in bytes."""
+
+    name: str
+    arch: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared_bytes: int
+    ptx: str = dataclasses.field(repr=False)
+
+    def matrix_instructions(self) -> dict[str, int]:
+        """Matrix multiply opcodes (mma.sync, wgmma, tcgen05) in the PTX, with their counts."""
+        return dict(Counter(_MATRIX_INSTRUCTION.findall(self.ptx)))
+
+
+def compile_kernel(name: str, source: str) -> CompiledKernel:
+    """Compile a kernel that Inductor generated, as Inductor would.
+
+    The target is the one named in the source (``DeviceProperties(cc=...)``). Of a kernel with
+    several configurations (pointwise, reductions) the first is compiled.
+
+    Args:
+        name: the kernel's name, a key of ``Trace.kernels``.
+        source: its text.
+    """
+    _refuse_interpreter()
+    autotuner = _load.load_autotuner(name, source)
+    autotuner.configs = autotuner.configs[:1]
+    binaries: list[Any] = []
+    compile_in_triton = triton.compile
+
+    def compile_and_keep(*args: Any, **kwargs: Any) -> Any:
+        binaries.append(compile_in_triton(*args, **kwargs))
+        return binaries[-1]
+
+    # The autotuner may hide the binary behind a static launcher, so catch it on its way there.
+    with _load.without_driver(), mock.patch.object(triton, "compile", compile_and_keep):
+        autotuner.precompile(warm_cache_only=True)
+    [binary] = binaries
+    return _describe(name, binary, autotuner.device_props.cc)
+
+
+def compile_jit(
+    fn: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any],
+    *,
+    arch: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    divisible_by_16: Collection[str] = (),
+) -> CompiledKernel:
+    """Compile a plain ``@triton.jit`` function.
+
+    Args:
+        fn: the function.
+        signature: type of each argument that is not a constexpr, such as ``{"x": "*bf16"}``.
+        constexprs: value of each constexpr argument.
+        arch: compute capability, 90 for (9, 0).
+        num_warps, num_stages: as at a launch.
+        divisible_by_16: arguments whose value is a multiple of 16. At a launch Triton finds this
+            out by itself; without it loads are not vectorised, and registers are not the same.
+    """
+    _refuse_interpreter()
+    missing = set(fn.arg_names) - set(signature) - set(constexprs)
+    if missing:
+        raise ValueError(f"no type and no value for arguments {sorted(missing)} of {fn.__name__}")
+    types = {name: signature.get(name, "constexpr") for name in fn.arg_names}
+    attributes = {
+        (fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16
+    }
+    kernel = ASTSource(fn=fn, signature=types, constexprs=dict(constexprs), attrs=attributes)
+    binary = triton.compile(
+        kernel,
+        target=GPUTarget("cuda", arch, 32),
+        options={"num_warps": num_warps, "num_stages": num_stages},
+    )
+    return _describe(fn.__name__, binary, arch)
+
+
+def _refuse_interpreter() -> None:
+    if is_interpreting():
+        raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
+
+
+def _describe(name: str, binary: Any, arch: int) -> CompiledKernel:
+    ptx = binary.asm["ptx"]
+    report = _ptxas_report(ptx, arch)
+    return CompiledKernel(
+        name=name,
+        arch=arch,
+        registers=_number(r"Used (\d+) registers", report),
+        spill_stores=_number(r"(\d+) bytes spill stores", report),
+        spill_loads=_number(r"(\d+) bytes spill loads", report),
+        shared_bytes=binary.metadata.shared,
+        ptx=ptx,
+    )
+
+
+def _number(pattern: str, report: str) -> int:
+    match = re.search(pattern, report)
+    if match is None:
+        raise ValueError(f"ptxas report does not say {pattern!r}:\n{report}")
+    return int(match[1])
+
+
+def _ptxas_report(ptx: str, arch: int) -> str:
+    """What ``ptxas --verbose`` says of ``ptx``."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        # Triton's own name of the architecture: sm_90a, without which wgmma does not assemble.
+        target = nvidia.sm_arch_from_capability(arch)
+        done = subprocess.run(
+            [
+                nvidia.get_ptxas(arch).path,
+                "--verbose",
+                f"--gpu-name={target}",
+                str(source),
+                "--output-file",
+                str(Path(folder, "kernel.cubin")),
+            ],
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode != 0:
+        raise RuntimeError(f"ptxas failed for {target}:\n{done.stderr}")
+    return done.stderr

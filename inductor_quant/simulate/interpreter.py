@@ -1,0 +1,80 @@
+"""Triton's interpreter, made to compute what the hardware would.
+
+With TRITON_INTERPRET=1 in the environment before triton is imported, ``@triton.jit`` functions run
+in Python on numpy arrays. ``install`` corrects the interpreter in place, for the whole process.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import triton
+import triton.language as tl
+from triton.runtime import interpreter as triton_interpreter
+
+from . import _builder, _libdevice, _reduce
+from ._builder import AsmEmulation
+
+
+def is_interpreting() -> bool:
+    """Whether ``@triton.jit`` makes functions for the interpreter."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def install() -> None:
+    """Correct the interpreter; a second call does nothing.
+
+    - libdevice functions (computed in float64 and rounded)
+    - bfloat16 constants, arithmetic and ``tl.dot``
+    - ``tl.dot`` of 8-bit floats; fast, exact ``tl.dot`` of int8
+    - conversions round to nearest even, those to 8-bit floats keep NaN and saturate
+    - comparisons are of type int1
+    - ``tl.reduce`` with a combine function by halves
+    - ``tl.inline_asm_elementwise``, for assembly given to ``register_asm_emulation``
+    - scalars as Python indices with Triton 3.6 and numpy 2.4
+
+    Raises RuntimeError if TRITON_INTERPRET was not set before triton was imported.
+    """
+    # Functions of Triton's own, such as tl.cdiv, were made when it was imported.
+    made_for_interpreter = isinstance(tl.cdiv, triton_interpreter.InterpretedFunction)
+    if not (is_interpreting() and made_for_interpreter):
+        raise RuntimeError(
+            "kernels are not interpreted in this process: set TRITON_INTERPRET=1 in the "
+            "environment before triton (or torch) is imported"
+        )
+    builder = triton_interpreter.interpreter_builder
+    if isinstance(builder, _builder.Builder):
+        return
+    builder.__class__ = _builder.Builder
+    triton_interpreter.ReduceOps = _reduce.HalvingReduceOps
+    _libdevice.install()
+    _patch_language()
+
+
+def register_asm_emulation(asm: str, fn: AsmEmulation) -> None:
+    """Say what ``tl.inline_asm_elementwise(asm, ...)`` computes.
+
+    ``fn`` gets the operands as numpy arrays of one shape (bfloat16 as uint16, 8-bit floats as
+    uint8), whole blocks whatever ``pack`` is, and returns an array per result: one, or a tuple.
+    """
+    _builder.asm_emulations[asm.strip()] = fn
+
+
+def _patch_language() -> None:
+    """Make ``tl`` the language of the interpreter for good.
+
+    Upstream does so for every kernel, and once more for every call of a device function, which
+    takes half of the time and is not undone in the second case.
+    """
+    everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    triton_interpreter._patch_lang(everything)
+    nothing_to_undo = triton_interpreter._LangPatchScope()
+    triton_interpreter._patch_lang = lambda fn: nothing_to_undo
+    # Triton 3.6 calls int() on an array of one element, which numpy 2.4 refuses.
+    tl.tensor.__index__ = _as_index
+
+
+def _as_index(tensor: Any) -> int:
+    return int(np.asarray(tensor.handle.data).item())
