@@ -2,150 +2,229 @@
 
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
-    python examples/bench_gemm.py --json gemm.json --budget 300
+    python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
 Two measures that never mix: 'gemm' has quantized inputs (GEMM, scales, bias), 'linear' has bf16
 inputs (quantization counted as well). A ratio is time ours / time peer, the median over interleaved
-rounds, with its quartiles. The share is the time that the card's measured ceilings allow over our
-time."""
+rounds, with its quartiles. The share is the time that the card's measured ceilings allow over the
+time of the faster of ours. The systems are those of models_linear.py; gemlite and torchao take part
+where they are installed. Shapes come in an order in which the first half covers the grid, and rows
+that are in the --json file are not measured again."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import statistics
-import subprocess
-import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench_systems import (
+    Results,
+    Row,
+    measure,
+    open_systems,
+    show_ratios,
+    show_table,
+    track,
+)
+
 HERE = Path(__file__).parent
+WORKER = HERE / "models_linear.py"
+FAMILIES = ("w8a8",)  # those of models_linear.py, where each has its entry
 DEFAULT_SYSTEMS = {
-    "gemm": ["ours", "ours-autotune", "stock", "stock-autotune"],
-    "linear": ["ours", "ours-autotune", "stock", "stock-autotune", "bf16"],
+    "gemm": ["ours", "ours-autotune", "stock", "stock-autotune", "int_mm-bare", "gemlite"],
+    "linear": ["ours", "ours-autotune", "stock", "stock-autotune", "bf16", "gemlite", "torchao"],
 }
+OPTIONAL = ("gemlite", "torchao")  # systems that are packages
+GEMLITE_LIMIT_S = 120  # tuning one shape takes it 10 to 20 s; stop waiting after this
+TINY = [(17, 64, 64), (32, 64, 128)]
 
 
-class System:
-    """A worker process: see bench_systems.py."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "bench_systems.py"), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-
-    def send(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def receive(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"failed": "the process died"}
-
-    def ask(self, **request: Any) -> dict[str, Any]:
-        self.send(**request)
-        return self.receive()
+def default_systems(name: str) -> list[str]:
+    missing = [s for s in OPTIONAL if importlib.util.find_spec(s) is None]
+    return [system for system in DEFAULT_SYSTEMS[name] if system not in missing]
 
 
-def quartiles(values: list[float]) -> list[float]:
-    """[first quartile, median, third quartile]."""
-    if len(values) == 1:
-        return values * 3
-    return statistics.quantiles(values, n=4, method="inclusive")
+def grid_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
+    """(M, N, K) to measure; every second M first, so that a part of it covers the range."""
+    if options.tiny:
+        return TINY
+    grids = json.loads((HERE / "shapes.json").read_text())
+    formal = grids["formal"][options.family]
+    rows = options.m or formal["M"]
+    return [
+        (m, n, k) for m in [*rows[::2], *rows[1::2]] for n, k in grids[options.grid or formal["NK"]]
+    ]
 
 
-def bench_shape(
-    systems: list[System], measure: str, m: int, n: int, k: int, rounds: int
-) -> dict[str, Any]:
-    """Times of every system for one shape, and the ratios of the first to the others."""
-    for system in systems:  # compile side by side, time one after the other
-        system.send(do="prepare", measure=measure, m=m, n=n, k=k)
-    prepared = {system.name: system.receive() for system in systems}
-    alive = [system for system in systems if "failed" not in prepared[system.name]]
-    times: dict[str, list[float]] = {system.name: [] for system in alive}
-    for _ in range(rounds):
-        for system in alive:
-            times[system.name].append(system.ask(do="time")["us"])
-    row: dict[str, Any] = {"measure": measure, "m": m, "n": n, "k": k, "systems": {}}
-    for name, info in prepared.items():
-        row["systems"][name] = {**info, "us": quartiles(times[name])} if name in times else info
-    row["ratios"] = {
-        f"{ours}/{peer}": quartiles([a / b for a, b in zip(times[ours], times[peer], strict=True)])
-        for ours in times
-        for peer in times
-        if ours.startswith("ours") and not peer.startswith("ours")
-    }
-    return row
+def label(row: Row) -> str:
+    return f"{row['m']}x{row['n']}x{row['k']}"
 
 
-def floor_us(row: dict[str, Any], ceilings: dict[str, float]) -> float:
-    """The time that the ceilings allow: bytes of operands and output, or operations."""
+def operations(row: Row) -> float:
+    return 2.0 * row["m"] * row["n"] * row["k"]
+
+
+def bytes_moved(row: Row) -> int:
+    """Operands and output, each once."""
     m, n, k = row["m"], row["n"], row["k"]
-    a_bytes = 1 if row["measure"] == "gemm" else 2
-    moved = a_bytes * m * k + n * k + 2 * m * n
-    return max(
-        moved / ceilings["read_tbps"] / 1e6, 2 * m * n * k / 1e6 / ceilings["int8_tops_peak"]
-    )
+    return (1 if row["measure"] == "gemm" else 2) * m * k + n * k + 2 * m * n
 
 
-def show(row: dict[str, Any], ceilings: dict[str, float]) -> str:
-    m, n, k = row["m"], row["n"], row["k"]
-    cells = [f"{row['measure']:6} {m:5} {n:6} {k:6}"]
-    for name, info in row["systems"].items():
-        cells.append(f"{name} {info['us'][1]:.1f}" if "us" in info else f"{name} fails")
-    best = min(
-        (i["us"][1] for s, i in row["systems"].items() if "us" in i and "ours" in s), default=0
-    )
-    if best:
-        cells.append(f"{2 * m * n * k / best / 1e6:.0f} TOP/s")
-        cells.append(f"{floor_us(row, ceilings) / best:.0%} of the ceiling")
-    for pair, (low, median, high) in row["ratios"].items():
-        cells.append(f"{pair} {median:.3f} [{low:.3f}, {high:.3f}]")
+def floor_us(row: Row, ceilings: dict[str, float]) -> float:
+    """The time that the ceilings allow."""
+    memory = bytes_moved(row) / ceilings["read_tbps"] / 1e6
+    return max(memory, operations(row) / ceilings["int8_tops"] / 1e6)
+
+
+def best_of_ours(row: Row) -> float | None:
+    found = [r["us"][1] for name, r in row["systems"].items() if "us" in r and "ours" in name]
+    return min(found, default=None)
+
+
+def cell(reply: Row) -> str:
+    if "us" not in reply:
+        return "fails"
+    return f"{reply['us'][1]:.1f}" + (" WRONG" if reply["wrong"] else "")
+
+
+def show(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float]) -> None:
+    """The times, then the ratios, then what they come to."""
+    lines = []
+    for row in rows:
+        cells = [label(row), *(cell(row["systems"].get(name, {})) for name in systems)]
+        best = best_of_ours(row)
+        if best is None:
+            cells += ["-", "-"]
+        else:
+            tops = operations(row) / best / 1e6
+            cells += [f"{tops:.0f}", f"{floor_us(row, ceilings) / best:.0%}"]
+        lines.append(cells)
+    title = f"{rows[0]['measure']}: microseconds; TOP/s and share of the ceilings of our best"
+    show_table(title, ("M x N x K", *systems, "TOP/s", "share"), lines)
+
+    show_ratios(rows, label)
+
+
+def plot(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float], path: Path) -> None:
+    """A roofline: operations a byte across, TOP/s up."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    intensities = sorted(operations(row) / bytes_moved(row) for row in rows)
+    across = [intensities[0] / 2 * 1.1**i for i in range(200) if 1.1**i < 4e4]
+    across = [x for x in across if x <= 2 * intensities[-1]]
+    figure, axes = plt.subplots(figsize=(9, 6))
+    roof = [min(ceilings["int8_tops"], x * ceilings["read_tbps"]) for x in across]
+    axes.plot(across, roof, color="black", label="measured ceilings")
+    for name in systems:
+        timed = [row for row in rows if "us" in row["systems"].get(name, {})]
+        xs = [operations(row) / bytes_moved(row) for row in timed]
+        ys = [operations(row) / row["systems"][name]["us"][1] / 1e6 for row in timed]
+        marker = "o" if name.startswith("ours") else "x"
+        axes.scatter(xs, ys, label=name, marker=marker, alpha=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TOP/s")
+    axes.set_title(f"{rows[0]['measure']}, {len(rows)} shapes")
+    axes.grid(visible=True, which="both", alpha=0.2)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    print(f"wrote {path}")
+
+
+def run(options: argparse.Namespace, names: list[str]) -> tuple[list[Row], dict[str, float]]:
+    """Measure what is not in the file yet, as long as the budget lasts; all rows of the grid."""
+    until = time.perf_counter() + options.budget
+    grid, rows = grid_of(options), []
+    with open_systems(names, WORKER, "--device", options.device) as systems:
+        header = {
+            "machine": systems[0].ask(do="machine"),
+            "ceilings": systems[0].ask(do="ceilings"),
+        }
+        for reply in header.values():
+            if "failed" in reply:
+                raise SystemExit(f"{systems[0].name} does not start: {reply['failed']}")
+        ceilings = header["ceilings"]
+        print(", ".join(header["machine"].values()))
+        print("ceilings:", ", ".join(f"{k} {v:.2f}" for k, v in ceilings.items()), flush=True)
+        results = Results(options.json, header, ("family", "measure", "m", "n", "k"))
+        for m, n, k in track(grid, options.measure):
+            request: Row = {"family": options.family, "measure": options.measure}
+            request |= {"m": m, "n": n, "k": k}
+            row = results.find({**request, "systems": names})
+            left = until - time.perf_counter()
+            if row is None and left > 0:
+                row = request | measure(
+                    systems,
+                    request,
+                    rounds=options.rounds,
+                    limit_s=min(left + 60, options.limit),
+                    alone=lambda name: options.apart and "autotune" in name,
+                )
+                results.add(row)
+                print(progress(row, ceilings), flush=True)
+            if row is not None:
+                rows.append(row)
+    if len(rows) < len(grid):
+        print(f"time budget spent: {len(grid) - len(rows)} of {len(grid)} shapes left out")
+    return rows, ceilings
+
+
+def progress(row: Row, ceilings: dict[str, float]) -> str:
+    """One line, printed as soon as the shape is measured: the tables come last."""
+    cells = [label(row), *(f"{name} {cell(reply)}" for name, reply in row["systems"].items())]
+    best = best_of_ours(row)
+    if best is not None:
+        cells.append(f"{floor_us(row, ceilings) / best:.0%} of the ceilings")
     return " | ".join(cells)
 
 
-def main() -> None:
-    grids = json.loads((HERE / "shapes.json").read_text())
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    grids: dict[str, Any] = json.loads((HERE / "shapes.json").read_text())
+    parser.add_argument("--family", choices=FAMILIES, default="w8a8")
     parser.add_argument("--measure", choices=list(DEFAULT_SYSTEMS), default="gemm")
     parser.add_argument("--grid", choices=[g for g in grids if g not in ("comment", "formal")])
     parser.add_argument("--m", type=int, nargs="+")
-    parser.add_argument("--systems", nargs="+")
+    parser.add_argument("--systems", nargs="+", help="default: all that are installed")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--budget", type=float, default=570, help="seconds; the rest is skipped")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", type=float, default=540, help="seconds; the rest is left out")
+    parser.add_argument("--limit", type=float, default=GEMLITE_LIMIT_S, help="seconds a shape")
+    parser.add_argument("--apart", action="store_true", help="autotune one after the other")
+    parser.add_argument("--json", type=Path, help="results; rows that are there are kept")
+    parser.add_argument("--plot", type=Path, help="roofline, a PNG")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a result is wrong")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
     options = parser.parse_args()
 
-    began = time.perf_counter()
-    formal = grids["formal"]["w8a8"]
-    shapes = [
-        (m, n, k) for n, k in grids[options.grid or formal["NK"]] for m in options.m or formal["M"]
+    names = options.systems or default_systems(options.measure)
+    rows, ceilings = run(options, names)
+    if not rows:
+        print("nothing was measured")
+        return 1
+    show(rows, names, ceilings)
+    if options.plot:
+        plot(rows, names, ceilings, options.plot)
+    wrong = [
+        f"{name} {label(row)}: relative RMS error {reply['error_rms']:.2e}"
+        for row in rows
+        for name, reply in row["systems"].items()
+        if reply.get("wrong")
     ]
-    systems = [System(name) for name in options.systems or DEFAULT_SYSTEMS[options.measure]]
-    ceilings = systems[0].ask(do="ceilings")
-    # Nothing that we can call reaches the int8 units' peak, so the datasheet's stands for it.
-    ceilings["int8_tops_peak"] = 1979.0
-    print("ceilings", {name: round(value, 2) for name, value in ceilings.items()}, flush=True)
-    rows = []
-    for m, n, k in shapes:
-        if time.perf_counter() - began > options.budget:
-            print(f"time budget spent: {len(shapes) - len(rows)} of {len(shapes)} shapes left out")
-            break
-        rows.append(bench_shape(systems, options.measure, m, n, k, options.rounds))
-        print(show(rows[-1], ceilings), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({"ceilings": ceilings, "rows": rows}, indent=1))
+    print("\n".join(["wrong results:", *wrong]) if wrong else "every result is right")
+    runs_ours = any(name.startswith("ours") for name in names)
+    if options.check and runs_ours and not all(best_of_ours(row) for row in rows):
+        print("ours did not run on every shape")
+        return 1
+    return 1 if wrong and options.check else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

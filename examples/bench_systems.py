@@ -1,196 +1,285 @@
-"""One system of a GEMM benchmark, in a process of its own: builds, checks and times one shape at a
-time.
+"""What the benchmarks share: each system in a process of its own, interleaved timing, results that
+resume, tables and progress.
 
-``bench_gemm.py`` starts one such process for each system, because some of them change Inductor's
-configuration for the whole process, and sends it requests as JSON lines:
+A system changes Inductor's configuration, caches and the GPU's memory for its whole process, so
+``System`` starts a worker script for each and sends it requests as JSON lines on stdin:
 
-    {"do": "prepare", "measure": "gemm", "m": 16, "n": 4096, "k": 4096}  ->  {"error_rms": ..., ...}
-    {"do": "time"}                                                       ->  {"us": ...}
+    {"do": "prepare", ...}  ->  {"error_rms": ..., "compile_s": ..., ...}  or  {"failed": "why"}
+    {"do": "time"}          ->  {"us": ...}
 
-A prepared shape is a CUDA graph of calls with different weights, more bytes together than the L2
-cache holds, so that each call reads its weight from memory; ``us`` is the time of one call."""
+The worker answers through ``serve``. Importing this module imports no torch."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import queue
+import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
-MAX_CALLS = 40
-
-Tensor = torch.Tensor
+Row = dict[str, Any]
 
 
-def int8_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
-    """int8 in: GEMM, both scales, bias. What any W8A8 producer's graph says after quantizing."""
-    return (torch._int_mm(a, w.t()).float() * sa * sw + bias).to(torch.bfloat16)
+class System:
+    """A worker process of the parent's. Started by the first request, anew after it has died."""
+
+    def __init__(self, name: str, script: str | Path, *arguments: str) -> None:
+        self.name = name
+        self.command = [sys.executable, str(script), name, *arguments]
+        self.process: subprocess.Popen[str] | None = None
+
+    def send(self, **request: Any) -> None:
+        if self.process is None:
+            self._start()
+        assert self.process is not None
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ``receive`` says that it died
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+
+    def receive(self, limit_s: float = 600) -> Row:
+        """The reply; {"failed": why} if the worker failed, died or took too long."""
+        try:
+            reply = self.replies.get(timeout=max(limit_s, 1))
+        except queue.Empty:
+            self.close()
+            return {"failed": f"no answer within {limit_s:.0f} s"}
+        if reply is not None:
+            return reply
+        self.errors.seek(0)
+        said = [line for line in self.errors.read().splitlines() if line.strip()]
+        self.close()
+        return {"failed": f"the process died: {said[-1] if said else 'without a word'}"}
+
+    def ask(self, limit_s: float = 600, **request: Any) -> Row:
+        self.send(**request)
+        return self.receive(limit_s)
+
+    def _start(self) -> None:
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+        )
+        self.replies: queue.Queue[Row | None] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(self.process, self.replies), daemon=True)
+        reader.start()
+
+    def close(self) -> None:
+        """Let the worker end by itself if it is idle, else kill it."""
+        if self.process is not None:
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+            try:
+                self.process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.errors.close()
+            self.process = None
 
 
-def int8_linear(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
-    """bf16 in: per-token quantization of the activation, then ``int8_gemm``."""
-    sa = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-    a = (x / sa).round().clamp(-128, 127).to(torch.int8)
-    return int8_gemm(a, w, sa, sw, bias)
+def _read(process: subprocess.Popen[str], replies: queue.Queue[Row | None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        replies.put(json.loads(line))
+    replies.put(None)
 
 
-def bf16_linear(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    return F.linear(x, w, bias)
+@contextlib.contextmanager
+def open_systems(names: Sequence[str], script: Path, *arguments: str) -> Iterator[list[System]]:
+    systems = [System(name, script, *arguments) for name in names]
+    try:
+        yield systems
+    finally:
+        for system in systems:
+            system.close()
 
 
-class Problem:
-    """Inputs of one shape: one activation, and enough weights to leave the L2 cache cold."""
-
-    def __init__(self, measure: str, m: int, n: int, k: int, *, bf16: bool) -> None:
-        generator = torch.Generator("cuda").manual_seed(0)
-
-        def integers(*size: int) -> Tensor:
-            return torch.randint(
-                -128, 128, size, dtype=torch.int8, device="cuda", generator=generator
-            )
-
-        def uniform(*size: int) -> Tensor:
-            return torch.rand(size, device="cuda", generator=generator) * 0.01 + 0.001
-
-        bytes_each = n * k * (2 if bf16 else 1)
-        count = max(2, min(MAX_CALLS, -(-WEIGHT_BYTES // bytes_each)))
-        self.measure, self.m, self.n, self.k = measure, m, n, k
-        self.bias = torch.randn(n, device="cuda", generator=generator, dtype=torch.bfloat16)
-        self.x = torch.randn(m, k, device="cuda", generator=generator, dtype=torch.bfloat16)
-        self.a, self.sa = integers(m, k), uniform(m, 1)
-        if bf16:
-            first = torch.randn(n, k, device="cuda", generator=generator, dtype=torch.bfloat16)
-            self.weights = [first] + [first.clone() for _ in range(count - 1)]
-            self.sw = self.bias
-        else:
-            self.weights = [integers(n, k) for _ in range(count)]
-            self.sw = uniform(n)
-
-    def arguments(self, weight: Tensor) -> tuple[Tensor, ...]:
-        if weight.dtype == torch.bfloat16:
-            return (self.x, weight, self.bias)
-        if self.measure == "gemm":
-            return (self.a, weight, self.sa, self.sw, self.bias)
-        return (self.x, weight, self.sw, self.bias)
-
-    def reference(self) -> Tensor:
-        """fp64 result for the first weight, of the operands as the system multiplies them."""
-        weight = self.weights[0]
-        if weight.dtype == torch.bfloat16:
-            return self.x.double() @ weight.double().t() + self.bias.double()
-        a, sa = self.a, self.sa
-        if self.measure == "linear":
-            sa = self.x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-            a = (self.x / sa).round().clamp(-128, 127).to(torch.int8)
-        product = a.double() @ weight.double().t()
-        return product * sa.double() * self.sw.double() + self.bias.double()
-
-
-def build(system: str, measure: str) -> Callable[..., Tensor]:
-    """The compiled function of a system: see SYSTEMS."""
-    options = SYSTEMS[system]
-    if options["model"] == "bf16":
-        return torch.compile(bf16_linear, mode=options["mode"], dynamic=False)
-    fn = int8_gemm if measure == "gemm" else int8_linear
-    return torch.compile(fn, backend=options["backend"], mode=options["mode"], dynamic=False)
-
-
-MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "ours": {"model": "int8", "backend": "inductor_quant", "mode": None},
-    "ours-autotune": {"model": "int8", "backend": "inductor_quant", "mode": MAX_AUTOTUNE},
-    "stock": {"model": "int8", "backend": "inductor", "mode": None},
-    "stock-autotune": {"model": "int8", "backend": "inductor", "mode": MAX_AUTOTUNE},
-    "bf16": {"model": "bf16", "backend": "inductor", "mode": None},
-    "bf16-autotune": {"model": "bf16", "backend": "inductor", "mode": MAX_AUTOTUNE},
-}
-
-
-class Worker:
-    def __init__(self, system: str) -> None:
-        self.system = system
-        self.graph: Any = None
-        self.calls = 0
-        self.keep: tuple[Any, ...] = ()
-
-    def prepare(self, measure: str, m: int, n: int, k: int) -> dict[str, Any]:
-        self.graph, self.keep = None, ()
-        torch.compiler.reset()
-        torch.cuda.empty_cache()
-        bf16 = SYSTEMS[self.system]["model"] == "bf16"
-        problem = Problem(measure, m, n, k, bf16=bf16)
-        fn = build(self.system, measure)
-        start = time.perf_counter()
-        with torch.no_grad():
-            out = fn(*problem.arguments(problem.weights[0]))
-            torch.cuda.synchronize()
-            compile_s = time.perf_counter() - start
-            error = out.double() - problem.reference()
-            rms = (error.square().mean().sqrt() / out.double().square().mean().sqrt()).item()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outs = [fn(*problem.arguments(weight)) for weight in problem.weights]
-        self.graph, self.calls, self.keep = graph, len(problem.weights), (problem, outs, fn)
-        return {"error_rms": rms, "error_max": error.abs().max().item(), "compile_s": compile_s}
-
-    def time(self) -> dict[str, Any]:
-        """One replay to warm up clocks and caches, one that is timed."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.graph.replay()
-        start.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return {"us": start.elapsed_time(end) * 1000 / self.calls}
-
-
-def ceilings() -> dict[str, float]:
-    """What this card reaches now: read bandwidth in TB/s, matrix products 8192^3 in T(FL)OP/s."""
-
-    def seconds(fn: Callable[[], Any], repeat: int = 10) -> float:
-        fn()
-        times = []
-        for _ in range(repeat):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            fn()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        return sorted(times)[repeat // 2]
-
-    big = torch.randint(0, 2**30, (2**28,), dtype=torch.int32, device="cuda")
-    size = 8192
-    a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    i = torch.randint(-128, 128, (size, size), dtype=torch.int8, device="cuda")
-    operations = 2 * size**3 / 1e12
-    return {
-        "read_tbps": big.nbytes / 1e12 / seconds(lambda: big.max()),
-        "bf16_tflops": operations / seconds(lambda: a @ a.t()),
-        "int8_tops": operations / seconds(lambda: torch._int_mm(i, i.t())),
-    }
-
-
-def main() -> None:
-    worker = Worker(sys.argv[1])
-    replies = sys.stdout
-    sys.stdout = sys.stderr  # what libraries print must not reach the protocol
+def serve(handlers: dict[str, Callable[..., Row]]) -> None:
+    """The worker's side: answer requests until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print, Python's or C's, must not reach the protocol
     for line in sys.stdin:
         request = json.loads(line)
-        do = request.pop("do")
         try:
-            handlers = {"prepare": worker.prepare, "time": worker.time, "ceilings": ceilings}
-            reply = handlers[do](**request)
-        except Exception as error:  # reported to the parent, which shows it in the table
-            reply = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            reply = handlers[request.pop("do")](**request)
+        except Exception as error:  # the parent shows it in its table
+            said = str(error).strip().splitlines()
+            reply = {"failed": f"{type(error).__name__}: {said[0] if said else ''}"[:300]}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 
-if __name__ == "__main__":
-    main()
+def measure(
+    systems: Sequence[System],
+    request: Row,
+    *,
+    rounds: int,
+    unit: str = "us",
+    limit_s: float = 600,
+    alone: Callable[[str], bool] = lambda name: False,
+) -> Row:
+    """Prepare ``request`` in every system, side by side but for those which must be ``alone``
+    because they time kernels as they compile; then time them in turn.
+
+    Returns {"systems": {name: reply + {unit: quartiles}}, "ratios": {"ours/peer": quartiles}}. A
+    ratio is time ours / time peer of the same round, so a drift of the clocks cancels.
+    """
+    until = time.perf_counter() + limit_s
+    replies: dict[str, Row] = {}
+    together = [system for system in systems if not alone(system.name)]
+    for system in together:
+        system.send(do="prepare", **request)
+    for system in together:
+        replies[system.name] = system.receive(until - time.perf_counter())
+    for system in systems:
+        if system not in together:
+            replies[system.name] = system.ask(until - time.perf_counter(), do="prepare", **request)
+
+    times: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for system in systems:
+            if "failed" in replies[system.name]:
+                continue
+            reply = system.ask(do="time")
+            if "failed" in reply:
+                replies[system.name] = reply
+            else:
+                times.setdefault(system.name, []).append(reply[unit])
+    times = {name: values for name, values in times.items() if len(values) == rounds}
+    shown = {
+        system.name: replies[system.name]
+        | ({unit: quartiles(times[system.name])} if system.name in times else {})
+        for system in systems
+    }
+    return {"systems": shown, "ratios": ratios(times)}
+
+
+def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
+    """Quartiles of time ours / time peer, for every pair of systems of which one is ours."""
+    return {
+        f"{ours}/{peer}": quartiles([a / b for a, b in zip(times[ours], times[peer], strict=True)])
+        for ours in times
+        for peer in times
+        if ours.startswith("ours") and not peer.startswith("ours")
+    }
+
+
+def quartiles(values: list[float]) -> list[float]:
+    """[first quartile, median, third quartile]."""
+    if len(values) == 1:
+        return values * 3
+    return statistics.quantiles(values, n=4, method="inclusive")
+
+
+def geometric_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
+    """For each pair of systems the geometric mean of its median ratios, and their number."""
+    medians: dict[str, list[float]] = {}
+    for row in rows:
+        for pair, (_, median, _) in row["ratios"].items():
+            medians.setdefault(pair, []).append(median)
+    return {
+        pair: (statistics.geometric_mean(values), len(values)) for pair, values in medians.items()
+    }
+
+
+def failures(rows: Iterable[Row], label: Callable[[Row], str]) -> dict[tuple[str, str], list[str]]:
+    """(system, reason) -> the rows that failed for it."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, reply in row["systems"].items():
+            if "failed" in reply:
+                found.setdefault((name, reply["failed"]), []).append(label(row))
+    return found
+
+
+class Results:
+    """Rows in a JSON file, written after each one; a row that is there is not measured again."""
+
+    def __init__(self, path: Path | None, header: Row, key: Sequence[str]) -> None:
+        self.path, self.header, self.key = path, header, key
+        self.rows: list[Row] = []
+        if path is not None and path.exists():
+            old = json.loads(path.read_text())
+            for name in ("gpu", "torch"):
+                if old["machine"][name] != header["machine"][name]:
+                    raise SystemExit(
+                        f"{path} was measured with {name} {old['machine'][name]}, this is "
+                        f"{header['machine'][name]}: write to another file"
+                    )
+            self.rows, self.header = old["rows"], {**old, **header}
+
+    def find(self, wanted: Row) -> Row | None:
+        """The row with these values of the key and (at least) these systems."""
+        for row in self.rows:
+            same = all(row[name] == wanted[name] for name in self.key)
+            if same and set(wanted["systems"]) <= set(row["systems"]):
+                return row
+        return None
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        if self.path is not None:
+            self.path.write_text(json.dumps({**self.header, "rows": self.rows}, indent=1))
+
+
+def track(items: Sequence[Any], description: str) -> Iterator[Any]:
+    """The items, with a progress bar if rich is installed and someone is watching."""
+    try:
+        from rich.progress import track as rich_track
+    except ImportError:
+        return iter(items)
+    if not sys.stdout.isatty():
+        return iter(items)
+    return iter(rich_track(items, description=description))
+
+
+def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on stdout: rich's if it is installed, else aligned text."""
+    rows = [list(row) for row in rows]
+    print(f"\n{title}")
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        lines = [list(columns), *rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        for line in lines:
+            print("  ".join(f"{cell:>{w}}" for cell, w in zip(line, widths, strict=True)).rstrip())
+        return
+    table = Table()
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else 200  # a file has no width; do not fold for 80 columns
+    Console(width=width, highlight=False, markup=False).print(table)
+    sys.stdout.flush()
+
+
+def show_ratios(rows: Sequence[Row], label: Callable[[Row], str]) -> None:
+    """The ratios of each row and their geometric means, then why systems failed, once each."""
+    means = geometric_means(rows)
+    if means:
+        lines = []
+        for row in rows:
+            found = (row["ratios"].get(pair) for pair in means)
+            texts = (f"{q[1]:.3f} [{q[0]:.3f}, {q[2]:.3f}]" if q else "-" for q in found)
+            lines.append([label(row), *texts])
+        lines.append(["geometric mean", *(f"{mean:.3f} ({n})" for mean, n in means.values())])
+        show_table("time ours / time peer: median [quartiles]", ("", *means), lines)
+    for (name, reason), where in failures(rows, label).items():
+        print(f"{name} fails: {reason}: {', '.join(where)}")

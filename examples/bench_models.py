@@ -1,0 +1,178 @@
+"""Time whole compiled models at real size with random weights: ours, stock compile and bf16.
+
+    python examples/bench_models.py --models sam --json models.json
+    python examples/bench_models.py --models llama-decode llama-prefill deepseek --budget 580
+
+SAM's ViT-H image encoder (batch 16, 1024x1024), Llama-3-8B decoding (batch 1, 16 and 64 behind 1023
+tokens) and prefill of 4096 tokens, a layer of DeepSeek-V3 on 4096 tokens. Every nn.Linear but
+lm_head is quantized to int8, weights per channel and activations per token as they come, by a few
+lines of plain PyTorch (models_quantize.py) or by torchao.
+
+Each system runs in its own process; they are timed in turn, as CUDA graphs where the model can be
+captured. The error is that of the compiled model against the same model run eagerly, relative RMS
+(and the worst element in brackets); it must not exceed what quantizing costs against bf16. Compile
+time is with empty caches, while the other systems compile too unless --apart is given."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_systems import Results, Row, measure, open_systems, show_ratios, show_table
+
+WORKER = Path(__file__).parent / "models_worker.py"
+MODELS = {
+    "sam": ["sam"],
+    "llama-decode": ["llama-decode-1", "llama-decode-16", "llama-decode-64"],
+    "llama-prefill": ["llama-prefill"],
+    "deepseek": ["deepseek"],
+}
+DEFAULT_SYSTEMS = ["ours", "stock", "bf16", "bf16-autotune"]
+BEST_BF16 = "bf16 (best)"
+
+
+def label(row: Row) -> str:
+    parts = [row["case"]]
+    parts += [row["quantizer"]] if row["quantizer"] != "plain" else []
+    parts += ["per layer"] if row["per_layer"] else []
+    return ", ".join(parts)
+
+
+def with_best_bf16(row: Row) -> Row:
+    """The row with ratios to the faster of the bf16 systems in place of those to each."""
+    timed = {n: r for n, r in row["systems"].items() if n.startswith("bf16") and "ms" in r}
+    kept = {pair: q for pair, q in row["ratios"].items() if "/bf16" not in pair}
+    if timed:
+        best = min(timed, key=lambda name: timed[name]["ms"][1])
+        for pair, found in row["ratios"].items():
+            if pair.endswith(f"/{best}"):
+                kept[pair.replace(f"/{best}", f"/{BEST_BF16}")] = found
+    return {**row, "ratios": kept}
+
+
+def cells(reply: Row) -> list[str]:
+    """One system's line of the table."""
+    if "ms" not in reply:
+        return ["fails", *["-"] * 6]
+    low, median, high = reply["ms"]
+    errors = [reply["error"], reply["error_bf16"]]
+    texts = [f"{e['rms']:.2e} [{e['max']:.2f}]" for e in errors]
+    return [
+        f"{median:.3f} [{low:.3f}, {high:.3f}]" + ("" if reply["graph"] else " no graph"),
+        f"{reply['peak_gb']:.2f}",
+        f"{reply['compile_s']:.1f}",
+        texts[0] + (" WRONG" if reply["wrong"] else ""),
+        texts[1],
+        f"{reply['quantization']['rms']:.2e}" if "quantization" in reply else "-",
+        str(reply["fused_gemms"]),
+    ]
+
+
+COLUMNS = (
+    "model",
+    "system",
+    "ms [quartiles]",
+    "peak GB",
+    "compile s",
+    "error vs eager",
+    "error vs bf16",
+    "quantizing costs",
+    "fused GEMMs",
+)
+
+
+def show(rows: Sequence[Row]) -> None:
+    lines = []
+    for row in rows:
+        for i, (name, reply) in enumerate(row["systems"].items()):
+            lines.append([label(row) if i == 0 else "", name, *cells(reply)])
+    show_table("whole models", COLUMNS, lines)
+    show_ratios([with_best_bf16(row) for row in rows], label)
+
+
+def run(options: argparse.Namespace, names: list[str], cache: str) -> list[Row]:
+    """Measure what is not in the file yet, as long as the budget lasts."""
+    until = time.perf_counter() + options.budget
+    cases = [case for model in options.models for case in MODELS[model]]
+    rows: list[Row] = []
+    arguments = ("--device", options.device, "--cache", cache)
+    with open_systems(names, WORKER, *arguments) as systems:
+        machine = systems[0].ask(do="machine")
+        if "failed" in machine:
+            raise SystemExit(f"{names[0]} does not start: {machine['failed']}")
+        print(", ".join(machine.values()), flush=True)
+        results = Results(
+            options.json, {"machine": machine}, ("case", "quantizer", "per_layer", "tiny")
+        )
+        for case in cases:
+            request: Row = {"case": case, "quantizer": options.quantizer, "tiny": options.tiny}
+            request["per_layer"] = options.per_layer
+            row = results.find({**request, "systems": names})
+            left = until - time.perf_counter()
+            if row is None and left > 0:
+                row = request | measure(
+                    systems,
+                    request,
+                    rounds=options.rounds,
+                    unit="ms",
+                    limit_s=left + 30,
+                    alone=lambda name: options.apart or "autotune" in name,
+                )
+                results.add(row)
+                texts = (f"{name} {cells(reply)[0]}" for name, reply in row["systems"].items())
+                print(" | ".join([label(row), *texts]), flush=True)
+            if row is not None:
+                rows.append(row)
+    if len(rows) < len(cases):
+        print(f"time budget spent: {len(cases) - len(rows)} of {len(cases)} models left out")
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", choices=list(MODELS), nargs="+", default=list(MODELS))
+    parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS)
+    parser.add_argument("--quantizer", choices=("plain", "torchao"), default="plain")
+    parser.add_argument("--per-layer", action="store_true", help="compile a layer, not the model")
+    parser.add_argument("--apart", action="store_true", help="compile one system after the other")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, default=540, help="seconds; the rest is left out")
+    parser.add_argument("--json", type=Path, help="results; rows that are there are kept")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
+    options = parser.parse_args()
+    if options.quantizer == "torchao" and importlib.util.find_spec("torchao") is None:
+        parser.error("torchao is not installed")
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        rows = run(options, options.systems, cache)
+    if not rows:
+        print("nothing was measured")
+        return 1
+    show(rows)
+    wrong = [
+        f"{label(row)}: {name}"
+        for row in rows
+        for name, reply in row["systems"].items()
+        if reply.get("wrong")
+    ]
+    print("wrong results: " + ", ".join(wrong) if wrong else "every result is right")
+    missing = [
+        label(row)
+        for row in rows
+        for name, reply in row["systems"].items()
+        if name.startswith("ours") and "ms" not in reply
+    ]
+    if missing:
+        print("ours does not run: " + ", ".join(missing))
+    return 1 if wrong or missing else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,290 @@
+"""One quantized linear layer in every system: the worker process of ``bench_gemm.py``.
+
+A family (``FAMILIES``) makes a problem; a system (``SYSTEMS``) turns it into calls, one for each of
+several weights, more bytes together than the L2 cache holds, so that each call reads its weight
+from memory. The calls are captured in one CUDA graph; ``us`` is the time of one.
+
+A problem has two measures. 'gemm': quantized input; GEMM, scales, bias. 'linear': bf16 input, its
+quantization counted as well."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_systems import serve
+from models_timing import Replay, machine, seconds
+
+Tensor = torch.Tensor
+Call = Callable[[], Tensor]
+
+WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
+MAX_CALLS = 40
+# Relative RMS errors. EXACT: against fp64 of the same int8 operands, so the output's rounding to
+# bf16 (1.7e-3) alone. REQUANTIZED: against fp64 of the operands before quantization, which costs
+# about 9e-3 with these inputs; for systems that choose their own scales.
+EXACT, REQUANTIZED = 4e-3, 3e-2
+
+
+def int8_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
+    """int8 in: GEMM, both scales, bias. What any W8A8 producer's graph says after quantizing."""
+    return (torch._int_mm(a, w.t()).float() * sa * sw + bias).to(torch.bfloat16)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    return (x / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def int8_linear(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
+    """bf16 in: per-token quantization of the activation, then ``int8_gemm``."""
+    a, sa = quantize_rows(x)
+    return int8_gemm(a, w, sa, sw, bias)
+
+
+class W8A8:
+    """int8 weights with a scale for each channel, int8 activations with a scale for each token."""
+
+    def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
+        self.measure, self.m, self.n, self.k, self.device = measure, m, n, k, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        options: dict[str, Any] = {"device": device, "generator": self.generator}
+        self.bias = torch.randn(n, dtype=torch.bfloat16, **options)
+        self.x = torch.randn(m, k, dtype=torch.bfloat16, **options)
+        self.a = self.integers(m, k)
+        self.sa, self.sw = (torch.rand(s, **options) * 0.01 + 0.001 for s in ((m, 1), (n,)))
+
+    def integers(self, *size: int) -> Tensor:
+        return torch.randint(
+            -128, 128, size, dtype=torch.int8, device=self.device, generator=self.generator
+        )
+
+    def count(self, element_bytes: int) -> int:
+        """How many weights are beyond the L2 cache."""
+        if self.device == "cpu":
+            return 2
+        return max(2, min(MAX_CALLS, -(-WEIGHT_BYTES // (self.n * self.k * element_bytes))))
+
+    @functools.cached_property
+    def weights(self) -> list[Tensor]:
+        return [self.integers(self.n, self.k) for _ in range(self.count(1))]
+
+    def bf16_weight(self, w: Tensor) -> Tensor:
+        return (w * self.sw[:, None]).to(torch.bfloat16)
+
+    @functools.cached_property
+    def bf16_weights(self) -> list[Tensor]:
+        first = self.bf16_weight(self.weights[0])
+        return [first] + [first.clone() for _ in range(self.count(2) - 1)]
+
+    def calls(self, fn: Callable[..., Tensor]) -> list[Call]:
+        """``fn``, int8_gemm or int8_linear compiled in some way, on each weight."""
+        if self.measure == "gemm":
+            return [
+                functools.partial(fn, self.a, w, self.sa, self.sw, self.bias) for w in self.weights
+            ]
+        return [functools.partial(fn, self.x, w, self.sw, self.bias) for w in self.weights]
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        return int8_gemm if self.measure == "gemm" else int8_linear
+
+    def exact(self) -> Tensor:
+        """fp64 of the int8 operands."""
+        a, sa = (self.a, self.sa) if self.measure == "gemm" else quantize_rows(self.x)
+        return self.integer_product(a) * sa.double() * self.sw.double() + self.bias.double()
+
+    def integer_product(self, a: Tensor) -> Tensor:
+        return a.double() @ self.weights[0].double().t()
+
+    def unquantized(self) -> Tensor:
+        """fp64 of the operands as they are before any quantization of the activation."""
+        if self.measure == "gemm":
+            return self.exact()
+        return self.x.double() @ (self.weights[0] * self.sw[:, None]).double().t() + self.bias
+
+
+FAMILIES: dict[str, type[W8A8]] = {"w8a8": W8A8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A system. ``build`` makes the calls; ``reference`` is what the first one should give."""
+
+    build: Callable[[Any], list[Call]]
+    reference: Callable[[Any], Tensor] = W8A8.exact
+    bound: float = EXACT
+    measures: tuple[str, ...] = ("gemm", "linear")
+
+
+def compiled(backend: str, mode: str | None = None) -> Entry:
+    def build(problem: W8A8) -> list[Call]:
+        fn = torch.compile(problem.function, backend=backend, mode=mode, dynamic=False)
+        return problem.calls(fn)
+
+    return Entry(build)
+
+
+def bf16(mode: str | None) -> Entry:
+    def linear(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, w, bias)
+
+    def build(problem: W8A8) -> list[Call]:
+        fn = torch.compile(linear, mode=mode, dynamic=False)
+        return [functools.partial(fn, problem.x, w, problem.bias) for w in problem.bf16_weights]
+
+    # bf16 weights are rounded once more than the reference's
+    return Entry(build, W8A8.unquantized, 2 * EXACT, ("linear",))
+
+
+def bare_int_mm(problem: W8A8) -> list[Call]:
+    return [functools.partial(torch._int_mm, problem.a, w.t()) for w in problem.weights]
+
+
+def gemlite(problem: W8A8) -> list[Call]:
+    """GemLite's A8W8_int8_dynamic layer; 'gemm' calls the kernel that the layer would call."""
+    from gemlite import core, helper
+
+    processor = helper.A8W8_int8_dynamic(device=problem.device, dtype=torch.bfloat16)
+    sw = problem.sw[:, None]
+    layers = [processor.from_weights(w, problem.bias, sw) for w in problem.weights]
+    if problem.measure == "linear":
+        return [functools.partial(layer, problem.x) for layer in layers]
+    kernel = core.GEMLITE_TRITON_MAPPING[core.get_matmul_type(problem.m, 8)]
+
+    def gemm(layer: Any) -> Tensor:
+        meta = layer.get_meta_args()  # as gemlite.core.forward_functional passes them
+        type_id = meta[5] * 100 + meta[1]
+        tensors = layer.get_tensor_args()[:3]
+        out = kernel.forward(
+            problem.a, *tensors, problem.sa, *meta[1:-1], True, type_id, meta_scale=0.0
+        )
+        out += layer.bias
+        return out
+
+    return [functools.partial(gemm, layer) for layer in layers]
+
+
+def torchao(problem: W8A8) -> list[Call]:
+    """torchao's int8 dynamic quantization of nn.Linear, compiled by stock Inductor."""
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    weights = []
+    for w in problem.weights:
+        linear = torch.nn.Linear(problem.k, problem.n, bias=False, device="meta")
+        linear.weight = torch.nn.Parameter(problem.bf16_weight(w), requires_grad=False)
+        quantize_(linear, Int8DynamicActivationInt8WeightConfig())
+        weights.append(linear.weight)
+    fn = torch.compile(F.linear, dynamic=False)
+    return [functools.partial(fn, problem.x, w, problem.bias) for w in weights]
+
+
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+SYSTEMS: dict[str, Entry] = {
+    "ours": compiled("inductor_quant"),
+    "ours-autotune": compiled("inductor_quant", MAX_AUTOTUNE),
+    "stock": compiled("inductor"),
+    "stock-autotune": compiled("inductor", MAX_AUTOTUNE),
+    "bf16": bf16(None),  # cuBLAS
+    "bf16-autotune": bf16(MAX_AUTOTUNE),
+    # eager PyTorch around cuBLASLt's int8 GEMM
+    "int_mm": Entry(lambda problem: problem.calls(problem.function)),
+    # cuBLASLt's int8 GEMM alone, without scales: what the others do on top is not in it
+    "int_mm-bare": Entry(
+        bare_int_mm, lambda problem: problem.integer_product(problem.a), 0, ("gemm",)
+    ),
+    "gemlite": Entry(gemlite, W8A8.unquantized, REQUANTIZED),
+    "torchao": Entry(torchao, W8A8.unquantized, REQUANTIZED, ("linear",)),
+}
+
+
+class Worker:
+    def __init__(self, system: str, device: str) -> None:
+        self.system, self.device = system, device
+        self.replay: Replay | None = None
+
+    def prepare(self, family: str, measure: str, m: int, n: int, k: int) -> dict[str, Any]:
+        self.replay = None
+        torch.compiler.reset()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        entry = SYSTEMS[self.system]
+        if measure not in entry.measures:
+            raise ValueError(f"there is no measure {measure!r}")
+        problem = FAMILIES[family](measure, m, n, k, self.device)
+        with torch.no_grad():
+            calls = entry.build(problem)
+            start = time.perf_counter()
+            out = calls[0]().double()  # waits for the result
+            compile_s = time.perf_counter() - start
+            reference = entry.reference(problem)
+            error = (out - reference).abs_()
+            # ``not <=`` so that a NaN fails
+            rms = (error.square().mean().sqrt() / reference.square().mean().sqrt()).item()
+            del out, reference
+            self.replay = Replay(calls, self.device)
+        return {
+            "error_rms": rms,
+            "error_max": error.max().item(),
+            "wrong": not rms <= entry.bound,
+            "compile_s": compile_s,
+        }
+
+    def time(self) -> dict[str, Any]:
+        assert self.replay is not None, "nothing is prepared"
+        return {"us": self.replay.seconds() * 1e6}
+
+    def ceilings(self) -> dict[str, float]:
+        """What this card reaches: read bandwidth in TB/s, matrix products 8192^3 in T(FL)OP/s."""
+        if self.device == "cpu":
+            return {"read_tbps": 0.02, "bf16_tflops": 0.1, "int8_tops": 0.1}  # to try the plumbing
+        big = torch.randint(0, 2**30, (2**28,), dtype=torch.int32, device="cuda")
+        size = 8192
+        a = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+        i = torch.randint(-128, 128, (size, size), dtype=torch.int8, device="cuda")
+        tera = 2 * size**3 / 1e12
+        found = {
+            "read_tbps": big.nbytes / 1e12 / seconds(lambda: big.max()),
+            "bf16_tflops": tera / seconds(lambda: a @ a.t()),
+            "int_mm_tops": tera / seconds(lambda: torch._int_mm(i, i.t())),
+        }
+        # The library's int8 product is far from the units' peak. Its fp8 product uses the same
+        # units at the same rate and comes nearer: the ceiling is the best of both.
+        found["int8_tops"] = found["int_mm_tops"]
+        if torch.cuda.get_device_capability() >= (8, 9):
+            f8, one = a.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+
+            def fp8() -> Tensor:
+                return torch._scaled_mm(
+                    f8, f8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+                )
+
+            found["fp8_tflops"] = tera / seconds(fp8)
+            found["int8_tops"] = max(found["int8_tops"], found["fp8_tflops"])
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    worker = Worker(options.system, options.device)
+    serve(
+        {
+            "prepare": worker.prepare,
+            "time": worker.time,
+            "ceilings": worker.ceilings,
+            "machine": lambda: machine(options.device),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

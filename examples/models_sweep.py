@@ -1,0 +1,212 @@
+"""A kernel's real template as a plain Triton kernel, timed under many tile configurations.
+
+What Inductor makes of a template has the sizes of one problem in it as constants. Here the same
+text is rendered with sizes and strides as arguments, so that one compilation serves all shapes:
+hundreds of configurations on dozens of shapes take a minute. ``tune.py`` uses it."""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+import triton
+
+from inductor_quant.kernels import Kernel
+from inductor_quant.kernels.config import GemmConfig, Problem
+from inductor_quant.ops import w8a8
+from inductor_quant.spec import QuantGemmSpec, ScaleSpec
+
+WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
+MAX_CALLS = 32
+
+Shape = tuple[int, int, int]
+
+# ------------------------------------------------------------------------------------------
+# what is tuned: an entry for each kernel
+
+
+def w8a8_spec() -> QuantGemmSpec:
+    f32 = torch.float32
+    return w8a8.make_spec(
+        a_scale=ScaleSpec(f32, (1, -1)),
+        b_scale=ScaleSpec(f32, (-1, 1)),
+        out_dtype=torch.bfloat16,
+        bias=False,
+    )
+
+
+def w8a8_inputs(m: int, n: int, k: int, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    device = weight.device
+    return {
+        "A": torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device),
+        "B": weight.t(),
+        "A_SCALE": torch.rand(m, 1, device=device),
+        "B_SCALE": torch.rand(1, n, device=device),
+    }
+
+
+TARGETS: dict[str, tuple[Callable[[], QuantGemmSpec], Callable[..., dict[str, torch.Tensor]]]] = {
+    "w8a8_mm": (w8a8_spec, w8a8_inputs),
+}
+
+
+# ------------------------------------------------------------------------------------------
+# measuring
+
+
+def render(kernel: Kernel, constants: dict[str, Any]) -> tuple[str, list[str], list[str]]:
+    """A module with the template as a plain Triton kernel ``kernel``, its tensors, and its sizes
+    and strides, which are arguments here and constants in what Inductor makes of it."""
+    tensors: list[str] = []
+    numbers: dict[str, None] = {}
+
+    def number(name: str) -> str:
+        numbers[name] = None
+        return name
+
+    def def_kernel(*names: str) -> str:
+        tensors.extend(names)
+        return "<head>"
+
+    def store_output(indices: tuple[str, str], value: str, mask: str, **_: Any) -> str:
+        # Inductor's form of the address, to the letter: row * stride + column takes 27 registers
+        # less at 128x128, and so gives other occupancies than the kernels have that users run.
+        m, n = indices
+        return f"tl.store(OUT + ({n} + {number('B_size1')} * {m}), {value}, {mask})"
+
+    body = jinja2.Template(kernel.source(), undefined=jinja2.StrictUndefined).render(
+        def_kernel=def_kernel,
+        size=lambda name, dim: number(f"{name}_size{dim}"),
+        stride=lambda name, dim: number(f"{name}_stride{dim}"),
+        store_output=store_output,
+        ALPHA=1.0,
+        **constants,
+    )
+    tiles = [f"{name}: tl.constexpr" for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")]
+    head = f"""import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel({", ".join([*tensors, "OUT", *numbers, *tiles])}):
+    INDEX_DTYPE: tl.constexpr = tl.int32
+"""
+    return body.replace("<head>", head), tensors, list(numbers)
+
+
+def load_kernel(source: str, folder: str) -> Any:
+    """The kernel in ``source``; a file, because Triton reads a kernel's source from one."""
+    path = Path(folder) / "rendered.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("rendered", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+class Sweep:
+    """The kernel, compiled for many configurations, and the memory that it runs on.
+
+    ``device="cpu"`` is for Triton's interpreter, which compiles nothing and cannot ``time``.
+    """
+
+    def __init__(self, kernel: Kernel, configs: list[GemmConfig], device: str = "cuda") -> None:
+        self.kernel = kernel
+        spec, self.make_inputs = TARGETS[kernel.name][0](), TARGETS[kernel.name][1]
+        even = Problem(4096, 4096, 4096)  # a K that every BLOCK_K divides
+        flags = kernel.constants(spec, even, configs[0])
+        self.folder = tempfile.TemporaryDirectory()
+        source, self.tensors, self.numbers = render(kernel, flags)
+        self.jit = load_kernel(source, self.folder.name)
+        self.out_dtype = spec.out_dtype
+        self.pool = torch.randint(-128, 128, (WEIGHT_BYTES,), dtype=torch.int8, device=device)
+        self.failed: dict[GemmConfig, str] = {}
+        self.resources: dict[GemmConfig, tuple[int, int]] = {}  # registers, shared memory
+        if device == "cpu":
+            return
+        arguments = self.arguments(even.m, even.n, even.k)[0]
+        with ThreadPoolExecutor(16) as executor:
+            list(executor.map(lambda config: self._compile(config, arguments), configs))
+
+    def _compile(self, config: GemmConfig, arguments: list[Any]) -> None:
+        try:
+            self.jit.warmup(*arguments, grid=(1,), **keywords(config))
+        except Exception as error:
+            self.failed[config] = f"{type(error).__name__}: {str(error)[:100]}"
+
+    def arguments(self, m: int, n: int, k: int) -> list[list[Any]]:
+        """The kernel's arguments for each call: other weights, one output."""
+        calls = min(MAX_CALLS, self.pool.numel() // (n * k))
+        weights = [self.pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(max(calls, 1))]
+        out = torch.empty(m, n, dtype=self.out_dtype, device=self.pool.device)
+        inputs = self.make_inputs(m, n, k, weights[0])
+        values = {
+            f"{name}_{what}{dim}": value
+            for name, tensor in inputs.items()
+            for what, found in (("size", tensor.shape), ("stride", tensor.stride()))
+            for dim, value in enumerate(found)
+        }
+        numbers = [values[name] for name in self.numbers]
+        return [
+            [*(w.t() if name == "B" else inputs[name] for name in self.tensors), out, *numbers]
+            for w in weights
+        ]
+
+    def time(self, shape: Shape, configs: list[GemmConfig], rounds: int) -> dict[GemmConfig, float]:
+        """Median microseconds of each configuration, over rounds in which all take their turn."""
+        arguments = self.arguments(*shape)
+        graphs: dict[GemmConfig, torch.cuda.CUDAGraph] = {}
+        for config in configs:
+            if config in self.failed:
+                continue
+            try:
+                graphs[config] = self._capture(shape, config, arguments)
+            except Exception as error:
+                self.failed[config] = f"{type(error).__name__}: {str(error)[:100]}"
+        times: dict[GemmConfig, list[float]] = {config: [] for config in graphs}
+        for _ in range(rounds + 1):
+            events = {}
+            for config, graph in graphs.items():
+                events[config] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                events[config][0].record()
+                graph.replay()
+                events[config][1].record()
+            torch.cuda.synchronize()
+            for config, (start, end) in events.items():
+                times[config].append(start.elapsed_time(end) * 1000 / len(arguments))
+        return {c: round(statistics.median(values[1:]), 3) for c, values in times.items()}
+
+    def launch(self, shape: Shape, config: GemmConfig, arguments: list[Any]) -> Any:
+        """Run the kernel once; gives Triton's compiled kernel."""
+        meta = keywords(config)
+        m, n, _ = shape
+        return self.jit[self.kernel.grid(m, n, meta, cdiv=triton.cdiv)](*arguments, **meta)
+
+    def _capture(self, shape: Shape, config: GemmConfig, arguments: list[list[Any]]) -> Any:
+        compiled = self.launch(shape, config, arguments[0])
+        self.resources[config] = (compiled.n_regs, compiled.metadata.shared)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in arguments:
+                self.launch(shape, config, call)
+        return graph
+
+
+def keywords(config: GemmConfig) -> dict[str, int]:
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }

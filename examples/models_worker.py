@@ -1,0 +1,150 @@
+"""One whole compiled model in one system: the worker process of ``bench_models.py``."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import os
+import time
+from typing import Any
+
+import torch
+from bench_systems import serve
+from models_build import CASES
+from models_quantize import QUANTIZERS, any_number_of_rows
+from models_timing import Replay, machine
+from torch import Tensor, nn
+
+from inductor_quant import report
+
+MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+# name -> (quantized, backend, mode)
+SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
+    "ours": (True, "inductor_quant", None),
+    "ours-autotune": (True, "inductor_quant", MAX_AUTOTUNE),
+    "stock": (True, "inductor", None),
+    "stock-autotune": (True, "inductor", MAX_AUTOTUNE),
+    "bf16": (False, "inductor", None),
+    "bf16-autotune": (False, "inductor", MAX_AUTOTUNE),
+    "eager": (True, "eager", None),
+}
+# Relative RMS error of a compiled model against the same model run eagerly: bf16 rounds in other
+# places, over dozens of layers (5e-3 after two, and it grows with the root of their number). A
+# quantized one may differ by what its quantization costs, if that is more, since a difference in
+# the last place flips quantized values. One dropped layer of 32 is 1e-1.
+ROUNDING = 0.05
+
+
+def error(out: Tensor, reference: Tensor) -> dict[str, float]:
+    """Relative to the RMS of the reference: of all elements, and of the worst."""
+    difference = (out.float() - reference.float()).abs()
+    scale = reference.float().square().mean().sqrt()
+    rms = difference.square().mean().sqrt() / scale
+    return {"rms": rms.item(), "max": (difference.max() / scale).item()}
+
+
+def compile_model(
+    model: nn.Module, backend: str, mode: str | None, *, per_layer: bool
+) -> nn.Module:
+    """The whole model, or each of its layers, which are alike and compile once."""
+    options: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": False}
+    layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not (per_layer and layers):
+        return torch.compile(model, **options)  # type: ignore[return-value]
+    for layer in layers[0]:
+        layer.compile(**options)
+    return model
+
+
+class Worker:
+    def __init__(self, system: str, device: str) -> None:
+        self.device = device
+        self.is_quantized, self.backend, self.mode = SYSTEMS[system]
+        self.replay: Replay | None = None
+
+    @torch.no_grad()
+    def prepare(self, case: str, quantizer: str, per_layer: bool, tiny: bool) -> dict[str, Any]:
+        self.replay = None
+        torch.compiler.reset()
+        self._free()
+        model, inputs = CASES[case](self.device, tiny)
+        found: dict[str, Any] = {}
+        plain = model(*inputs)
+        reference = plain
+        if self.is_quantized:
+            QUANTIZERS[quantizer](model)
+            with any_number_of_rows():
+                reference = model(*inputs)
+            found["quantization"] = error(reference, plain)
+        self._free()
+
+        start = time.perf_counter()
+        with report.collect() as decisions:
+            fn = compile_model(model, self.backend, self.mode, per_layer=per_layer)
+            out = fn(*inputs).clone()
+            self._synchronize()
+        found["compile_s"] = time.perf_counter() - start
+        found["fused_gemms"] = len(decisions.matches)
+        found["error"] = error(out, reference)
+        found["error_bf16"] = error(out, plain)
+        bound = max(ROUNDING, found.get("quantization", {"rms": 0})["rms"])
+        found["wrong"] = not found["error"]["rms"] <= bound  # a NaN is wrong
+        del out, plain, reference
+        found["peak_gb"] = self._peak_gb(fn, inputs)
+        self._make_replay(fn, inputs)
+        found["graph"] = self.replay is not None and self.replay.graph is not None
+        return found
+
+    def _peak_gb(self, fn: Any, inputs: Any) -> float:
+        """The most memory that one call has allocated at once, weights included."""
+        if self.device == "cpu":
+            return 0.0
+        self._free()
+        torch.cuda.reset_peak_memory_stats()
+        fn(*inputs)
+        self._synchronize()
+        return torch.cuda.max_memory_allocated() / 1e9
+
+    def _make_replay(self, fn: Any, inputs: Any) -> None:
+        calls = [functools.partial(fn, *inputs)]
+        try:
+            self.replay = Replay(calls, self.device)
+        except RuntimeError as problem:  # a model that cannot be captured is timed as it runs
+            print("no CUDA graph:", problem)
+            self.replay = Replay(calls, self.device, graph=False)
+
+    def _synchronize(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def time(self) -> dict[str, Any]:
+        assert self.replay is not None, "nothing is prepared"
+        return {"ms": self.replay.seconds() * 1e3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--cache", help="folder for Inductor's caches: empty, so that all compiles")
+    options = parser.parse_args()
+    if options.cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(options.cache, options.system)
+    worker = Worker(options.system, options.device)
+    serve(
+        {
+            "prepare": worker.prepare,
+            "time": worker.time,
+            "machine": lambda: machine(options.device),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Measure the tile configurations of a kernel on this GPU, and write its table.
+
+    python examples/tune.py --samples samples.json              # measure, then write the table
+    python examples/tune.py --samples samples.json --fit-only   # from old measurements, no GPU
+
+1. Every legal configuration is timed on every shape, through the text of the real template: it is
+   rendered with sizes and strides as arguments of the kernel, so that one compilation serves all
+   shapes. CUDA graphs, weights beyond the L2 cache.
+2. A few configurations that together come near the best of every shape are selected, greedily.
+3. These, and the best of each shape, are timed again, in turn.
+4. The constants of the cost model (inductor_quant/kernels/table.py) are fitted, and what the model
+   loses against the best configuration is printed: the regret, 1.05 for five percent.
+
+``--samples`` resumes: shapes that are in the file are not measured again."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import models_cost as cost
+import torch
+import triton
+from bench_systems import show_table, track
+from models_cost import Card, Samples, Shape
+from models_sweep import TARGETS, Sweep
+
+import inductor_quant
+from inductor_quant.kernels import KERNELS, Kernel
+from inductor_quant.kernels.config import Device, GemmConfig, legal
+
+HERE = Path(__file__).parent
+SWEEP_ROUNDS, FINAL_ROUNDS = 3, 9
+
+# ------------------------------------------------------------------------------------------
+# what to measure
+
+
+def shapes() -> list[Shape]:
+    """Those to measure: rows of decoding and prefill, and of an image encoder's batch."""
+    grids = json.loads((HERE / "shapes.json").read_text())
+    rows = {
+        "llama8b": (16, 32, 64, 128, 256, 512, 1024, 4096),
+        "deepseek": (16, 64, 256, 2048),
+        "vit_h": (16384,),
+        "minilm": (512, 4096),
+    }
+    return [(m, n, k) for grid, ms in rows.items() for m in ms for n, k in grids[grid]]
+
+
+def candidates(device: Device, group_m: Iterable[int] = (8,)) -> list[GemmConfig]:
+    """All configurations that are legal and not senseless."""
+    blocks = (16, 32, 64, 128, 256)
+    grid = itertools.product(
+        blocks, blocks, (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6, 8), group_m
+    )
+    configs = (GemmConfig(*values) for values in grid)
+    return [c for c in configs if is_sensible(c) and legal(c, device, element_bytes=1) is None]
+
+
+def is_sensible(c: GemmConfig) -> bool:
+    """Rules from a first sweep on an H200: what they exclude was never near the best."""
+    area = c.block_m * c.block_n
+    in_flight = c.num_stages * (c.block_m + c.block_n) * c.block_k
+    accumulators = area / (32 * c.num_warps)
+    return not (
+        (in_flight < 24 * 1024 and area <= 64 * 64)
+        or accumulators < 4
+        or (c.block_m == 16 and c.block_n == 256)
+        or (c.num_warps == 2 and c.block_m > 16)
+        or (c.num_warps == 8 and area <= 64 * 64)
+        or (c.block_k == 64 and (c.block_m < 64 or (area >= 128 * 128 and c.num_stages < 4)))
+        or (c.block_k == 512 and c.block_m > 32)
+        or (c.block_n == 16 and c.block_m > 32)
+        or (c.block_m == 256 and c.block_n < 64)
+        or (c.num_stages == 2 and c.block_k < 128)
+    )
+
+
+def suits(config: GemmConfig, shape: Shape) -> bool:
+    """Whether it is worth timing ``config`` for ``shape``; an uneven K is left to the model."""
+    m, _, k = shape
+    if k % config.block_k:
+        return False
+    if m >= 512:
+        return config.block_m >= 64 and config.block_m * config.block_n >= 64 * 64
+    return (
+        config.block_m <= max(m, 16)
+        and config.block_m >= m // 8
+        and (m > 32 or config.num_stages > 2)
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# the file of measurements
+
+
+def this_card() -> Card:
+    found = torch.cuda.get_device_properties(0)
+    return Card(
+        name=found.name,
+        arch=10 * found.major + found.minor,
+        num_sms=found.multi_processor_count,
+        block_shared_memory=found.shared_memory_per_block_optin,
+        shared_memory=found.shared_memory_per_multiprocessor,
+        registers=getattr(found, "regs_per_multiprocessor", 65536),  # not in every torch
+        threads=found.max_threads_per_multi_processor,
+    )
+
+
+class Store:
+    """Measurements in a JSON file: the sweep of all candidates and the finals of a few."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.machine: dict[str, Any] = {}
+        self.sweep: Samples = {}
+        self.finals: Samples = {}
+        self.resources: dict[GemmConfig, tuple[int, int]] = {}
+        if path.exists():
+            raw = json.loads(path.read_text())
+            self.machine = raw["machine"]
+            for name in ("sweep", "finals"):
+                for shape, times in raw[name]:
+                    samples = {GemmConfig(*config): us for config, us in times}
+                    getattr(self, name)[tuple(shape)] = samples
+            self.resources = {GemmConfig(*c): tuple(found) for c, found in raw["resources"]}
+
+    def save(self) -> None:
+        def plain(samples: Samples) -> list[Any]:
+            return [
+                [shape, [[dataclasses.astuple(c), us] for c, us in times.items()]]
+                for shape, times in samples.items()
+            ]
+
+        resources = [[dataclasses.astuple(c), found] for c, found in self.resources.items()]
+        raw = {
+            "machine": self.machine,
+            "resources": resources,
+            "sweep": plain(self.sweep),
+            "finals": plain(self.finals),
+        }
+        self.path.write_text(json.dumps(raw))
+
+
+def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
+    """Steps 1 to 3; stops between two shapes when the budget is spent."""
+    until = time.perf_counter() + options.budget
+    card = this_card()
+    if store.machine.get("card", dataclasses.asdict(card)) != dataclasses.asdict(card):
+        raise SystemExit(f"{options.samples} was measured on another card: {store.machine['card']}")
+    store.machine = {
+        "card": dataclasses.asdict(card),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    wanted = shapes()
+    sensible = candidates(card.device(), options.group_m)
+    needed = [c for c in sensible if any(suits(c, shape) for shape in wanted)]
+    began = time.perf_counter()
+    sweep = Sweep(kernel, needed)
+    print(
+        f"{len(needed)} configurations compiled in {time.perf_counter() - began:.0f} s", flush=True
+    )
+
+    def run(
+        found: Samples, pick: Callable[[Shape], list[GemmConfig]], rounds: int, what: str
+    ) -> None:
+        for shape in track([s for s in wanted if s not in found], what):
+            if time.perf_counter() > until:
+                print(f"time budget spent: {what} has {len(found)} of {len(wanted)} shapes")
+                break
+            times = sweep.time(shape, pick(shape), rounds)
+            if not times:
+                raise SystemExit(f"nothing runs on {shape}: {sweep.failed}")
+            best = min(times, key=times.__getitem__)
+            print(f"{what} {shape}: {times[best]:.1f} us {best}, of {len(times)}", flush=True)
+            found[shape] = times
+            store.resources.update(sweep.resources)
+            store.save()
+
+    run(store.sweep, lambda s: [c for c in needed if suits(c, s)], SWEEP_ROUNDS, "sweep")
+    if not store.sweep:
+        raise SystemExit("no shape was measured: the budget is too small")
+    chosen = cost.select(store.sweep, options.configs)
+
+    def finalists(shape: Shape) -> list[GemmConfig]:
+        times = store.sweep.get(shape, {})
+        even = [c for c in chosen if shape[2] % c.block_k == 0]
+        return list(dict.fromkeys([*even, *sorted(times, key=times.__getitem__)[:3]]))
+
+    wanted = [shape for shape in wanted if shape in store.sweep]
+    if any(set(finalists(s)) - set(times) - set(sweep.failed) for s, times in store.finals.items()):
+        store.finals.clear()  # another selection than that of the finals in the file
+    run(store.finals, finalists, FINAL_ROUNDS, "finals")
+    for config, reason in sweep.failed.items():
+        print(f"failed: {config}: {reason}")
+
+
+def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
+    """Step 4: write the table; True if the model is as good as it must be."""
+    card = Card(**store.machine["card"])
+    samples = {**store.sweep, **store.finals}
+    chosen = cost.select(store.sweep, options.configs)
+    ctas = {c: card.ctas_per_sm(c, *store.resources[c]) for c in chosen}
+    measured = {
+        "gpu": card.name,
+        **{name: store.machine[name] for name in ("torch", "triton", "date")},
+        "by": f"examples/tune.py --kernel {kernel.name} --configs {options.configs}",
+    }
+    table = cost.make_table(kernel.name, card, measured, chosen, ctas, samples)
+    cost.write_table(table, options.out)
+    print(f"{options.out}: {len(table.configs)} configurations, {len(table.rows)} shapes")
+    found = cost.regrets(table, card, samples, leave_out=False)
+    outside = cost.regrets(table, card, samples, leave_out=True)
+    left_out = {f"{name}, leave one out": values for name, values in outside.items()}
+    columns = ("regret", "mean", "p90", "max")
+    show_table("model against the best measured", columns, cost.describe(found | left_out))
+    mean = statistics.mean(outside["model"])
+    if mean > options.max_regret:
+        print(f"the mean regret {mean:.3f}, leave one out, is above {options.max_regret}")
+    return mean <= options.max_regret
+
+
+def main() -> int:
+    kernels = {kernel.name: kernel for kernel in KERNELS if kernel.name in TARGETS}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--kernel", choices=list(kernels), default="w8a8_mm")
+    parser.add_argument("--samples", type=Path, required=True, help="file of measurements")
+    parser.add_argument("--out", type=Path, help="the table; default: the package's own")
+    parser.add_argument("--fit-only", action="store_true", help="do not measure")
+    parser.add_argument("--configs", type=int, default=26, help="how many to keep")
+    parser.add_argument("--group-m", type=int, nargs="+", default=[8])
+    parser.add_argument("--budget", type=float, default=480, help="seconds for measuring")
+    parser.add_argument("--max-regret", type=float, default=1.25, help="fail above this mean")
+    options = parser.parse_args()
+    store = Store(options.samples)
+    kernel = kernels[options.kernel]
+    if not options.fit_only:
+        measure(store, kernel, options)
+    if options.out is None:
+        arch = store.machine["card"]["arch"]
+        configs = Path(inductor_quant.__file__).parent / "kernels" / "configs"
+        options.out = configs / f"{kernel.name}_sm{arch}.json"
+    return 0 if fit(store, kernel, options) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,379 @@
+"""The benchmarks and the tuner, as far as they go without a GPU: protocol, resuming, quantization,
+the cost model, and the rendered template."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import bench_gemm  # noqa: E402
+import bench_models  # noqa: E402
+import bench_systems  # noqa: E402
+import models_build  # noqa: E402
+import models_linear  # noqa: E402
+import models_quantize  # noqa: E402
+import models_sweep  # noqa: E402
+
+from inductor_quant import simulate  # noqa: E402
+from inductor_quant.kernels import KERNELS, table  # noqa: E402
+from inductor_quant.kernels.config import GemmConfig, Problem  # noqa: E402
+from inductor_quant.kernels.table import MeasuredConfig  # noqa: E402
+from inductor_quant.ops import w8a8  # noqa: E402
+
+# ------------------------------------------------------------------------------------------
+# processes
+
+# A worker without torch: "ours" takes 2 us, the others 4; some of them misbehave.
+WORKER = f"""
+import os, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
+from bench_systems import serve
+
+name = sys.argv[1]
+prepared = 0
+
+def prepare(**request):
+    global prepared
+    prepared += 1
+    print("noise")
+    os.system("echo noise")
+    if name == "raises" or request.get("m") == 13:
+        raise ValueError("no such shape\\nand more")
+    if name == "dies":
+        print("out of memory", file=sys.stderr)
+        os._exit(1)
+    if name == "hangs":
+        time.sleep(60)
+    return {{"error_rms": 0.0, "wrong": name == "wrong", "prepared": prepared}}
+
+serve({{
+    "prepare": prepare,
+    "time": lambda: {{"us": 2.0 if name.startswith("ours") else 4.0}},
+    "machine": lambda: {{"gpu": "none", "torch": "none"}},
+    "ceilings": lambda: {{"read_tbps": 1.0, "int8_tops": 1.0}},
+}})
+"""
+
+
+@pytest.fixture
+def worker(tmp_path):
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return path
+
+
+def test_systems_are_timed_in_turn_and_compared_with_ours(worker):
+    with bench_systems.open_systems(["ours", "peer"], worker) as systems:
+        row = bench_systems.measure(systems, {"m": 1}, rounds=3)
+    assert row["systems"]["peer"]["us"] == [4.0, 4.0, 4.0]
+    assert row["ratios"] == {"ours/peer": [0.5, 0.5, 0.5]}
+    assert bench_systems.geometric_means([row, row]) == {"ours/peer": (0.5, 2)}
+
+
+def test_a_system_that_raises_dies_or_hangs_says_why_and_leaves_the_others(worker):
+    names = ["ours", "raises", "dies", "hangs"]
+    with bench_systems.open_systems(names, worker) as systems:
+        row = bench_systems.measure(systems, {}, rounds=2, limit_s=3)
+        assert "us" in row["systems"]["ours"]
+        reasons = {name: row["systems"][name]["failed"] for name in names[1:]}
+        assert reasons["raises"] == "ValueError: no such shape"
+        assert reasons["dies"] == "the process died: out of memory"
+        assert "no answer within" in reasons["hangs"]
+        # the next shape starts them anew
+        assert systems[2].ask(do="time") == {"us": 4.0}
+    found = bench_systems.failures([row, row], lambda row: "shape")
+    assert found["raises", "ValueError: no such shape"] == ["shape", "shape"]
+
+
+def run_main(monkeypatch, module, *arguments):
+    monkeypatch.setattr(sys, "argv", ["prog", *map(str, arguments)])
+    return module.main()
+
+
+def test_rows_in_the_file_are_not_measured_again(worker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_gemm, "WORKER", worker)
+    path = tmp_path / "gemm.json"
+    arguments = ("--tiny", "--systems", "ours", "peer", "--rounds", 2, "--check", "--json", path)
+    assert run_main(monkeypatch, bench_gemm, *arguments) == 0
+    first = json.loads(path.read_text())
+    assert len(first["rows"]) == 2
+    assert run_main(monkeypatch, bench_gemm, *arguments) == 0
+    assert json.loads(path.read_text()) == first
+    assert "geometric mean" in capsys.readouterr().out
+    # another measure is another row; 'gemm' and 'linear' are never in one table
+    assert run_main(monkeypatch, bench_gemm, *arguments, "--measure", "linear") == 0
+    assert len(json.loads(path.read_text())["rows"]) == 4
+    # figures of another card do not mix
+    path.write_text(json.dumps(first | {"machine": {"gpu": "other", "torch": "none"}}))
+    with pytest.raises(SystemExit, match="other"):
+        run_main(monkeypatch, bench_gemm, *arguments)
+
+
+def test_check_fails_on_a_wrong_result_and_where_ours_does_not_run(worker, monkeypatch, capsys):
+    monkeypatch.setattr(bench_gemm, "WORKER", worker)
+    tiny = ("--tiny", "--rounds", 1)
+    assert run_main(monkeypatch, bench_gemm, *tiny, "--systems", "ours", "wrong") == 0
+    assert run_main(monkeypatch, bench_gemm, *tiny, "--systems", "ours", "wrong", "--check") == 1
+    monkeypatch.setattr(bench_gemm, "TINY", [(13, 64, 64)])
+    assert run_main(monkeypatch, bench_gemm, *tiny, "--systems", "ours", "--check") == 1
+    assert capsys.readouterr().out.count("ours fails: ValueError: no such shape: 13x64x64") == 1
+
+
+def test_a_spent_budget_leaves_the_rest_out(worker, monkeypatch, capsys):
+    monkeypatch.setattr(bench_gemm, "WORKER", worker)
+    assert run_main(monkeypatch, bench_gemm, "--tiny", "--systems", "ours", "--budget", 0) == 1
+    assert "2 of 2 shapes left out" in capsys.readouterr().out
+
+
+def test_the_first_half_of_the_grid_covers_the_range():
+    options = bench_gemm.argparse.Namespace(tiny=False, family="w8a8", m=None, grid=None)
+    grid = bench_gemm.grid_of(options)
+    assert {m for m, _, _ in grid[: len(grid) // 2]} == {1, 64, 1024}
+    assert len(set(grid)) == 24
+
+
+def test_a_plot_is_written(worker, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench_gemm, "WORKER", worker)
+    path = tmp_path / "roofline.png"
+    assert run_main(monkeypatch, bench_gemm, "--tiny", "--systems", "ours", "--plot", path) == 0
+    assert path.stat().st_size > 1000
+
+
+# ------------------------------------------------------------------------------------------
+# GEMMs
+
+
+@pytest.mark.parametrize("system", ["int_mm", "int_mm-bare"])
+def test_a_gemm_worker_measures_and_judges_its_result(system):
+    worker = models_linear.Worker(system, "cpu")
+    reply = worker.prepare("w8a8", "gemm", 17, 64, 96)
+    assert reply["error_rms"] < models_linear.EXACT
+    assert not reply["wrong"]
+    assert worker.time()["us"] > 0
+
+
+def test_references_of_exact_and_requantizing_systems_agree_up_to_their_bounds():
+    problem = models_linear.W8A8("linear", 33, 64, 128, "cpu")
+    exact, unquantized = problem.exact(), problem.unquantized()
+    error = (exact - unquantized).square().mean().sqrt() / unquantized.square().mean().sqrt()
+    assert models_linear.EXACT < error < models_linear.REQUANTIZED
+    out = problem.calls(problem.function)[0]().double()
+    assert (out - exact).square().mean().sqrt() < models_linear.EXACT * exact.square().mean().sqrt()
+
+
+# ------------------------------------------------------------------------------------------
+# models
+
+
+@pytest.mark.parametrize("case", [name for name in models_build.CASES if name != "sam"])
+@torch.no_grad()
+def test_a_quantized_model_is_near_its_bf16_model(case):
+    model, inputs = models_build.CASES[case]("cpu", True)
+    again, same_inputs = models_build.CASES[case]("cpu", True)
+    plain = model(*inputs)
+    assert torch.equal(plain, again(*same_inputs)), "not the same in every process"
+    assert torch.isfinite(plain).all()
+    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    models_quantize.plain(model)
+    quantized = [
+        name for name, m in model.named_modules() if isinstance(m, models_quantize.Int8Linear)
+    ]
+    assert quantized == [name for name in linears if name != "lm_head"]
+    with models_quantize.any_number_of_rows():
+        out = model(*inputs)
+    error = (out - plain).float().square().mean().sqrt() / plain.float().square().mean().sqrt()
+    assert 0 < error < 0.05
+
+
+@torch.no_grad()
+def test_sam_is_built_from_transformers_and_its_positions_are_theirs(monkeypatch):
+    sam = pytest.importorskip("transformers.models.sam.modeling_sam")
+    original = sam.SamVisionAttention.get_rel_pos
+    monkeypatch.setattr(sam.SamVisionAttention, "get_rel_pos", original)
+    table = torch.randn(2 * 14 - 1, 8)
+    ours = models_build.relative_positions(None, 14, 14, table)
+    assert torch.equal(ours, original(None, 14, 14, table))
+    model, inputs = models_build.CASES["sam"]("cpu", True)
+    plain = model(*inputs)
+    models_quantize.plain(model)
+    error = (model(*inputs) - plain).float().square().mean().sqrt()
+    assert 0 < error < 0.05 * plain.float().square().mean().sqrt()
+
+
+@torch.no_grad()
+def test_int8_linear_is_the_product_of_what_it_stores():
+    torch.manual_seed(0)
+    linear = nn.Linear(96, 64, dtype=torch.bfloat16)
+    x = torch.randn(2, 9, 96, dtype=torch.bfloat16)
+    quantized = models_quantize.Int8Linear(linear)
+    scale = x.abs().amax(-1, keepdim=True).float() / 127
+    a = (x / scale).round().double()
+    weight = quantized.weight.double() * quantized.scale.double()[:, None]
+    expected = (a * scale.double()) @ weight.t() + linear.bias.double()
+    error = (quantized(x).double() - expected).abs().max()
+    assert error <= 2**-8 * expected.abs().max()
+    assert (weight - linear.weight.double()).abs().max() <= 0.51 * quantized.scale.max()
+    with models_quantize.any_number_of_rows():
+        assert torch.equal(quantized(x[:1, :1]), quantized(x)[:1, :1])
+
+
+def test_ours_is_compared_with_the_faster_bf16():
+    row = {
+        "systems": {name: {"ms": [t] * 3} for name, t in (("bf16", 2.0), ("bf16-autotune", 1.0))},
+        "ratios": {"ours/bf16": [0.4] * 3, "ours/bf16-autotune": [0.8] * 3, "ours/stock": [1] * 3},
+    }
+    ratios = bench_models.with_best_bf16(row)["ratios"]
+    assert ratios == {"ours/stock": [1] * 3, "ours/bf16 (best)": [0.8] * 3}
+
+
+# ------------------------------------------------------------------------------------------
+# tuning
+
+SHAPES = [(m, n, k) for m in (16, 64, 256, 4096) for n, k in ((4096, 4096), (6144, 1536))]
+
+
+@pytest.fixture
+def cost():
+    pytest.importorskip("scipy")
+    import models_cost
+
+    return models_cost
+
+
+@pytest.fixture
+def card(cost):
+    return cost.Card("H200", 90, 132, 232448, 233472, 65536, 2048)
+
+
+def known_models():
+    """Configurations whose times follow the model exactly."""
+    return [
+        MeasuredConfig(GemmConfig(16, 32, 256, 2, 5), 3, 4.3, 0.08, 0.12),
+        MeasuredConfig(GemmConfig(64, 64, 128, 4, 4), 3, 2.5, 0.17, 0.05),
+        MeasuredConfig(GemmConfig(128, 128, 128, 8, 3), 2, 4.0, 0.05, 0.25),
+    ]
+
+
+def samples_of(models):
+    return {s: {e.config: e.predict(Problem(*s), 132) for e in models} for s in SHAPES}
+
+
+def test_fit_finds_the_constants_and_leave_one_out_too(cost):
+    samples = samples_of(known_models())
+    for entry in known_models():
+        for without in (None, SHAPES[0]):
+            found = cost.fit(entry.config, entry.ctas_per_sm, samples, 132, without)
+            for name in ("fixed_us", "step_us", "step_us_per_cta"):
+                assert getattr(found, name) == pytest.approx(getattr(entry, name), abs=2e-3)
+
+
+def test_the_cover_takes_what_complements_first(cost):
+    good, other, useless = (e.config for e in known_models())
+    samples = {
+        (16, 1, 1): {good: 1.0, other: 2.0, useless: 1.9},
+        (64, 1, 1): {good: 2.0, other: 1.0, useless: 1.9},
+    }
+    assert set(cost.select(samples, 2)) == {good, other}
+    assert len(cost.select(samples, 9)) == 3
+
+
+def test_the_table_reads_back_and_exact_samples_have_no_regret(cost, card, tmp_path):
+    samples = samples_of(known_models())
+    ctas = {e.config: e.ctas_per_sm for e in known_models()}
+    measured = dict.fromkeys(table.PROVENANCE, "x")
+    made = cost.make_table("w8a8_mm", card, measured, sorted(ctas), ctas, samples)
+    cost.write_table(made, tmp_path / "table.json")
+    text = (tmp_path / "table.json").read_text()
+    assert table.parse(json.loads(text)) == made
+    assert len(text.splitlines()) == 8 + len(ctas) + len(SHAPES)
+    for leave_out in (False, True):
+        regret = cost.regrets(made, card, samples, leave_out=leave_out)
+        assert max(regret["model"]) == pytest.approx(1, abs=0.02)
+
+
+def test_occupancy_counts_registers_and_shared_memory(card):
+    config = GemmConfig(128, 128, 128, 8, 3)
+    assert card.ctas_per_sm(config, registers=116, shared=98304) == 2
+    assert card.ctas_per_sm(config, registers=160, shared=98304) == 1
+    assert card.ctas_per_sm(config, registers=116, shared=200000) == 1
+
+
+def test_every_shape_has_candidates_and_old_measurements_are_refitted(
+    card, tmp_path, monkeypatch, capsys
+):
+    import tune
+
+    candidates = tune.candidates(card.device())
+    assert 250 < len(candidates) < 450
+    assert all(sum(tune.suits(c, s) for c in candidates) > 30 for s in tune.shapes())
+    store = tune.Store(tmp_path / "samples.json")
+    store.sweep = samples_of(known_models())
+    store.resources = {e.config: (100, 65536) for e in known_models()}
+    store.machine = {"card": dataclasses.asdict(card), "torch": "1", "triton": "1", "date": "x"}
+    store.save()
+    again = tune.Store(tmp_path / "samples.json")
+    assert (again.sweep, again.resources) == (store.sweep, store.resources)
+    out = tmp_path / "table.json"
+    arguments = ("--samples", store.path, "--fit-only", "--out", out)
+    assert run_main(monkeypatch, tune, *arguments) == 0
+    assert len(table.parse(json.loads(out.read_text())).configs) == 3
+    assert "leave one out" in capsys.readouterr().out
+
+
+def rendered(kernel, config):
+    spec = models_sweep.TARGETS[kernel.name][0]()
+    return models_sweep.render(kernel, kernel.constants(spec, Problem(4096, 4096, 4096), config))
+
+
+TUNED = [kernel for kernel in KERNELS if kernel.name in models_sweep.TARGETS]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kernel", TUNED, ids=lambda kernel: kernel.name)
+def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, tmp_path):
+    config = GemmConfig(64, 64, 128, 4, 4)
+    source, tensors, numbers = rendered(kernel, config)
+    types = {"A": "*i8", "B": "*i8", "A_SCALE": "*fp32", "B_SCALE": "*fp32", "OUT": "*bf16"}
+    ones = dict.fromkeys(("A_stride1", "B_stride0", "A_SCALE_stride0", "B_SCALE_stride1"), 1)
+    signature = {name: types[name] for name in (*tensors, "OUT")}
+    signature |= {name: "i32" for name in numbers if name not in ones}
+    blocks = {k: v for k, v in models_sweep.keywords(config).items() if not k.startswith("num")}
+    compiled = simulate.compile_jit(
+        models_sweep.load_kernel(source, str(tmp_path)),
+        signature,
+        {**blocks, **ones},
+        arch=90,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        divisible_by_16=tuple(signature),
+    )
+    assert compiled.spill_stores == 0
+    assert compiled.shared_bytes == config.num_stages * (64 + 64) * 128
+    assert any(name.startswith("wgmma") for name in compiled.matrix_instructions())
+
+
+@pytest.mark.interp
+def test_the_rendered_template_computes_the_canonical_op(monkeypatch):
+    simulate.install()
+    monkeypatch.setattr(models_sweep, "WEIGHT_BYTES", 2**14)
+    [kernel] = [kernel for kernel in KERNELS if kernel.name == "w8a8_mm"]
+    config, shape = GemmConfig(16, 32, 64, 2, 3), (40, 48, 128)
+    sweep = models_sweep.Sweep(kernel, [config], device="cpu")
+    arguments = sweep.arguments(*shape)
+    assert len(arguments) == 2**14 // (48 * 128)
+    sweep.launch(shape, config, arguments[1])
+    a, b, a_scale, b_scale, out = arguments[1][:5]
+    expected = w8a8.reference(a, b, a_scale, b_scale, None, out_dtype=torch.bfloat16)
+    assert torch.equal(out, expected)
+    assert math.isfinite(out.float().sum())
