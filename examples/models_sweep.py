@@ -18,6 +18,7 @@ import jinja2
 import torch
 import triton
 
+import inductor_quant
 from inductor_quant.kernels import Kernel
 from inductor_quant.kernels.config import GemmConfig, Problem
 from inductor_quant.ops import w8a8
@@ -199,6 +200,40 @@ class Sweep:
             for call in arguments:
                 self.launch(shape, config, call)
         return graph
+
+
+def time_compiled(
+    kernel: Kernel, shape: Shape, configs: list[GemmConfig]
+) -> dict[GemmConfig, float]:
+    """Median microseconds of each configuration in the kernel that Inductor makes of the template,
+    as the package's own autotuning times it."""
+    spec, inputs = TARGETS[kernel.name]
+    op = getattr(torch.ops.inductor_quant, kernel.family)
+    m, n, k = shape
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
+    tensors = list(inputs(m, n, k, weight).values())
+    bias = torch.randn(n, device="cuda", dtype=spec().out_dtype)
+    options = {
+        "max_autotune": True,
+        "inductor_quant.configs": tuple(map(str, configs)),
+        "inductor_quant.max_choices": len(configs),
+        "inductor_quant.on_error": "raise",
+    }
+    torch.compiler.reset()
+    with inductor_quant.collect() as report:
+        torch.compile(
+            lambda *given: op(*given, out_dtype=spec().out_dtype),
+            backend="inductor_quant",
+            dynamic=False,
+            options=options,
+        )(*tensors, bias)
+    [choice] = report.kernels
+    texts = {f"{kernel.name} {config}": config for config in configs}
+    return {
+        texts[name]: round(us, 3)
+        for name, us in zip(choice.offered, choice.times_us, strict=True)
+        if us is not None and us != float("inf")
+    }
 
 
 def keywords(config: GemmConfig) -> dict[str, int]:

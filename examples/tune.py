@@ -7,7 +7,9 @@
    rendered with sizes and strides as arguments of the kernel, so that one compilation serves all
    shapes. CUDA graphs, weights beyond the L2 cache.
 2. A few configurations that together come near the best of every shape are selected, greedily.
-3. These, and the best of each shape, are timed again, in turn.
+3. These, and the best of each shape, are timed again, now as Inductor compiles them: with sizes as
+   constants and a bias, by the package's own autotuning. Registers, and with them how many blocks
+   share an SM, differ from those of the sweep.
 4. The constants of the cost model (inductor_quant/kernels/table.py) are fitted, and what the model
    loses against the best configuration is printed: the regret, 1.05 for five percent.
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import statistics
@@ -31,14 +34,14 @@ import torch
 import triton
 from bench_systems import show_table, track
 from models_cost import Card, Samples, Shape
-from models_sweep import TARGETS, Sweep
+from models_sweep import TARGETS, Sweep, time_compiled
 
 import inductor_quant
 from inductor_quant.kernels import KERNELS, Kernel
 from inductor_quant.kernels.config import Device, GemmConfig, legal
 
 HERE = Path(__file__).parent
-SWEEP_ROUNDS, FINAL_ROUNDS = 3, 9
+SWEEP_ROUNDS = 3
 
 # ------------------------------------------------------------------------------------------
 # what to measure
@@ -173,13 +176,16 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
     )
 
     def run(
-        found: Samples, pick: Callable[[Shape], list[GemmConfig]], rounds: int, what: str
+        found: Samples,
+        pick: Callable[[Shape], list[GemmConfig]],
+        clock: Callable[[Shape, list[GemmConfig]], dict[GemmConfig, float]],
+        what: str,
     ) -> None:
         for shape in track([s for s in wanted if s not in found], what):
             if time.perf_counter() > until:
                 print(f"time budget spent: {what} has {len(found)} of {len(wanted)} shapes")
                 break
-            times = sweep.time(shape, pick(shape), rounds)
+            times = clock(shape, pick(shape))
             if not times:
                 raise SystemExit(f"nothing runs on {shape}: {sweep.failed}")
             best = min(times, key=times.__getitem__)
@@ -188,7 +194,10 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
             store.resources.update(sweep.resources)
             store.save()
 
-    run(store.sweep, lambda s: [c for c in needed if suits(c, s)], SWEEP_ROUNDS, "sweep")
+    def swept(shape: Shape, configs: list[GemmConfig]) -> dict[GemmConfig, float]:
+        return sweep.time(shape, configs, SWEEP_ROUNDS)
+
+    run(store.sweep, lambda s: [c for c in needed if suits(c, s)], swept, "sweep")
     if not store.sweep:
         raise SystemExit("no shape was measured: the budget is too small")
     chosen = cost.select(store.sweep, options.configs)
@@ -201,7 +210,7 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
     wanted = [shape for shape in wanted if shape in store.sweep]
     if any(set(finalists(s)) - set(times) - set(sweep.failed) for s, times in store.finals.items()):
         store.finals.clear()  # another selection than that of the finals in the file
-    run(store.finals, finalists, FINAL_ROUNDS, "finals")
+    run(store.finals, finalists, functools.partial(time_compiled, kernel), "finals")
     for config, reason in sweep.failed.items():
         print(f"failed: {config}: {reason}")
 
@@ -245,6 +254,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds for measuring")
     parser.add_argument("--max-regret", type=float, default=1.25, help="fail above this mean")
     options = parser.parse_args()
+    torch.compiler.config.force_disable_caches = True  # a cached choice is not timed again
     store = Store(options.samples)
     kernel = kernels[options.kernel]
     if not options.fit_only:

@@ -25,6 +25,8 @@ class Options:
     on_error          "fallback": a failure of the plugin leaves the graph untouched, warns once and
                       shows in the report. "raise": it is raised (for test suites). The same holds
                       for a torch that the plugin does not know.
+    configs           configurations to offer, in order, in place of the tables', such as
+                      "64x64x128_w4_s4_g8"; those that a device cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
 
     Given to ``enable(**options)``, or to a single call as
@@ -36,10 +38,11 @@ class Options:
     include_modules: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
     on_error: Literal["fallback", "raise"] = "fallback"
+    configs: tuple[str, ...] = ()
     max_choices: int = 12
 
     def __post_init__(self) -> None:
-        for name in ("families", "include_modules", "exclude_modules"):
+        for name in ("families", "include_modules", "exclude_modules", "configs"):
             value = getattr(self, name)
             # A set or a generator has no order that could be part of a cache key.
             is_sequence = isinstance(value, Sequence) and not isinstance(value, str)

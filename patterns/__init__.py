@@ -15,7 +15,8 @@ if __name__ != "inductor_quant.patterns":
 from inductor_quant.patterns import w8a8
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
-_patterns: list[Pattern] = [w8a8.PATTERN]
+BUILT_IN: tuple[Pattern, ...] = (w8a8.PATTERN,)
+_patterns: list[Pattern] = list(BUILT_IN)
 
 
 def patterns() -> tuple[Pattern, ...]:
@@ -35,7 +36,7 @@ def register(pattern: Pattern) -> None:
 
 
 def has_third_party() -> bool:
-    return len(_patterns) > 1
+    return len(_patterns) > len(BUILT_IN)
 
 
 __all__ = ["Pattern", "RecognizedGemm", "has_third_party", "patterns", "register"]

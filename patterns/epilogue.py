@@ -20,6 +20,7 @@ from inductor_quant.patterns.graph import aten
 CAST = torch.ops.prims.convert_element_type.default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32 = torch.finfo(torch.float32)
+_OUTER_PRODUCTS = ({"row", "column"}, {"row", "tensor"}, {"column", "tensor"})
 
 
 @dataclasses.dataclass
@@ -146,16 +147,16 @@ class _Reader:
         return len(before) == len(after) and all(map(graph.same_size, before, after))
 
     def _others(self, node: fx.Node) -> list[object]:
-        """The factors of a multiplication beside the value so far; an outer product
-        ``row * column`` counts as its two factors."""
+        """The factors of a multiplication beside the value so far; a product of two scales of
+        different axes counts as its two factors: the kernel multiplies them anyway."""
         left, right = graph.arguments(node, "self", "other")
         other = right if left is self.last else left
         if other is self.last:
             return [other]  # a square: _take_factor refuses it
         if graph.is_tensor_node(other) and other.target == aten.mul.Tensor:
-            parts = other.args
-            shapes = [self._axis(p) for p in parts if graph.is_tensor_node(p)]
-            if sorted(s for s in shapes if isinstance(s, str)) == ["column", "row"]:
+            parts = [part for part in other.args if graph.is_tensor_node(part)]
+            axes = [self._axis(part) for part in parts]
+            if len(parts) == 2 and set(axes) in _OUTER_PRODUCTS:
                 return list(parts)
         return [other]
 
@@ -180,7 +181,7 @@ class _Reader:
         axis = self._axis(factor)
         if isinstance(axis, Rejection):
             return axis
-        return self._place(_unexpanded(factor), axis, node)
+        return self._place(_source(factor), axis, node)
 
     def _place(self, scale: fx.Node, axis: str, node: fx.Node) -> Rejection | None:
         """Put a scale in its slot; one of a single element goes where there is room."""
@@ -238,7 +239,7 @@ class _Reader:
         is_beside = bias.device == graph.value(self.anchor).device and self._keeps_shape(node)
         if not (is_float and is_beside) or self._axis(other) != "column":
             return Rejection(RejectionCode.NO_SCALE, "an addition that is no bias", node.name)
-        self.current.bias = _unexpanded(other)
+        self.current.bias = _source(other)
         self._advance(node, commit=True)
         return None
 
@@ -248,6 +249,27 @@ def _unexpanded(node: fx.Node) -> fx.Node:
     while node.target == aten.expand.default:
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Where the same values lie: behind expands, and behind an exact cast of an input of the graph.
+
+    A constant bf16 bias that the graph casts to fp32 would otherwise cost a kernel for the cast;
+    the cast of a computed scale is part of the kernel that computes it.
+    """
+    node = _unexpanded(node)
+    while node.target == CAST and _is_exact(node) and _is_input(node.args[0]):
+        node = _unexpanded(node.args[0])  # type: ignore[arg-type]
+    return node
+
+
+def _is_exact(cast: fx.Node) -> bool:
+    before = graph.value(cast.args[0]).dtype  # type: ignore[arg-type]
+    return before in FLOATS and graph.value(cast).dtype == torch.float32
+
+
+def _is_input(item: object) -> bool:
+    return isinstance(item, fx.Node) and graph.base(item).op in ("placeholder", "get_attr")
 
 
 def _is_scalar(node: fx.Node) -> bool:

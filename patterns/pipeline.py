@@ -47,12 +47,15 @@ class QuantGemmPass(compat.CustomGraphPass):
         options = self.options
         if options is None:
             return
-        by_anchor = {op: p for p in patterns.patterns() for op in p.anchors}
+        by_anchor: dict[object, list[Pattern]] = {}
+        for pattern in patterns.patterns():
+            for op in pattern.anchors:
+                by_anchor.setdefault(op, []).append(pattern)
         for node in list(graph.nodes):
-            pattern = by_anchor.get(node.target)
-            if pattern is None and not (report.is_open() and survey.is_matrix_product(node)):
+            candidates = by_anchor.get(node.target, [])
+            if not candidates and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
-            decision = _treat(node, pattern, options)
+            decision = _treat(node, candidates, options)
             log.info("%s", decision)
             report.add(decision)
 
@@ -94,7 +97,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _treat(anchor: fx.Node, pattern: Pattern | None, options: Options) -> Match | Rejection:
+def _treat(anchor: fx.Node, candidates: list[Pattern], options: Options) -> Match | Rejection:
     """Decide about one matrix product, and rewrite it if it matched. Without a pattern that is
     anchored at its op, only say so."""
     module = reading.module_path(anchor)
@@ -102,9 +105,9 @@ def _treat(anchor: fx.Node, pattern: Pattern | None, options: Options) -> Match 
     try:
         # before the rewrite: a report shows what the user's model computes
         site = survey.describe(anchor) if report.is_open() else None
-        if pattern is None:
+        if not candidates:
             return survey.decline(anchor, site)
-        found = pattern.recognize(anchor)
+        found = _first_recognition(anchor, candidates)
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
             where = refusal.node or anchor.name
@@ -123,6 +126,16 @@ def _treat(anchor: fx.Node, pattern: Pattern | None, options: Options) -> Match 
         log.warning("failed at %s", anchor.name, exc_info=True)
         _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
         return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
+
+
+def _first_recognition(anchor: fx.Node, candidates: list[Pattern]) -> RecognizedGemm | Rejection:
+    """What the first pattern that recognises ``anchor`` says; if none does, what the first says."""
+    found = [candidates[0].recognize(anchor)]
+    for pattern in candidates[1:]:
+        if isinstance(found[-1], RecognizedGemm):
+            break
+        found.append(pattern.recognize(anchor))
+    return found[-1] if isinstance(found[-1], RecognizedGemm) else found[0]
 
 
 def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:

@@ -6,8 +6,10 @@ Tables, rules, user pins and tests all ask ``legal``.
 from __future__ import annotations
 
 import dataclasses
+import re
 
 from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.errors import OptionError
 
 # Accumulator registers (32 bit) a thread. 128 leaves room for addresses and operand fragments
 # within the 255 that a thread can have: no configuration of the sm_90 sweep at 128 spills, all
@@ -38,6 +40,18 @@ class GemmConfig:
             f"{self.block_m}x{self.block_n}x{self.block_k}"
             f"_w{self.num_warps}_s{self.num_stages}_g{self.group_m}"
         )
+
+
+_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)_w(\d+)_s(\d+)_g(\d+)")
+
+
+def parse_config(text: str) -> GemmConfig:
+    """The configuration that ``str`` gave. Raises OptionError for other text."""
+    found = _TEXT.fullmatch(text)
+    if found is None:
+        example = GemmConfig(128, 128, 64, num_warps=4, num_stages=3)
+        raise OptionError(f"{text!r} is no configuration; one reads {str(example)!r}")
+    return GemmConfig(*map(int, found.groups()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels import KERNELS, Kernel
-from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal, parse_config
 from inductor_quant.lowering.timing import time_in_graph
 from inductor_quant.options import Options
 from inductor_quant.spec import QuantGemmSpec
@@ -79,17 +80,11 @@ def lower_gemm(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
-    for kernel in KERNELS:
-        if kernel.family != family or kernel.supports(spec, device) is not None:
-            continue
-        for config in kernel.configs(spec, problem, device):
-            if len(choices) == limit:
-                break
-            error = _append_choice(
-                kernel, spec, problem, config, choices, inputs, layout, constants
-            )
-            if error is None:
-                offered.append(f"{kernel.name} {config}")
+    for kernel, config in _candidates(family, spec, problem, device, options):
+        if len(choices) == limit:
+            break
+        if _append_choice(kernel, spec, problem, config, choices, inputs, layout, constants):
+            offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
     for choice in choices:
@@ -107,6 +102,19 @@ def lower_gemm(
     return result
 
 
+def _candidates(
+    family: str, spec: QuantGemmSpec, problem: Problem, device: Device, options: Options
+) -> Iterator[tuple[Kernel, GemmConfig]]:
+    """Legal configurations of the kernels that support the spec: the user's, else the tables'."""
+    pinned = [parse_config(text) for text in options.configs]
+    for kernel in KERNELS:
+        if kernel.family != family or kernel.supports(spec, device) is not None:
+            continue
+        for config in pinned or kernel.configs(spec, problem, device):
+            if legal(config, device, element_bytes=spec.b.dtype.itemsize) is None:
+                yield kernel, config
+
+
 def _append_choice(
     kernel: Kernel,
     spec: QuantGemmSpec,
@@ -116,8 +124,8 @@ def _append_choice(
     inputs: list[Any],
     layout: Any,
     constants: dict[str, Any],
-) -> Any:
-    return _TEMPLATES[kernel.name].maybe_append_choice(
+) -> bool:
+    error = _TEMPLATES[kernel.name].maybe_append_choice(
         choices,
         input_nodes=tuple(inputs),
         layout=layout,
@@ -130,6 +138,7 @@ def _append_choice(
         **kernel.constants(spec, problem, config),
         **constants,
     )
+    return error is None
 
 
 @functools.cache

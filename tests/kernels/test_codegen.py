@@ -12,7 +12,7 @@ from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels import table
 from inductor_quant.kernels.config import Device, legal
 from inductor_quant.report import collect
-from tests.support.numerics import Case, gemm, make_inputs, only_config
+from tests.support.numerics import Case, gemm, make_inputs
 
 pytestmark = pytest.mark.compiles
 
@@ -30,9 +30,10 @@ INSTRUCTION = {
 }
 
 
-def generate(fn, make, arch=90, **kwargs):
+def generate(fn, make, arch=90, config=None, inductor=None):
+    options = OPTIONS if config is None else {**OPTIONS, "inductor_quant.configs": (str(config),)}
     return simulate.generate(
-        fn, make, arch=arch, backend=inductor_quant_backend, options=OPTIONS, **kwargs
+        fn, make, arch=arch, backend=inductor_quant_backend, options=options, config=inductor
     )
 
 
@@ -84,21 +85,19 @@ def test_default_mode_offers_one_choice_and_autotune_at_most_its_limit():
     case = Case(64, 512, 256)
     with collect() as report:
         generate(gemm(case), lambda d: make_inputs(case, d))
-        generate(gemm(case), lambda d: make_inputs(case, d), config={"max_autotune": True})
+        generate(gemm(case), lambda d: make_inputs(case, d), inductor={"max_autotune": True})
     assert [len(choice.offered) for choice in report.kernels] == [1, 12]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch):
-    """Every configuration of the table that is legal on the card, compiled as Inductor compiles it.
-    """
+    """Every configuration of the table that is legal on the card, as Inductor compiles it."""
     case = Case(300, 512, 1024)
     found = {}
     for entry in table.load("w8a8_mm", 90).configs:
         if legal(entry.config, device(arch), element_bytes=1) is not None:
             continue
-        with only_config(entry.config):
-            generated = generate(gemm(case), lambda d: make_inputs(case, d), arch)
+        generated = generate(gemm(case), lambda d: make_inputs(case, d), arch, config=entry.config)
         [(name, source)] = generated.kernels.items()
         kernel = simulate.compile_kernel(name, source)
         limit = simulate.GPUS[arch].shared_memory_per_block_optin

@@ -7,12 +7,14 @@ import dataclasses
 import pytest
 
 from inductor_quant.decisions import RejectionCode
+from inductor_quant.errors import OptionError
 from inductor_quant.kernels import KERNELS, table
 from inductor_quant.kernels.config import (
     Device,
     GemmConfig,
     Problem,
     legal,
+    parse_config,
     shared_memory,
 )
 
@@ -53,6 +55,12 @@ def test_the_limit_is_the_devices():
     rejection = legal(deep, L40S, element_bytes=1)
     assert rejection is not None
     assert rejection.code == RejectionCode.SHARED_MEMORY
+
+
+def test_a_configuration_reads_back_from_its_text():
+    assert parse_config(str(GOOD)) == GOOD
+    with pytest.raises(OptionError, match="128x128x64_w4_s3_g8"):
+        parse_config("128x128")
 
 
 def test_a_symbolic_k_is_never_taken_for_a_multiple_of_the_block():

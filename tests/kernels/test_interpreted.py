@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels import table
-from tests.support.numerics import Case, assert_close, gemm, make_inputs, only_config, reference
+from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
 
 pytestmark = pytest.mark.interp
 
@@ -35,13 +35,13 @@ CASES = [
 ]
 
 
-def run(fn, make, inputs, **kwargs):
+def run(fn, make, inputs, config=None):
+    pinned = {} if config is None else {"inductor_quant.configs": (str(config),)}
     generated = simulate.generate(
         fn,
         make,
         backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise"},
-        **kwargs,
+        options={"inductor_quant.on_error": "raise", **pinned},
     )
     assert sum("w8a8" in name for name in generated.kernels) == 1
     return simulate.interpret(generated, inputs)
@@ -68,8 +68,7 @@ def test_integers_are_exact_with_every_configuration(config):
         2.0 ** torch.randint(-3, 4, (case.n,)),
         None,
     )
-    with only_config(config):
-        got = run(gemm(case), lambda device: make_inputs(case, device), inputs)
+    got = run(gemm(case), lambda device: make_inputs(case, device), inputs, config)
     assert torch.equal(got.double(), reference(inputs))
 
 

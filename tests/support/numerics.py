@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
-
-from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.w8a8 import W8A8_MM
 
 # Half an ulp of the output and, behind a fused epilogue, of the value before it; RMS of a uniform
 # rounding error is 1 / sqrt(12) of an ulp, and values spread over a binade.
@@ -123,8 +119,7 @@ def reference(inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
 def assert_close(
     got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype | None = None, slack: float = 1.0
 ) -> None:
-    """Every element: max and RMS error relative to max(rms(want), |want|), bounds by dtype.
-    """
+    """Every element: max and RMS error relative to max(rms(want), |want|), bounds by dtype."""
     assert got.shape == want.shape
     if got.numel() == 0:
         return
@@ -135,14 +130,3 @@ def assert_close(
     rms = error.square().mean().sqrt().item()
     assert worst <= slack * MAX_ERROR[dtype], f"max error {worst:.2e} at {error.argmax().item()}"
     assert rms <= slack * RMS_ERROR[dtype], f"rms error {rms:.2e}"
-
-
-@contextmanager
-def only_config(config: GemmConfig) -> Iterator[None]:
-    """Every W8A8 GEMM that is lowered in the block uses ``config``."""
-    saved = W8A8_MM.configs
-    object.__setattr__(W8A8_MM, "configs", lambda *_: [config])
-    try:
-        yield
-    finally:
-        object.__setattr__(W8A8_MM, "configs", saved)
