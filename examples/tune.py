@@ -42,6 +42,7 @@ from inductor_quant.kernels.config import Device, GemmConfig, legal
 
 HERE = Path(__file__).parent
 SWEEP_ROUNDS = 3
+FINALISTS = 8  # of those selected; a shape takes about six seconds to compile and time
 
 # ------------------------------------------------------------------------------------------
 # what to measure
@@ -204,8 +205,9 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
 
     def finalists(shape: Shape) -> list[GemmConfig]:
         times = store.sweep.get(shape, {})
-        even = [c for c in chosen if shape[2] % c.block_k == 0]
-        return list(dict.fromkeys([*even, *sorted(times, key=times.__getitem__)[:3]]))
+        ranked = sorted(times, key=times.__getitem__)
+        kept = [config for config in ranked if config in chosen]
+        return list(dict.fromkeys([*kept[:FINALISTS], *ranked[:3]]))
 
     wanted = [shape for shape in wanted if shape in store.sweep]
     if any(set(finalists(s)) - set(times) - set(sweep.failed) for s, times in store.finals.items()):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from inductor_quant.decisions import MEANINGS, Match, Rejection, RejectionCode, 
 from inductor_quant.report import KernelChoice, Report, collect
 
 SCHEMA_VERSION = 1
+_PLAIN_WIDTH = 160
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,18 +156,22 @@ class Explanation:
     def print(self) -> None:
         try:
             from rich.console import Console
+            from rich.markup import escape
             from rich.table import Table
         except ImportError:
             print(self)
             return
         header, *lines = self._table()
-        table = Table(title=self.summary, title_justify="left")
+        table = Table(title=escape(self.summary), title_justify="left")
         for name in header:
             table.add_column(name, overflow="fold", no_wrap=name != "kernel or reason")
         for row, line in zip(self.rows, lines, strict=True):
             style = "green" if isinstance(row.decision, Match) else "dim"
-            table.add_row(*line, style="yellow" if row.is_near_miss else style)
-        Console().print(table)
+            table.add_row(*map(escape, line), style="yellow" if row.is_near_miss else style)
+        console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console = Console(width=_PLAIN_WIDTH)  # a file or a pipe has no 80 columns
+        console.print(table)
 
     def _table(self) -> list[list[str]]:
         """Header and rows as text, without the columns of timings where there are none."""
@@ -219,7 +226,9 @@ def explain(
     caches = config.force_disable_caches
     config.force_disable_caches = True
     try:
-        with collect() as report:
+        with collect() as report, warnings.catch_warnings():
+            # "dynamo_pgo force disabled": that is our doing
+            warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
     finally:

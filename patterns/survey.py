@@ -76,18 +76,19 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
 
 
 def _quantized_source(factors: list[fx.Node]) -> torch.dtype | None:
-    """The first quantized type met on the way up from the factors, other products not crossed.
+    """The first quantized type met on the way up from the factors. Other products are not crossed,
+    nor are canonical ops that stand for some: their result is not quantized any more.
 
     A vector or scalar of integers is an index or a size, no data.
     """
     todo, seen = list(factors), set(factors)
     while todo and len(seen) < _SEARCH_LIMIT:
         node = todo.pop(0)
+        if is_matrix_product(node) or str(node.target).startswith("inductor_quant."):
+            continue
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and val.dtype in _QUANTIZED and val.dim() >= 2:
             return val.dtype
-        if is_matrix_product(node):
-            continue
         for parent in node.all_input_nodes:
             if parent not in seen:
                 seen.add(parent)

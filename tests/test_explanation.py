@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import inductor_quant
 from inductor_quant import simulate
-from inductor_quant.decisions import RejectionCode
+from inductor_quant.decisions import Rejection, RejectionCode, Site
+from inductor_quant.explanation import Explanation, Row
 
 SCHEMA = json.loads(
     (resources.files("inductor_quant") / "explanation.schema.json").read_text(encoding="utf-8")
@@ -138,6 +139,27 @@ def test_products_inside_a_subgraph_are_listed():
             model, torch.tensor(True), torch.randn(20, 64), verbose=False
         )
     assert sorted(row.site.op for row in explanation.rows) == ["aten._int_mm", "aten.mm", "aten.mm"]
+
+
+def test_a_product_behind_a_quantized_one_is_no_near_miss():
+    """What feeds it is the int8 product's real result."""
+    layer = Int8Linear(64, 64)
+
+    def model(x):
+        x = layer(x)
+        return x @ x.t()
+
+    with torch.no_grad():
+        explanation = inductor_quant.explain(model, torch.randn(20, 64), verbose=False)
+    assert [row.is_near_miss for row in explanation.rows] == [True, False]
+
+
+def test_brackets_in_a_reason_are_printed(capsys):
+    """rich would take them for markup."""
+    site = Site("n", "aten._int_mm", 1, 1, 1, 1, "u8", "i8", "cpu", source="u8")
+    rejection = Rejection(RejectionCode.DTYPE, "operands are [torch.uint8, torch.int8]", "n")
+    Explanation((Row(site, rejection),), "cpu").print()
+    assert "[torch.uint8, torch.int8]" in capsys.readouterr().out
 
 
 def test_a_weight_that_is_dequantized_first_is_a_near_miss():

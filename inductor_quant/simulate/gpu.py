@@ -22,6 +22,13 @@ from torch._inductor.graph import GraphLowering
 
 from . import _cuda, _selection
 
+# Padding is decided by timing real matrices, uniform constants are folded by making real ones.
+_INDUCTOR_CONFIG = {
+    "compile_threads": 1,
+    "shape_padding": False,
+    "joint_graph_constant_folding": False,
+}
+
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
@@ -121,7 +128,7 @@ def virtual_gpu(
         stack.callback(_cuda.clear_device_caches)
         _cuda.install(stack, gpu, NUM_DEVICES)
         _selection.install(stack, trace.choices, pick)
-        stack.enter_context(config.patch(compile_threads=1, shape_padding=False))
+        stack.enter_context(config.patch(_INDUCTOR_CONFIG))
         stack.enter_context(mock.patch.object(AsyncCompile, "triton", load_kernel))
         save_wrapper = staticmethod(trace.wrappers.append)
         stack.enter_context(mock.patch.object(GraphLowering, "save_output_code", save_wrapper))
