@@ -30,10 +30,12 @@ SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
     "eager": (True, "eager", None),
 }
 # Relative RMS error of a compiled model against the same model run eagerly: bf16 rounds in other
-# places, over dozens of layers (5e-3 after two, and it grows with the root of their number). A
-# quantized one may differ by what its quantization costs, if that is more, since a difference in
-# the last place flips quantized values. One dropped layer of 32 is 1e-1.
-ROUNDING = 0.05
+# places, and random layers amplify it (measured on an H200: 5e-3 after two layers, 4.6e-2 to 5.6e-2
+# after Llama's 32, for bf16 and no plugin at all). A quantized model may differ by about what its
+# quantization costs: a difference in the last place flips quantized values, and stock Inductor
+# differs from eager by 0.9 to 1.04 of that, ours by 0.9 to 1.08. A dropped layer is 1e-1 in bf16.
+ROUNDING = 0.08
+OF_QUANTIZATION = 1.25
 
 
 def error(out: Tensor, reference: Tensor) -> dict[str, float]:
@@ -88,7 +90,8 @@ class Worker:
         found["fused_gemms"] = len(decisions.matches)
         found["error"] = error(out, reference)
         found["error_bf16"] = error(out, plain)
-        bound = max(ROUNDING, found.get("quantization", {"rms": 0})["rms"])
+        costs = found.get("quantization", {"rms": 0.0})["rms"]
+        bound = max(ROUNDING, OF_QUANTIZATION * costs)
         found["wrong"] = not found["error"]["rms"] <= bound  # a NaN is wrong
         del out, plain, reference
         found["peak_gb"] = self._peak_gb(fn, inputs)

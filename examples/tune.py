@@ -23,6 +23,7 @@ import datetime
 import functools
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -42,6 +43,7 @@ from inductor_quant.kernels.config import Device, GemmConfig, legal
 
 HERE = Path(__file__).parent
 SWEEP_ROUNDS = 3
+NOTABLE = 0.97  # a configuration is added to the selection where it saves this much
 FINALISTS = 8  # of those selected; a shape takes about six seconds to compile and time
 
 # ------------------------------------------------------------------------------------------
@@ -217,11 +219,23 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
         print(f"failed: {config}: {reason}")
 
 
+def winners(finals: Samples, chosen: list[GemmConfig]) -> list[GemmConfig]:
+    """Configurations that the selection missed and the finals want, each once."""
+    found = []
+    for times in finals.values():
+        best = min(times, key=times.__getitem__)
+        selected = min((times[config] for config in chosen if config in times), default=math.inf)
+        if times[best] < NOTABLE * selected:
+            found.append(best)
+    return sorted(set(found))
+
+
 def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
     """Step 4: write the table; True if the model is as good as it must be."""
     card = Card(**store.machine["card"])
     samples = {**store.sweep, **store.finals}
     chosen = cost.select(store.sweep, options.configs)
+    chosen += [config for config in winners(store.finals, chosen) if config not in chosen]
     ctas = {c: card.ctas_per_sm(c, *store.resources[c]) for c in chosen}
     measured = {
         "gpu": card.name,

@@ -8,9 +8,8 @@ by predicted time.
 The model. A block of a configuration runs ``ceil(K / block_k)`` pipeline steps. With c blocks
 sharing an SM a step takes ``step_us + c * step_us_per_cta``: the first term is latency that
 neighbours hide, the second is throughput that they share. Blocks come in rounds of ``num_sms *
-ctas_per_sm``; in the last, partial round fewer of them share an SM. The bytes of operands and
-output over the memory bandwidth are a floor. Fitted by non-negative least squares on relative
-error.
+ctas_per_sm``; in the last, partial round fewer of them share an SM. Fitted by non-negative
+least squares on relative error.
 """
 
 from __future__ import annotations

@@ -77,8 +77,9 @@ class TestTable:
         assert legal(entry.config, H200, element_bytes=1) is None
         assert entry.fixed_us > 0
         assert entry.step_us + entry.step_us_per_cta > 0
-        in_shared_memory = entry.ctas_per_sm * shared_memory(entry.config, 1)
-        assert in_shared_memory <= 233472  # 228 KiB an SM
+        assert entry.ctas_per_sm >= 1
+        if entry.config.block_m >= 64:  # wgmma, for which shared_memory is no mere bound
+            assert entry.ctas_per_sm * shared_memory(entry.config, 1) <= 228 * 1024
 
     def test_provenance_is_given(self):
         assert all(self.loaded.measured[name] for name in table.PROVENANCE)
