@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal, pa
 from inductor_quant.lowering.timing import time_in_graph
 from inductor_quant.options import Options
 from inductor_quant.spec import QuantGemmSpec
+
+log = logging.getLogger(__name__)
 
 # Templates register themselves under their name when they are made: at import, before any cache
 # look-up.
@@ -71,12 +75,32 @@ def lower_gemm(
     """The output of the best kernel for the GEMM, as IR that the scheduler may fuse into.
 
     One configuration, the best guess, unless max-autotune pays for timing up to
-    ``Options.max_choices``. None: no kernel supports this spec on this device.
+    ``Options.max_choices``. None: no kernel supports this spec on this device, or, with
+    ``on_error="fallback"``, we failed; the caller then lowers to what was matched.
     """
     if not compat.runs_triton(layout.device):
         return None
-    device = describe_device(layout.device)
     options = current_options()
+    try:
+        return _best_kernel(family, spec, problem, inputs, layout, constants, options)
+    except Exception as error:
+        if options.on_error == "raise":
+            raise
+        log.warning("no kernel for %s %s", family, spec, exc_info=True)
+        _warn_once(f"inductor_quant failed to lower {family} {spec}, which runs unfused: {error!r}")
+        return None
+
+
+def _best_kernel(
+    family: str,
+    spec: QuantGemmSpec,
+    problem: Problem,
+    inputs: list[Any],
+    layout: Any,
+    constants: dict[str, Any],
+    options: Options,
+) -> Any | None:
+    device = describe_device(layout.device)
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
@@ -100,6 +124,11 @@ def lower_gemm(
         )
     )
     return result
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _candidates(

@@ -9,6 +9,7 @@ import triton
 
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.errors import ConfigTableError
 from inductor_quant.kernels import table
 from inductor_quant.kernels.config import Device, legal
 from inductor_quant.report import collect
@@ -168,3 +169,27 @@ def test_the_second_device_is_used():
     generated = generate(gemm(case), make)
     assert generated.output.device == torch.device("cuda:1")
     assert "_DeviceGuard(1)" in generated.wrapper
+
+
+def test_a_failure_while_lowering_leaves_the_unfused_gemm(monkeypatch):
+    """The user's model compiles as stock does, with one warning; tests can ask for the error."""
+    case = Case(64, 512, 256)
+
+    def fail(*_):
+        raise ConfigTableError("broken")
+
+    monkeypatch.setattr(table, "load", fail)
+
+    def compile_with(on_error):
+        return simulate.generate(
+            gemm(case),
+            lambda d: make_inputs(case, d),
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": on_error},
+        )
+
+    with pytest.warns(RuntimeWarning, match="runs unfused"):
+        generated = compile_with("fallback")
+    assert "extern_kernels._int_mm" in generated.wrapper
+    with pytest.raises(Exception, match="broken"):
+        compile_with("raise")
