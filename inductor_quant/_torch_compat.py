@@ -263,11 +263,15 @@ def active_passes(slot: str) -> tuple[Any, ...]:
 
 
 def runs_triton(device: torch.device) -> bool:
-    """Whether Inductor lowers to Triton for this device: CUDA (not ROCm), or a CPU with
-    ``cpu_backend="triton"`` (the interpreter)."""
+    """Whether Inductor lowers to Triton for this device, and Triton has matrix instructions for
+    it: CUDA (not ROCm) from compute capability 8.0 on, or a CPU with ``cpu_backend="triton"`` (the
+    interpreter)."""
+    config = inductor_config()
     if device.type == "cuda":
-        return torch.version.hip is None
-    return device.type == "cpu" and inductor_config().cpu_backend == "triton"
+        is_triton = getattr(config, "cuda_backend", "triton") == "triton"
+        is_cuda = torch.version.hip is None
+        return is_cuda and is_triton and torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and config.cpu_backend == "triton"
 
 
 @contextmanager

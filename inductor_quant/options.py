@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ from inductor_quant.errors import OptionError
 FAMILIES = ("w8a8",)
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
+# The form that kernels.config.parse_config reads; a pin that is refused there is refused too late.
+_CONFIG = re.compile(r"\d+x\d+x\d+_w\d+_s\d+_g\d+", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,12 @@ class Options:
             if not is_sequence or not all(isinstance(item, str) for item in value):
                 raise OptionError(f"{name}={value!r} must be a sequence of strings")
             object.__setattr__(self, name, tuple(value))
+        for text in self.configs:
+            if not _CONFIG.fullmatch(text):
+                raise OptionError(
+                    f"configs={self.configs!r}: {text!r} is no configuration; one reads "
+                    '"128x128x64_w4_s3_g8"'
+                )
         unknown = set(self.families) - set(FAMILIES)
         if unknown:
             raise OptionError(

@@ -12,6 +12,9 @@ from inductor_quant.patterns.graph import aten
 _KINDS = {aten.amax.default: "amax", aten.amin.default: "amin"}
 # From a scale up to its amax: the longest recipe of a known producer has about 15 nodes.
 _SEARCH_LIMIT = 60
+# A row that one program reads quickly. Longer than the K of every model that we know; a tensor that
+# is quantized as a whole, flattened to one row, is not to be reduced by a single program.
+_MAX_ROW = 1 << 16
 
 
 def keep_rows_whole(scale: fx.Node) -> None:
@@ -37,17 +40,19 @@ def _is_short(node: fx.Node) -> bool:
 
 
 def _mark(node: fx.Node) -> None:
-    x, dims = node.args[0], node.args[1] if len(node.args) > 1 else []
-    keepdim = bool(node.args[2]) if len(node.args) > 2 else False
+    x, dims, keepdim = graph.arguments(node, "self", "dim", "keepdim")
     if not graph.is_tensor_node(x) or not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return
     assert isinstance(x, fx.Node)
-    if dims[0] not in (-1, graph.value(x).dim() - 1):
+    if graph.value(x).dim() == 0 or dims[0] not in (-1, graph.value(x).dim() - 1):
+        return
+    length = graph.value(x).shape[-1]
+    if graph.is_symbolic(length) or length > _MAX_ROW:
         return
     with node.graph.inserting_before(node):
         marked = node.graph.call_function(
             row_reduce.op,
-            (x, _KINDS[node.target], keepdim),  # type: ignore[index]
+            (x, _KINDS[node.target], bool(keepdim)),  # type: ignore[index]
         )
     marked.meta = dict(node.meta)
     node.replace_all_uses_with(marked)

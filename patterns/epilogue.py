@@ -205,7 +205,8 @@ class _Reader:
         "row" or "column".
         """
         assert isinstance(operand, fx.Node)
-        shape = list(graph.value(_unexpanded(operand)).shape)
+        # of what will be stored: behind a cast there may be a second expand
+        shape = list(graph.value(_source(operand)).shape)
         target = list(graph.value(self.last).shape)
         if len(shape) > len(target):
             if any(not graph.is_one(size) for size in shape[: -len(target)]):

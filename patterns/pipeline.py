@@ -87,7 +87,7 @@ def source_hash() -> str:
     Inductor's cache key covers torch's sources, not ours: without this, an edited template would be
     served from a warm cache in its old form.
     """
-    roots = {"inductor_quant": Path(__file__).parents[0], "": Path(report.__file__).parent}
+    roots = {"patterns": Path(__file__).parent, "inductor_quant": Path(report.__file__).parent}
     digest = hashlib.sha256()
     for label, root in roots.items():
         for path in sorted(root.rglob("*")):

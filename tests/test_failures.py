@@ -12,6 +12,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 from inductor_quant import collect, patterns
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.errors import InductorQuantError
+from inductor_quant.kernels import table
+from inductor_quant.lowering import common
 from inductor_quant.options import Options
 from inductor_quant.patterns import canonicalize, pipeline
 from inductor_quant.patterns.pipeline import for_options
@@ -166,3 +168,22 @@ def test_one_gemm_that_fails_does_not_keep_the_others_from_being_rewritten(monke
         generate(two, make_inputs, backend="inductor_quant")
     assert [item.code for item in report.rejections] == [RejectionCode.INTERNAL_ERROR]
     assert len(report.matches) == 1
+
+
+# ------------------------------------------------------------------------------------------
+# while lowering, when the graph has been rewritten already
+
+
+def test_a_lowering_that_fails_warns_once_however_often_it_fails(monkeypatch):
+    def fail(*args):
+        raise Broken("table")
+
+    monkeypatch.setattr(table, "load", fail)
+    common._warn_once.cache_clear()
+    found = [caught_while(lambda: compile_for_gpu(backend="inductor_quant")) for _ in range(2)]
+    common._warn_once.cache_clear()
+    for generated, _ in found:
+        assert "extern_kernels._int_mm" in generated.wrapper
+    [[message], none] = [messages for _, messages in found]
+    assert "Broken('table')" in message
+    assert none == []

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 from inductor_quant.errors import InductorQuantError, OptionError
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.options import (
     DISABLE_VARIABLE,
     FAMILIES,
@@ -66,7 +67,7 @@ def test_a_list_becomes_a_tuple(name):
 # refusals
 
 
-@pytest.mark.parametrize("name", ["families", "include_modules", "exclude_modules"])
+@pytest.mark.parametrize("name", ["families", "include_modules", "exclude_modules", "configs"])
 @pytest.mark.parametrize("value", ["w8a8", (1,), [None]])
 def test_a_string_or_a_sequence_of_others_is_refused(name, value):
     message = refusal(**{name: value})
@@ -74,7 +75,7 @@ def test_a_string_or_a_sequence_of_others_is_refused(name, value):
     assert "sequence of strings" in message
 
 
-@pytest.mark.parametrize("name", ["families", "include_modules", "exclude_modules"])
+@pytest.mark.parametrize("name", ["families", "include_modules", "exclude_modules", "configs"])
 @pytest.mark.parametrize("value", [None, 3, {"w8a8"}, (name for name in ("w8a8",))])
 def test_what_is_no_sequence_at_all_is_refused(name, value):
     assert "sequence of strings" in refusal(**{name: value})
@@ -106,6 +107,19 @@ def test_max_choices_must_be_at_least_one(value):
     message = refusal(max_choices=value)
     assert str(value) in message
     assert "at least 1" in message
+
+
+@pytest.mark.parametrize("text", ["64x64x64", "64x64x64_w4_s3", "axbxc_w4_s3_g8", "", " "])
+def test_a_configuration_that_cannot_be_read_is_refused_at_once(text):
+    message = refusal(configs=("64x64x64_w4_s3_g8", text))
+    assert f"{text!r} is no configuration" in message
+    assert "128x128x64_w4_s3_g8" in message
+
+
+def test_the_configurations_that_options_take_are_those_that_the_kernels_read():
+    config = GemmConfig(32, 64, 128, num_warps=4, num_stages=3, group_m=2)
+    assert Options(configs=[str(config)]).configs == (str(config),)
+    assert parse_config(str(config)) == config
 
 
 def test_an_unknown_name_is_refused_with_a_suggestion_and_the_list():

@@ -59,6 +59,25 @@ def test_a_registered_pattern_stands_behind_ours(registered):
     assert names.index(w8a8.PATTERN.name) < names.index("their_mm")
 
 
+def test_a_pattern_on_one_of_our_anchors_is_tried_where_ours_does_not_match(registered):
+    shown = []
+
+    def recognize(node):
+        shown.append(node.name)
+        return Rejection(RejectionCode.DTYPE, "theirs", node.name)
+
+    def fn(a, b, a_scale, x):
+        return torch._int_mm(a, b) * a_scale, torch._int_mm(a, b + 1)
+
+    patterns.register(Pattern("their_int_mm", "w8a8", (aten._int_mm.default,), recognize))
+    with collect() as report:
+        generate(fn, make_inputs, backend="inductor_quant")
+    [match], [rejection] = report.matches, report.rejections
+    assert shown == ["_int_mm_1"]
+    assert match.node not in shown
+    assert rejection.code == RejectionCode.NO_SCALE  # the reason of the first that looked
+
+
 def test_a_name_can_be_registered_once(registered):
     with pytest.raises(ValueError, match="'their_mm' is registered already"):
         patterns.register(Pattern("their_mm", "w8a8", (), lambda node: None))

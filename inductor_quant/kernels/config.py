@@ -11,10 +11,14 @@ import re
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.errors import OptionError
 
-# Accumulator registers (32 bit) a thread. 128 leaves room for addresses and operand fragments
-# within the 255 that a thread can have: no configuration of the sm_90 sweep at 128 spills, all
-# tried at 256 do.
-MAX_ACCUMULATOR_REGISTERS = 128
+# Accumulator registers (32 bit) a thread, of the 255 that one can have. wgmma (sm_90) reads its
+# operands from shared memory: at 128 nothing of the sweep spills, at 256 all does. Elsewhere they
+# pass through registers too: at 128, 128x128x64 with 4 warps spills on sm_80, 89 and 100 (Triton
+# 3.9; 716, 716 and 80 bytes).
+MAX_ACCUMULATORS_WGMMA = 128
+MAX_ACCUMULATORS = 64
+MAX_WARPS = 32  # 1024 threads
+INTERPRETER_ARCH = 0  # has no limits; those of sm_90 make it choose what a GPU would
 # Triton keeps barriers and scratch beside the stages.
 RESERVED_SHARED_MEMORY = 1024
 
@@ -58,7 +62,7 @@ def parse_config(text: str) -> GemmConfig:
 class Device:
     """What a choice of configuration needs to know of a device.
 
-    ``arch`` is 10 * major + minor of the compute capability, 0 for the interpreter;
+    ``arch`` is 10 * major + minor of the compute capability, or INTERPRETER_ARCH;
     ``shared_memory`` is in bytes, the most that one block can have.
     """
 
@@ -110,12 +114,17 @@ def legal(config: GemmConfig, device: Device, *, element_bytes: int) -> Rejectio
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config}: num_stages and group_m must be at least 1"
         )
+    if config.num_warps > MAX_WARPS:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config}: a block has at most {MAX_WARPS} warps"
+        )
     accumulators = config.block_m * config.block_n // (32 * config.num_warps)
-    if accumulators > MAX_ACCUMULATOR_REGISTERS:
+    most = MAX_ACCUMULATORS_WGMMA if device.arch in (INTERPRETER_ARCH, 90) else MAX_ACCUMULATORS
+    if accumulators > most:
         return Rejection(
             RejectionCode.REGISTERS,
             f"{config} needs {accumulators} accumulator registers a thread; "
-            f"{MAX_ACCUMULATOR_REGISTERS} is the most that does not spill",
+            f"{most} is the most that does not spill",
         )
     needed = shared_memory(config, element_bytes) + RESERVED_SHARED_MEMORY
     if needed > device.shared_memory:

@@ -12,8 +12,16 @@ import torch
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
+from inductor_quant.errors import OptionError
 from inductor_quant.kernels import KERNELS, Kernel
-from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal, parse_config
+from inductor_quant.kernels.config import (
+    INTERPRETER_ARCH,
+    Device,
+    GemmConfig,
+    Problem,
+    legal,
+    parse_config,
+)
 from inductor_quant.lowering.timing import time_in_graph
 from inductor_quant.options import Options
 from inductor_quant.spec import QuantGemmSpec
@@ -28,8 +36,7 @@ _TEMPLATES = {
     )
     for kernel in KERNELS
 }
-# The interpreter has no limits; those of sm_90 make it choose what a GPU would.
-_INTERPRETER = Device(arch=0, num_sms=132, shared_memory=232448)
+_INTERPRETER = Device(arch=INTERPRETER_ARCH, num_sms=132, shared_memory=232448)
 
 
 def current_options() -> Options:
@@ -83,6 +90,8 @@ def lower_gemm(
     options = current_options()
     try:
         return _best_kernel(family, spec, problem, inputs, layout, constants, options)
+    except OptionError:
+        raise  # a configuration that the user pinned and that does not read as one
     except Exception as error:
         if options.on_error == "raise":
             raise

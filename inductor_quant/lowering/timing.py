@@ -4,7 +4,8 @@ Inductor's own benchmark times one launch at a time behind a flushed cache. For 
 microseconds that measures clocks and launches as much as the kernel: on an H200 it ranked
 configurations that differ by 30 % in a model (256x4096x4096) in the wrong order. Here a choice is
 captured several times into a CUDA graph, with different copies of its operands, more bytes together
-than the L2 cache holds, and the graph is replayed.
+than the L2 cache holds, and the graph is replayed. (With ``autotune_in_subproc`` Inductor's
+benchmark is used: what is sent to the other process is the request, not the choice.)
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ def _milliseconds(request: Any, *inputs: torch.Tensor, out: torch.Tensor) -> flo
         return request.benchmark(*inputs, out=out)
     with torch.cuda.device(out.device):
         l2_bytes = torch.cuda.get_device_properties(out.device).L2_cache_size
-        each = sum(tensor.nbytes for tensor in inputs)
-        calls = max(2, min(MAX_CALLS, -(-2 * l2_bytes // max(each, 1))))
-        operands = [inputs, *(tuple(map(_copy, inputs)) for _ in range(calls - 1))]
+        read = sum(tensor.nbytes for tensor in inputs)
+        calls = max(2, min(MAX_CALLS, -(-2 * l2_bytes // max(read, 1))))
+        # Operands beyond the cache need no copy; copies take half of what is free at most.
+        each = sum(tensor.untyped_storage().nbytes() for tensor in inputs)
+        room = torch.cuda.mem_get_info()[0] // 2 // max(each, 1)
+        copies = 0 if read >= 2 * l2_bytes else min(calls - 1, room)
+        sets = [inputs, *(tuple(map(_copy, inputs)) for _ in range(copies))]
+        operands = [sets[i % len(sets)] for i in range(calls)]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -40,7 +46,8 @@ def _milliseconds(request: Any, *inputs: torch.Tensor, out: torch.Tensor) -> flo
             runs = [request.make_run_fn(*tensors, out=out) for tensors in operands]
             runs[0]()
             stream.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
+            # other threads go on calling CUDA meanwhile: a loader that pins memory, a server
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 for run in runs:
                     run()
         times = [_replay(graph) for _ in range(1 + REPLAYS)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from inductor_quant.errors import SpecError
@@ -64,7 +67,26 @@ def fake(
     alpha: float = 1.0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
+    (m, k), n = a.shape, b.shape[1]
+    allowed = (
+        ("b", b.shape[:1], ((k,),)),
+        ("a_scale", a_scale, ((m, 1), (1, 1))),
+        ("b_scale", b_scale, ((1, n), (1, 1))),
+        ("bias", bias, ((n,),)),
+    )
+    for name, given, shapes in allowed:
+        shape = given.shape if isinstance(given, torch.Tensor) else given
+        if shape is not None and all(_differ(shape, wanted) for wanted in shapes):
+            raise SpecError(f"w8a8: {name} is {list(shape)}, it must be one of {shapes}")
+    return torch.empty((m, n), dtype=out_dtype, device=a.device)
+
+
+def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether two shapes certainly differ; symbolic sizes are not judged: that adds a guard."""
+    return len(shape) != len(wanted) or any(
+        isinstance(x, int) and isinstance(y, int) and x != y
+        for x, y in zip(shape, wanted, strict=True)
+    )
 
 
 def spec_of(

@@ -52,9 +52,19 @@ def test_the_limit_is_the_devices():
     deep = dataclasses.replace(GOOD, num_stages=4)
     assert shared_memory(deep, 1) == 4 * (128 + 128) * 128
     assert legal(deep, H200, element_bytes=1) is None
+    assert legal(GOOD, L40S, element_bytes=1) is None
     rejection = legal(deep, L40S, element_bytes=1)
     assert rejection is not None
     assert rejection.code == RejectionCode.SHARED_MEMORY
+
+
+def test_operands_that_pass_through_registers_leave_room_for_fewer_sums():
+    """128 registers of accumulators: right for wgmma, a spill on any other matrix unit."""
+    half_the_warps = dataclasses.replace(GOOD, num_warps=4, num_stages=2)
+    assert legal(half_the_warps, H200, element_bytes=1) is None
+    rejection = legal(half_the_warps, L40S, element_bytes=1)
+    assert rejection is not None
+    assert rejection.code == RejectionCode.REGISTERS
 
 
 def test_a_configuration_reads_back_from_its_text():

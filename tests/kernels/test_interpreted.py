@@ -145,3 +145,30 @@ def test_a_matrix_may_be_multiplied_by_itself():
 
     got = run(fn, make, (a, a_scale, b_scale))
     assert_close(got, reference((a, a, a_scale, b_scale, None)))
+
+
+@pytest.mark.parametrize("which", ["bias", "scale"])
+def test_an_expand_behind_a_cast_is_not_taken_for_the_whole_operand(which):
+    """What is stored is what was measured: a bias of one element is no bias of N elements."""
+    torch.manual_seed(0)
+    a, w, a_scale, _, _ = make_inputs(Case(32, 48, 64), "cpu")
+    short = torch.randn(1 if which == "bias" else (4, 1, 1)).to(bf16)
+
+    def fn(a, w, a_scale, short):
+        out = torch._int_mm(a, w.t())
+        if which == "bias":
+            return out * a_scale + short.expand(48).float()
+        return (out.view(4, 8, 48) * short.expand(4, 8, 1).float()).view(32, 48)
+
+    def make(device):
+        a, w, a_scale, _, _ = make_inputs(Case(32, 48, 64), device)
+        return a, w, a_scale, torch.empty(short.shape, dtype=bf16, device=device)
+
+    generated = simulate.generate(fn, make, backend=inductor_quant_backend)
+    try:
+        got = simulate.interpret(generated, (a, w, a_scale, short))
+    except (RuntimeError, NotImplementedError):  # nothing of ours: stock's extern int8 kernel
+        assert which == "scale"
+        assert not any("w8a8" in name for name in generated.kernels)
+        return
+    assert_close(got, fn(a, w, a_scale, short).double())

@@ -75,6 +75,23 @@ def test_what_is_no_such_gemm_is_refused_with_what_is_needed(change, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("which", [key for key in BAD if "int8" not in key and "fp64" not in key])
+def test_the_fake_refuses_the_same_shapes(which):
+    """Or a compiled call would read past the end of what it was given."""
+    if which == "K overflows":
+        pytest.skip("a limit of values, not of shapes")
+    arguments = {
+        "a": torch.zeros(4, 8, dtype=torch.int8),
+        "b": torch.zeros(8, 6, dtype=torch.int8),
+        "a_scale": None,
+        "b_scale": None,
+        "bias": None,
+        **BAD[which][0],
+    }
+    with pytest.raises(SpecError):
+        w8a8.fake(*arguments.values(), out_dtype=torch.bfloat16)
+
+
 def test_aot_eager_runs_the_op_without_inductor():
     inputs = make_inputs(Case(8, 12, 16), "cpu")
     run = torch.compile(call, backend="aot_eager")

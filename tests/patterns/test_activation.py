@@ -8,6 +8,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import row_reduce
+from inductor_quant.patterns.activation import keep_rows_whole
 
 OPTIONS = {"inductor_quant.on_error": "raise"}
 
@@ -86,3 +87,28 @@ def test_the_op_is_the_reduction(kind, keepdim):
     got = row_reduce.op(x, kind, keepdim)
     assert torch.equal(got, getattr(x, kind)(-1, keepdim))
     torch.library.opcheck(row_reduce.op, (x, kind, keepdim))
+
+
+@pytest.mark.compiles
+def test_a_tensor_that_is_quantized_as_a_whole_is_reduced_by_many_programs():
+    """Flattened to one row of 16 million: for one program that would take milliseconds."""
+
+    def fn(x, w, w_scale):
+        scale = x.float().abs().reshape(1, -1).amax(-1, keepdim=True) / 127
+        a = (x / scale).round().clamp(-128, 127).to(torch.int8)
+        return torch._int_mm(a, w.t()).float() * scale * w_scale
+
+    kernels = list(generate(fn, 4096, 4096).kernels)
+    assert len(kernels) > 2, kernels
+
+
+def test_a_keepdim_given_by_name_is_kept():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, 5)
+    amax = graph.call_function(torch.ops.aten.amax.default, (x, [-1]), {"keepdim": True})
+    amax.meta["val"] = torch.empty(3, 1)
+    graph.output(amax)
+    keep_rows_whole(amax)
+    [node] = graph.find_nodes(op="call_function", target=row_reduce.op)
+    assert node.args[1:] == ("amax", True)
