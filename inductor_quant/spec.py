@@ -16,10 +16,15 @@ _SHORT = {
     torch.float64: "f64",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.uint8: "u8",
+    torch.int16: "i16",
+    torch.uint16: "u16",
+    torch.uint32: "u32",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
 }
+GATHERED = 0
 _GRANULARITY = {(-1, -1): "tensor", (1, -1): "token", (-1, 1): "channel"}
 
 
@@ -33,29 +38,49 @@ class ScaleSpec:
     """One level of scales.
 
     ``block`` = (rows, columns) of the operand that one value covers, -1 for the whole dimension:
-    (-1, -1) per tensor, (1, -1) per token, (-1, 1) per channel, (1, 128) per group along K,
-    (128, 128) per block.
+    (-1, -1) per tensor, (1, -1) per token of a, (-1, 1) per channel of b, (128, 1) per group along
+    K of b [K, N], (1, 128) of a [M, K], (128, 128) per block. GATHERED rows: which ones share a
+    value is listed in a tensor (act-order).
     """
 
     dtype: torch.dtype
     block: tuple[int, int]
 
     def __str__(self) -> str:
-        block = _GRANULARITY.get(self.block) or "x".join(map(str, self.block))
+        sizes = ("gathered" if size == GATHERED else str(size) for size in self.block)
+        block = _GRANULARITY.get(self.block) or "x".join(sizes)
         return f"{block}:{dtype_name(self.dtype)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class OperandSpec:
-    """One operand: its element type, and how a real value is recovered from it (``None``: it is
-    real).
+    """One operand: its element type, and how a real value is recovered from it.
+
+    dtype  the type that a stored number has once it is unpacked
+    scale  None: it is not scaled; of several levels of scales the finest
+    bits   width of a stored number, where it takes fewer than its type; ``u4`` is uint8, bits=4
+    zero   what is subtracted: "" nothing, "const" one number, "packed" bit fields, "int" or "float"
+           a tensor of its own; "folded" is subtracted after the scale (``q * s - t``)
+    lut    the stored number is a position in a table of values
     """
 
     dtype: torch.dtype
     scale: ScaleSpec | None = None
+    bits: int | None = None
+    zero: str = ""
+    lut: bool = False
+
+    @property
+    def element_bits(self) -> int:
+        """Bits that one number takes in memory."""
+        return self.bits or 8 * self.dtype.itemsize
 
     def __str__(self) -> str:
-        return dtype_name(self.dtype) + (f"/{self.scale}" if self.scale else "")
+        name = dtype_name(self.dtype)
+        if self.bits:
+            name = f"{'i' if self.dtype.is_signed else 'u'}{self.bits}"
+        text = name + (" lut" if self.lut else "") + (f"/{self.scale}" if self.scale else "")
+        return text + (f" zero={self.zero}" if self.zero else "")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,10 @@ form in which it travels as an argument of ``torch.ops.inductor_quant.weight_onl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 StepKind = Literal["add", "sub", "mul", "div"]
@@ -46,6 +47,27 @@ class Form:
     @property
     def is_data(self) -> bool:
         return bool(self.fields)
+
+    def value(self, digits: Mapping[str, int]) -> int:
+        """The form at these digits; without the terms that are data."""
+        linear = sum(coef * digits[name] for name, coef in self.linear)
+        return self.const + linear + sum(table[digits[name]] for name, table in self.tables)
+
+    def bounds(self, radix: Callable[[str], int]) -> tuple[int, int]:
+        """(smallest, largest) value over all digits, both taken; without the terms that are
+        data."""
+        low = high = self.const
+        for name in sorted({name for name, _ in self.linear + self.tables}):
+            own = Form(
+                linear=tuple(term for term in self.linear if term[0] == name),
+                tables=tuple(term for term in self.tables if term[0] == name),
+            )
+            last = radix(name) - 1
+            # a line is extreme at its ends
+            taken = range(last + 1) if own.tables else (0, last)
+            values = [own.value({name: digit}) for digit in taken]
+            low, high = low + min(values), high + max(values)
+        return low, high
 
     def __str__(self) -> str:
         parts = [name if coef == 1 else f"{coef}*{name}" for name, coef in self.linear]
@@ -161,9 +183,60 @@ class WeightFormat:
     def block(self, field: Field) -> tuple[int, int]:
         """(rows along K, columns along N) of W that share one value of ``field``; -1: all of them.
 
-        For a field whose index is data (act-order) -1 along K: it may change at any k.
+        Where the field's index is data that depends on k (act-order): 1, it may change at any k.
         """
         return self._extent(field, "k", self.k), self._extent(field, "n", self.n)
+
+    @property
+    def column_steps(self) -> tuple[Step, ...]:
+        """The trailing scales that are the same for all k: they may be applied to the sum over k
+        instead of to each weight."""
+        count = 0
+        for step in reversed(self.steps):
+            operand = step.operand
+            varies = isinstance(operand, Field) and self.block(operand)[0] != -1
+            if step.kind not in ("mul", "div") or varies:
+                break
+            count += 1
+        return self.steps[len(self.steps) - count :]
+
+    @property
+    def pack_axis(self) -> Literal["k", "n"] | None:
+        """The axis along which the numbers of one word lie; None: one a word, or both axes."""
+        axes = {name[0] for name in self.code.offset.digits}
+        if len(axes) != 1:
+            return None
+        return "k" if axes == {"k"} else "n"
+
+    @property
+    def pack_order(self) -> tuple[int, ...]:
+        """The bit offsets of the numbers of one word, in the order of the digits that choose among
+        them, most significant first; () where the offset is data.
+
+        GPTQ (0, 4, ..., 28), AWQ (0, 16, 4, 20, 8, 24, 12, 28), HQQ's halves (4, 0).
+        """
+        offset = self.code.offset
+        if offset.is_data:
+            return ()
+        names = sorted(offset.digits, key=lambda name: (name[0], int(name[1:])))
+        ranges = [range(self.radix(name)) for name in names]
+        cases = (dict(zip(names, values, strict=True)) for values in itertools.product(*ranges))
+        return tuple(offset.value(digits) for digits in cases)
+
+    @property
+    def zero(self) -> Step | None:
+        """The step that subtracts (or adds) the zero point, if there is one: the first of its
+        kind."""
+        return next((step for step in self.steps if step.kind in ("add", "sub")), None)
+
+    @property
+    def scales(self) -> tuple[Step, ...]:
+        """The steps that multiply or divide by a tensor."""
+        return tuple(
+            step
+            for step in self.steps
+            if step.kind in ("mul", "div") and isinstance(step.operand, Field)
+        )
 
     def _extent(self, field: Field, axis: str, radices: tuple[int, ...]) -> int:
         used = [int(name[1:]) for name in field.digits if name[0] == axis]

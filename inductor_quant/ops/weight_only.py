@@ -1,0 +1,338 @@
+"""``torch.ops.inductor_quant.weight_only``: a GEMM with a quantized weight, as one op."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inductor_quant.errors import SpecError
+from inductor_quant.ops.dequantize import Evaluator, dequantize, is_float
+from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
+from inductor_quant.weight_format import Field, Step, WeightFormat
+
+__all__ = ["check_format", "dequantize", "fake", "make_spec", "op", "reference", "spec_of"]
+
+SCHEMA = (
+    "weight_only(Tensor x, Tensor[] weight, Tensor? column_scale, Tensor? bias, *, "
+    "str format, ScalarType out_dtype) -> Tensor"
+)
+X_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT_DTYPES = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32),
+)
+FLOAT_DTYPES = (*SCALE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+# fp16 ends at 65504: an integer must not overflow before a scale of its column makes it small.
+MAX_ELEMENT_BITS = 15
+
+
+def reference(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    column_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``out[m, n] = (sum over k of x[m, k] * W[k, n]) * column_scale[n] + bias[n]``.
+
+    Shapes and dtypes:
+        x             [M, K]            bf16, fp16 or fp32
+        weight        any shapes        the tensors that the format's fields count: words of 8 to 64
+                                        bits, int8, fp8, scales, zero points, tables of values
+        column_scale  [1, N] or [1, 1]  fp32, bf16 or fp16; None: 1
+        bias          [N]               fp32, bf16 or fp16; None: 0
+        format        ``WeightFormat.encode()``: ``W = dequantize(format, weight)`` [K, N]
+    Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
+
+    Rounding. W is computed in fp32 from the tensors as they are given: the element, then each step.
+    It is rounded to x's dtype once, after the last step that depends on k, for the matrix unit;
+    without such steps, or with integer ones alone, the rounding changes nothing (integers up to 256
+    in bf16, 2048 in fp16; fp8). What follows, the scales of whole columns that end ``format``
+    (``WeightFormat.column_steps``), column_scale and bias, is applied to the sum. Sum and epilogue
+    are fp32 (this reference: sum in fp64), rounded once at the end. fp32 x: no rounding of W, no
+    TF32.
+
+    Raises SpecError where shapes or dtypes are others, or ``format`` does not fit the tensors.
+    """
+    parsed = _decode(format)
+    spec_of(x, weight, column_scale, bias, parsed, out_dtype)
+    kept, columns = split_steps(parsed, x.dtype, weight[parsed.element.source].dtype)
+    evaluator = Evaluator(parsed, weight, x.device)
+    value = evaluator.convert(evaluator.field(parsed.element), torch.float32)
+    value = evaluator.apply(value, kept, torch.float32).to(x.dtype).expand(parsed.shape)
+    out = (x.double() @ value.double()).float()
+    out = evaluator.apply(out, columns, torch.float32)
+    if column_scale is not None:
+        out = out * column_scale.float()
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+def fake(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    column_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    parsed = _decode(format)
+    spec_of(x, weight, column_scale, bias, parsed, out_dtype)
+    return torch.empty((x.shape[0], parsed.shape[1]), dtype=out_dtype, device=x.device)
+
+
+def split_steps(
+    format: WeightFormat, x_dtype: torch.dtype, element_dtype: torch.dtype
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """(steps applied to W, steps applied to the sum over k); together they are ``format.steps``."""
+    # A large number in a tensor of bf16 or fp32 may exceed fp16 before its scale is applied.
+    may_overflow = x_dtype == torch.float16 and element_dtype in (torch.bfloat16, torch.float32)
+    columns = () if may_overflow else format.column_steps
+    return format.steps[: len(format.steps) - len(columns)], columns
+
+
+def spec_of(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    column_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    format: WeightFormat,
+    out_dtype: torch.dtype,
+) -> QuantGemmSpec:
+    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+
+    Symbolic sizes are not judged: that would add a guard.
+    """
+    k, n = check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
+    if x.dtype not in X_DTYPES or x.dim() != 2 or _differ(x.shape[1:], (k,)):
+        raise SpecError(
+            f"weight_only: x is {x.dtype} {list(x.shape)}, it must be [M, {k}] of one of {X_DTYPES}"
+        )
+    allowed = (
+        ("column_scale", column_scale, ((1, n), (1, 1))),
+        ("bias", bias, ((n,),)),
+    )
+    for name, tensor, shapes in allowed:
+        if tensor is None:
+            continue
+        if all(_differ(tensor.shape, shape) for shape in shapes):
+            raise SpecError(
+                f"weight_only: {name} is {list(tensor.shape)}, it must be one of {shapes}"
+            )
+        if tensor.dtype not in SCALE_DTYPES:
+            raise SpecError(f"weight_only: {name} is {tensor.dtype}, not one of {SCALE_DTYPES}")
+    if out_dtype not in SCALE_DTYPES:
+        raise SpecError(f"weight_only returns one of {SCALE_DTYPES}, not {out_dtype}")
+    return make_spec(
+        format,
+        [t.dtype for t in weight],
+        x_dtype=x.dtype,
+        column_scale=column_scale_spec(column_scale),
+        out_dtype=out_dtype,
+        bias=bias is not None,
+    )
+
+
+def column_scale_spec(scale: Any) -> ScaleSpec | None:
+    """The ScaleSpec of ``column_scale``, [1, N] or [1, 1]."""
+    if scale is None:
+        return None
+    return ScaleSpec(scale.dtype, (-1, -1 if scale.shape[1] == 1 else 1))
+
+
+def make_spec(
+    format: WeightFormat,
+    dtypes: Sequence[torch.dtype],
+    *,
+    x_dtype: torch.dtype,
+    column_scale: ScaleSpec | None,
+    out_dtype: torch.dtype,
+    bias: bool,
+) -> QuantGemmSpec:
+    """The spec of a weight_only GEMM whose weight tensors have these ``dtypes``.
+
+    Of several scales b's is that of the smallest block; ``column_scale`` if the format has none.
+    """
+    scales = [
+        ScaleSpec(dtypes[step.operand.source], _spec_block(format, step.operand))
+        for step in format.scales
+        if isinstance(step.operand, Field)
+    ]
+    if column_scale is not None:
+        scales.append(column_scale)
+    code = format.code
+    dtype, bits = _number(code, dtypes[code.source])
+    return QuantGemmSpec(
+        a=OperandSpec(x_dtype),
+        b=OperandSpec(
+            dtype,
+            min(scales, key=lambda scale: _size(scale.block), default=None),
+            bits=bits,
+            zero=_zero(format, dtypes),
+            lut=format.element != code,
+        ),
+        out_dtype=out_dtype,
+        acc_dtype=torch.float32,
+        bias=bias,
+    )
+
+
+def _number(code: Field, dtype: torch.dtype) -> tuple[torch.dtype, int | None]:
+    """The type of an unpacked number, and its width where the type is wider."""
+    if not code.width:
+        return dtype, None
+    signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+    unsigned = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
+    types = signed if code.signed else unsigned
+    width, dtype = next(pair for pair in types.items() if pair[0] >= code.width)
+    return dtype, None if width == code.width else code.width
+
+
+def _spec_block(format: WeightFormat, field: Field) -> tuple[int, int]:
+    rows, columns = format.block(field)
+    if any(part.digits and format.block(part)[0] != -1 for part in field.parts):
+        rows = GATHERED
+    return rows, columns
+
+
+def _size(block: tuple[int, int]) -> tuple[float, float]:
+    rows, columns = (float("inf") if size == -1 else size for size in block)
+    return rows, columns
+
+
+def _zero(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
+    step = format.zero
+    if step is None:
+        return "const" if format.element.add else ""
+    if any(earlier.kind in ("mul", "div") for earlier in format.steps[: format.steps.index(step)]):
+        return "folded"
+    if not isinstance(step.operand, Field):
+        return "const"
+    if step.operand.width:
+        return "packed"
+    return "float" if is_float(dtypes[step.operand.source]) else "int"
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode(text: str) -> WeightFormat:
+    try:
+        return WeightFormat.decode(text)
+    except ValueError as error:
+        raise SpecError(f"weight_only: {error}") from error
+
+
+def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    """Whether two shapes certainly differ; symbolic sizes are not judged: that adds a guard."""
+    return len(shape) != len(wanted) or any(
+        isinstance(x, int) and isinstance(y, int) and x != y
+        for x, y in zip(shape, wanted, strict=True)
+    )
+
+
+TensorType = tuple[torch.dtype, tuple[Any, ...]]
+
+
+def check_format(format: WeightFormat, tensors: tuple[TensorType, ...]) -> tuple[int, int]:
+    """(K, N) of a format that fits tensors of these (dtype, shape). Raises SpecError otherwise.
+
+    Every position that the digits can reach must lie within its tensor, every bit field within its
+    word. Positions and offsets that are data are not judged, nor are symbolic sizes.
+    """
+    if all(isinstance(size, int) for _, shape in tensors for size in shape):
+        _check_cached(format, tensors)
+    else:
+        _check(format, tensors)
+    return format.shape
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_cached(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
+    _check(format, tensors)
+
+
+def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
+    if not format.k or not format.n or min(format.k + format.n) < 1:
+        raise SpecError(f"weight_only: {format} has an empty dimension")
+    fields = list(format.fields())
+    used = {field.source for field in fields}
+    if used != set(range(len(tensors))):
+        raise SpecError(
+            f"weight_only: {format} reads tensors {sorted(used)}, {len(tensors)} were given"
+        )
+    for field in fields:
+        dtype, shape = tensors[field.source]
+        problem = _problem(format, field, dtype, shape)
+        if problem:
+            raise SpecError(
+                f"weight_only: field {field} of {format}: {problem} (tensor {field.source} is "
+                f"{dtype} {list(shape)})"
+            )
+        for part in field.parts:
+            if is_float(tensors[part.source][0]):
+                raise SpecError(f"weight_only: position {part} of {format} is not an integer")
+    dtype = tensors[format.element.source][0]
+    if format.element.width > MAX_ELEMENT_BITS or (
+        not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)
+    ):
+        raise SpecError(
+            f"weight_only: the element of {format} is wider than {MAX_ELEMENT_BITS} bits"
+        )
+
+
+_SMALL_INTS = (torch.int8, torch.uint8, torch.int16)
+
+
+def _problem(
+    format: WeightFormat, field: Field, dtype: torch.dtype, shape: tuple[Any, ...]
+) -> str | None:
+    """What is wrong with a field that is read from a tensor of this type and shape."""
+    for name in {name for form in (*field.index, field.offset) for name in _own_digits(form)}:
+        radices = format.k if name[0] == "k" else format.n
+        if name[0] not in "kn" or not name[1:].isdecimal() or int(name[1:]) >= len(radices):
+            return f"there is no digit {name}"
+    for form in (*field.index, field.offset):
+        for name, table in form.tables:
+            if len(table) != format.radix(name):
+                return f"the table of {name} has {len(table)} entries, not {format.radix(name)}"
+    if dtype not in INT_DTYPES and dtype not in FLOAT_DTYPES:
+        return "no type that weights are stored in"
+    if len(field.index) != len(shape):
+        return f"{len(field.index)} positions for {len(shape)} dimensions"
+    for dim, (form, size) in enumerate(zip(field.index, shape, strict=True)):
+        low, high = form.bounds(format.radix)
+        if not form.is_data and isinstance(size, int) and (low < -size or high >= size):
+            return f"positions {low} to {high} in dimension {dim} of {size}"
+    if not field.width:
+        is_bare = field.offset == type(field.offset)() and not field.signed and not field.wrap
+        if not is_bare:
+            return "a field without a width has no offset, sign or wrap"
+        if field.add and dtype not in INT_DTYPES:
+            return "only integers are added to"
+        return None
+    if dtype not in INT_DTYPES:
+        return "bits of what is no integer"
+    low, high = field.offset.bounds(format.radix)
+    word = 8 * dtype.itemsize
+    if field.width > word or (not field.offset.is_data and (low < 0 or high + field.width > word)):
+        return f"bits {low} to {high + field.width - 1} of words of {word}"
+    return None
+
+
+def _own_digits(form: Any) -> set[str]:
+    """Digits of a form itself: those of its fields are looked at with the fields."""
+    return {name for name, _ in form.linear} | {name for name, _ in form.tables}
+
+
+_library = torch.library.Library("inductor_quant", "FRAGMENT")
+_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+_library.impl("weight_only", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("inductor_quant::weight_only", fake, lib=_library)
+op = torch.ops.inductor_quant.weight_only.default
