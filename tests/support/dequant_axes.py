@@ -332,7 +332,10 @@ def _unpacking(
     if assembly == "bytes":
         extractions = ["shift, mask", "mask, shift", "floor-div, remainder"] if bits < 8 else ["-"]
     extraction = rng.choice(extractions)
-    shifts = ["literal", "iota", "constant", "input"]
+    shifts = ["literal", "iota", "constant"]
+    if extraction in ("shift, mask", "shift, cast, mask") and assembly not in PER_SLICE:
+        # in the others, amounts that are not those of a packer would leave the format
+        shifts += ["input", "input"]
     if assembly == "bytes" and bits == 8:
         shifts = ["constant"] if order != "sequential" else ["-"]
     return assembly, extraction, rng.choice(shifts)

@@ -191,3 +191,22 @@ class Builder:
 
     def mul(self, x: fx.Node, y: fx.Node | float) -> fx.Node:
         return self.call(aten.mul.Tensor, x, y)
+
+
+def noop(b: Builder, x: fx.Node, kind: str) -> fx.Node:
+    """``x`` through ops that change nothing: a clone where its type does not allow ``kind``."""
+    dtype = b.dtype(x)
+    if kind == "mul 1":
+        return b.mul(x, b.rng.choice((1, 1.0)))
+    if kind == "lshift 0" and not dtype.is_floating_point:
+        return b.shl(x, 0)
+    if kind == "slice":
+        dim = b.rng.randrange(2)
+        return b.slice(x, dim, 0, b.rng.choice((END, b.shape(x)[dim])))
+    if kind == "transposes":
+        return b.swap(b.swap(x))
+    wide = torch.float32 if dtype.is_floating_point else torch.int64
+    is_float8 = dtype.itemsize == 1 and dtype.is_floating_point
+    if kind == "casts" and dtype != wide and not is_float8:
+        return b.cast(b.cast(x, wide), dtype)
+    return b.call(aten.clone.default, x)

@@ -1,0 +1,106 @@
+"""What is recognised does not depend on how a dequantization is spelled, and a near miss is none.
+
+A small number of seeds of the measurement in ``tests/support/generality.py``; the full one is
+
+    python -m tests.support.generality --programs 2000 --near-misses 1000
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.dequant_axes import draw, histogram
+from tests.support.dequant_edits import same_bits
+from tests.support.dequant_mutations import near_miss
+from tests.support.dequant_programs import Program, draw_program
+from tests.support.dequant_reference import decode
+from tests.support.generality import CRASH, WRONG, Measurement
+
+PROGRAMS = range(250)
+NEAR_MISSES = range(75)  # of either kind
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The tensors are too small for more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    found = Measurement()
+    found.add_programs(PROGRAMS)
+    found.add_near_misses(NEAR_MISSES)
+    return found
+
+
+def test_nothing_is_matched_wrongly(measured: Measurement) -> None:
+    measured.print_failures()
+    assert measured.wrong_matches == 0
+    assert not [cause for _, cause in measured.failures if cause.startswith((CRASH, WRONG))]
+
+
+def test_every_program_is_recognised(measured: Measurement) -> None:
+    measured.print_failures()
+    assert not [cause for group, cause in measured.failures if group == "programs"]
+
+
+def test_what_leaves_the_family_is_rejected(measured: Measurement) -> None:
+    measured.print_failures()
+    assert not [cause for group, cause in measured.failures if group != "programs"]
+
+
+# ------------------------------------------------------------------------------------------
+# the measure itself
+
+
+def test_the_graphs_compute_what_their_axes_say() -> None:
+    """The graph and an evaluation in numpy that never sees it."""
+    for seed in PROGRAMS:
+        program = draw_program(seed)
+        want = decode(program.axes, program.data, program.arrangements)
+        assert same_bits(want, program.weight), str(program)
+
+
+def test_a_run_of_the_graph_is_what_it_was_built_with() -> None:
+    for seed in range(20):
+        program = draw_program(seed)
+        again = program.run(program.data)[program.output]
+        assert same_bits(again, program.values[program.output])
+        assert same_bits(program.module(*program.inputs), again)
+        program.module.graph.lint()
+        for node in program.module.graph.nodes:
+            if node.op != "output":
+                fake, real = node.meta["val"], program.values[node]
+                assert (fake.shape, fake.dtype, fake.stride()) == (
+                    (real.shape, real.dtype, real.stride())
+                )
+
+
+def test_every_value_of_every_axis_is_drawn_often() -> None:
+    drawn = histogram(draw(random.Random(str(seed))) for seed in range(2000))
+    rare = {
+        (axis, value): count
+        for axis, counter in drawn.items()
+        for value, count in counter.items()
+        if count < 50
+    }
+    assert not rare
+
+
+def test_near_misses_differ_by_execution() -> None:
+    """From what the axes of the program that it was made from say."""
+    for leaving in (True, False):
+        mutants: list[Program] = [near_miss(seed, leaving=leaving) for seed in range(30)]
+        assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 8
+        for mutant in mutants:
+            assert mutant.must_reject is leaving
+            want = decode(mutant.axes, mutant.data, mutant.arrangements)
+            assert not same_bits(want, mutant.weight), str(mutant)
