@@ -25,6 +25,12 @@ class RejectionCode(enum.StrEnum):
     K_TOO_LONG = "k_too_long"
     DYNAMIC_K = "dynamic_k"
     MUTATED_OPERAND = "mutated_operand"
+    WEIGHT_FORM = "weight_form"
+    COMPUTED_WEIGHT = "computed_weight"
+    BATCHED_WEIGHT = "batched_weight"
+    OPAQUE = "opaque"
+    BIAS = "bias"
+    ACTIVATION = "activation"
     NO_PATTERN = "no_pattern"
     NOT_QUANTIZED = "not_quantized"
     # policy
@@ -49,6 +55,12 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.K_TOO_LONG: "at this K, full-range operands overflow the int32 accumulator",
     RejectionCode.DYNAMIC_K: "K is symbolic, so overflow of the accumulator cannot be excluded",
     RejectionCode.MUTATED_OPERAND: "an operand is written to in this graph",
+    RejectionCode.WEIGHT_FORM: "the weight is no affine function of one stored number each",
+    RejectionCode.COMPUTED_WEIGHT: "the quantized weight is computed in this graph, not stored",
+    RejectionCode.BATCHED_WEIGHT: "each matrix of the batch has a weight of its own",
+    RejectionCode.OPAQUE: "an op of the producer's own, whose meaning we do not know",
+    RejectionCode.BIAS: "what is added is no bias of the columns",
+    RejectionCode.ACTIVATION: "the activation is not bf16, fp16 or fp32",
     RejectionCode.NO_PATTERN: "fed from quantized data, but no pattern knows this form",
     RejectionCode.NOT_QUANTIZED: "neither operand comes from quantized data",
     RejectionCode.DEVICE: "there is no kernel for this device; the graph stays as it was",

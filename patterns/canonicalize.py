@@ -37,7 +37,7 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
     def argument(item: Any) -> Any:
         if not isinstance(item, Operand):
             return item
-        if list(graph.value(item.node).shape) == _static(item.shape):
+        if _is_already(graph.value(item.node).shape, item.shape):
             return item.node
         return build(graph.aten.reshape.default, (item.node, list(item.shape)))
 
@@ -45,8 +45,8 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
         with owner.inserting_before(found.end):
             call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
             result = call
-            if found.reshape is not None:
-                result = build(graph.aten.reshape.default, (call, *found.reshape.args[1:]))
+            if found.shape is not None:
+                result = build(graph.aten.reshape.default, (call, list(found.shape)))
         _check_same_value(found.end, result)
     except Exception:
         for node in reversed(built):
@@ -68,8 +68,11 @@ def _evaluate(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _static(shape: tuple[int, ...]) -> list[int] | None:
-    return None if -1 in shape else list(shape)
+def _is_already(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` reshaped to ``wanted`` (-1: what remains) is itself."""
+    return len(shape) == len(wanted) and all(
+        size == -1 or graph.same_size(have, size) for have, size in zip(shape, wanted, strict=True)
+    )
 
 
 def _check_same_value(old: fx.Node, new: fx.Node) -> None:

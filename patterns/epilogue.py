@@ -46,6 +46,17 @@ class Epilogue:
         return self.row_scale is not None or self.column_scale is not None or self.alpha != 1.0
 
 
+def read_column_epilogue(anchor: fx.Node, *, has_bias: bool) -> Epilogue:
+    """What may be taken of the epilogue behind ``anchor``, a product of floats: at most one scale
+    of the columns or the tensor, and a bias. The least is nothing, ``end`` is then ``anchor``."""
+    reader = _Reader(anchor, columns_only=True)
+    reader.has_bias = has_bias
+    while (node := graph.single_user(reader.last)) is not None and reader.read(node) is None:
+        pass
+    assert reader.committed is not None
+    return reader.committed
+
+
 def read_epilogue(anchor: fx.Node) -> Epilogue | Rejection:
     """The epilogue behind ``anchor``, an integer product [M, N].
 
@@ -80,11 +91,16 @@ class _Reader:
     cast at its end is left to the graph, because taking it would only store more bytes.
     """
 
-    def __init__(self, anchor: fx.Node) -> None:
+    def __init__(self, anchor: fx.Node, *, columns_only: bool = False) -> None:
         self.anchor = anchor
         self.last = anchor
-        self.committed: Epilogue | None = None
         self.current = Epilogue(anchor, graph.value(anchor).dtype, [anchor])
+        # A product of floats is one without an epilogue too.
+        self.committed: Epilogue | None = None
+        if columns_only:
+            self.committed = dataclasses.replace(self.current, interior=[anchor])
+        self.columns_only = columns_only
+        self.has_bias = False
 
     def read(self, node: fx.Node) -> Rejection | None:
         """Advance over ``node``; a Rejection says why the walk ends before it."""
@@ -123,7 +139,7 @@ class _Reader:
         return None
 
     def _multiply(self, node: fx.Node) -> Rejection | None:
-        if self.current.bias is not None:
+        if self.current.bias is not None or self.has_bias:
             return Rejection(RejectionCode.SCALE_AXIS, "a factor after the bias", node.name)
         if not self._keeps_shape(node):
             return Rejection(RejectionCode.SCALE_AXIS, "the factor adds rows", node.name)
@@ -162,6 +178,8 @@ class _Reader:
 
     def _take_factor(self, factor: object, node: fx.Node) -> Rejection | None:
         if isinstance(factor, (int, float)) and not isinstance(factor, bool):
+            if self.columns_only:
+                return Rejection(RejectionCode.SCALE_AXIS, "a factor that is a number", node.name)
             alpha = self.current.alpha * factor
             if alpha != 0 and not FLOAT32.tiny <= abs(alpha) <= FLOAT32.max:
                 return Rejection(RejectionCode.SCALE_DTYPE, f"a factor of {alpha}", node.name)
@@ -186,6 +204,11 @@ class _Reader:
     def _place(self, scale: fx.Node, axis: str, node: fx.Node) -> Rejection | None:
         """Put a scale in its slot; one of a single element goes where there is room."""
         now = self.current
+        if self.columns_only:
+            if axis == "row" or now.column_scale is not None:
+                return Rejection(RejectionCode.SCALE_AXIS, f"a {axis} scale", node.name)
+            now.column_scale = scale
+            return None
         # A per-tensor scale that came first has taken the slot: move it over if the other is free.
         row, column = now.row_scale, now.column_scale
         is_row_taken = row is not None and _is_scalar(row) and column is None
@@ -231,8 +254,9 @@ class _Reader:
         left, right = graph.arguments(node, "self", "other")
         other = right if left is self.last else left
         is_plain = node.kwargs.get("alpha", 1) == 1 and self.current.bias is None
+        is_first = not self.has_bias and (self.current.is_scaled or self.columns_only)
         is_other = graph.is_tensor_node(other) and other is not self.last
-        if not is_plain or not is_other or not self.current.is_scaled:
+        if not is_plain or not is_first or not is_other:
             return Rejection(RejectionCode.NO_SCALE, "an addition that is no bias", node.name)
         assert isinstance(other, fx.Node)
         bias = graph.value(other)

@@ -112,6 +112,21 @@ def _writes_to(user: fx.Node, node: fx.Node) -> bool:
     )
 
 
+def attribute(node: fx.Node) -> torch.Tensor | None:
+    """The constant tensor that a ``get_attr`` node names; None where its values cannot be known:
+    it is no plain tensor, or is written to."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    is_plain = type(found) in (torch.Tensor, torch.nn.Parameter)
+    return found if is_plain and not is_mutated(node) else None
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether the value lies in memory before the graph runs: an input or constant, or a view."""
+    return base(node).op in ("placeholder", "get_attr")
+
+
 def module_path(node: fx.Node) -> str:
     """The path of the module that ``node`` comes from ("layers.0.mlp.up"), "" where unknown."""
     stack = node.meta.get("nn_module_stack")

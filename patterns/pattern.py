@@ -22,7 +22,7 @@ class RecognizedGemm:
     op, args, kwargs
                the call; an ``Operand`` among the arguments stands for a node seen in another shape
     row_scale  the scale of the activation, if it has one
-    reshape    the view node that gives ``end`` its shape, if that is not [M, N]
+    shape      of ``end``, if that is not [M, N]: arguments of a reshape
     """
 
     family: str
@@ -37,7 +37,7 @@ class RecognizedGemm:
     n: int | str
     k: int | str
     row_scale: fx.Node | None = None
-    reshape: fx.Node | None = None
+    shape: tuple[Any, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +50,13 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """``recognize`` must not mutate the graph and must not raise for "not a match"."""
+    """``recognize`` must not mutate the graph and must not raise for "not a match".
+
+    It gives None for a node that is no matrix product at all (an anchor may be any sum); then
+    nothing is reported.
+    """
 
     name: str
     family: str
-    anchors: tuple[torch._ops.OpOverload, ...]
-    recognize: Callable[[fx.Node], RecognizedGemm | Rejection]
+    anchors: tuple[torch._ops.OpOverload | str, ...]  # str: the name of an op of a producer
+    recognize: Callable[[fx.Node], RecognizedGemm | Rejection | None]

@@ -52,10 +52,14 @@ class QuantGemmPass(compat.CustomGraphPass):
             for op in pattern.anchors:
                 by_anchor.setdefault(op, []).append(pattern)
         for node in list(graph.nodes):
-            candidates = by_anchor.get(node.target, [])
+            if node.op != "call_function":
+                continue
+            candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
             if not candidates and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
             decision = _treat(node, candidates, options)
+            if decision is None:
+                continue
             log.info("%s", decision)
             report.add(decision)
 
@@ -97,9 +101,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def _treat(anchor: fx.Node, candidates: list[Pattern], options: Options) -> Match | Rejection:
+def _treat(
+    anchor: fx.Node, candidates: list[Pattern], options: Options
+) -> Match | Rejection | None:
     """Decide about one matrix product, and rewrite it if it matched. Without a pattern that is
-    anchored at its op, only say so."""
+    anchored at its op, only say so. None: it is no matrix product."""
     module = reading.module_path(anchor)
     site = None
     try:
@@ -108,6 +114,10 @@ def _treat(anchor: fx.Node, candidates: list[Pattern], options: Options) -> Matc
         if not candidates:
             return survey.decline(anchor, site)
         found = _first_recognition(anchor, candidates)
+        if found is None:
+            return None
+        if isinstance(found, Rejection) and site is not None and not site.source:
+            return survey.decline(anchor, site)  # an ordinary product
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
             where = refusal.node or anchor.name
@@ -128,14 +138,18 @@ def _treat(anchor: fx.Node, candidates: list[Pattern], options: Options) -> Matc
         return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
 
 
-def _first_recognition(anchor: fx.Node, candidates: list[Pattern]) -> RecognizedGemm | Rejection:
-    """What the first pattern that recognises ``anchor`` says; if none does, what the first says."""
-    found = [candidates[0].recognize(anchor)]
-    for pattern in candidates[1:]:
-        if isinstance(found[-1], RecognizedGemm):
-            break
-        found.append(pattern.recognize(anchor))
-    return found[-1] if isinstance(found[-1], RecognizedGemm) else found[0]
+def _first_recognition(
+    anchor: fx.Node, candidates: list[Pattern]
+) -> RecognizedGemm | Rejection | None:
+    """What the first pattern that recognises ``anchor`` says; if none does, what the first says
+    that takes it for a matrix product."""
+    first: Rejection | None = None
+    for pattern in candidates:
+        found = pattern.recognize(anchor)
+        if isinstance(found, RecognizedGemm):
+            return found
+        first = first or found
+    return first
 
 
 def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:

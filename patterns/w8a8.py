@@ -82,7 +82,7 @@ def _assemble(anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue) -> Recog
         n=graph.size_name(n),
         k=graph.size_name(k),
         row_scale=row,
-        reshape=found.reshape,
+        shape=found.reshape and found.reshape.args[1],  # type: ignore[arg-type]
     )
 
 

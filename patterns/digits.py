@@ -1,0 +1,364 @@
+"""Index arithmetic in mixed radix: an index is a sum over digits, and a reshape only splits digits.
+
+The position of an element is a set of variables, the *digits*; all that views, slices and indexing
+by constants do to it can be written as ``const + sum(coef * digit) + sum(table[digit])``. Dividing
+such a sum by a size, which is what a reshape does, asks at most for a finer digit: ``k`` becomes
+``8*k0 + k1``. So there is no floor and no modulo, equality is equality of coefficients, and nothing
+has to be simplified. (General sympy expressions took a hundred times as long, and left it to
+heuristics whether two of them are seen to be equal.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# Digits that are gone through value by value: words hold at most 64 fields, permutations within a
+# word or a group are short.
+MAX_CASES = 64
+# The longest constant index tensor that is looked at: of K or N entries.
+MAX_TABLE = 1 << 17
+
+
+class Unsupported(Exception):
+    """Index arithmetic that has no form as a sum over digits. Never leaves the reader."""
+
+
+class Digit:
+    """One digit: takes the values 0 ... radix - 1. ``axis`` is the variable that it belongs to."""
+
+    __slots__ = ("axis", "children", "radix", "serial")
+
+    def __init__(self, axis: str, radix: int, serial: int) -> None:
+        self.axis = axis
+        self.radix = radix
+        self.serial = serial
+        self.children: tuple[Digit, Digit] | None = None  # once it is split: high and low
+
+    def __repr__(self) -> str:
+        return f"{self.axis}{self.serial}:{self.radix}"
+
+
+Table = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """``const + sum(coef * digit) + sum(table[digit]) + sum(coef * data)``.
+
+    ``terms`` are (digit, coefficient or table), ``data`` are (expression, coefficient): numbers
+    that lie in a tensor, such as the group of a row in act-order.
+    """
+
+    const: int = 0
+    terms: tuple[tuple[Digit, int | Table], ...] = ()
+    data: tuple[tuple[Any, int], ...] = ()
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms and not self.data
+
+    def __add__(self, other: Index | int) -> Index:
+        if isinstance(other, int):
+            return dataclasses.replace(self, const=self.const + other)
+        return _index(
+            self.const + other.const, (*self.terms, *other.terms), (*self.data, *other.data)
+        )
+
+    def __mul__(self, factor: int) -> Index:
+        if factor == 1:
+            return self
+        terms = [(d, _scaled(t, factor)) for d, t in self.terms]
+        return _index(self.const * factor, terms, [(e, c * factor) for e, c in self.data])
+
+    def __sub__(self, other: Index) -> Index:
+        return self + other * -1
+
+    def at(self, digit: Digit, value: int) -> Index:
+        """The index where ``digit`` has this value."""
+        if self.data:
+            raise Unsupported("a case of an index that depends on data")
+        const, terms = self.const, []
+        for known, term in self.terms:
+            if known is digit:
+                const += term[value] if isinstance(term, tuple) else term * value
+            else:
+                terms.append((known, term))
+        return Index(const, tuple(terms))
+
+    def bounds(self) -> tuple[int, int] | None:
+        """The smallest and the largest value; None if it depends on data."""
+        if self.data:
+            return None
+        low = high = self.const
+        for digit, term in self.terms:
+            ends = term if isinstance(term, tuple) else (0, term * (digit.radix - 1))
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def values(self) -> list[int]:
+        """All values, where they are few."""
+        if self.data or math.prod(digit.radix for digit, _ in self.terms) > MAX_CASES:
+            raise Unsupported("too many values to go through")
+        return [_value(self, position) for position in _positions(self)]
+
+
+ZERO = Index()
+
+
+def _scaled(term: int | Table, factor: int) -> int | Table:
+    return tuple(v * factor for v in term) if isinstance(term, tuple) else term * factor
+
+
+def _index(
+    const: int, terms: Iterable[tuple[Digit, int | Table]], data: Iterable[tuple[Any, int]] = ()
+) -> Index:
+    """The Index of a sum whose terms may repeat a digit."""
+    linear: dict[Digit, int] = {}
+    tables: dict[Digit, list[int]] = {}
+    for digit, term in terms:
+        if isinstance(term, tuple):
+            old = tables.get(digit, [0] * digit.radix)
+            tables[digit] = [a + b for a, b in zip(old, term, strict=True)]
+        else:
+            linear[digit] = linear.get(digit, 0) + term
+    found: list[tuple[Digit, int | Table]] = []
+    for digit in sorted({*linear, *tables}, key=lambda d: d.serial):
+        coef = linear.get(digit, 0)
+        values = (
+            [v + coef * i for i, v in enumerate(tables.get(digit, [0] * digit.radix))]
+            if (digit in tables)
+            else None
+        )
+        if values is not None:
+            first, step = values[0], values[1] - values[0] if len(values) > 1 else 0
+            if all(v == first + step * i for i, v in enumerate(values)):
+                const, coef, values = const + first, step, None
+            else:
+                const += first
+                found.append((digit, tuple(v - first for v in values)))
+        if values is None and coef:
+            found.append((digit, coef))
+    merged: dict[Any, int] = {}
+    for expression, factor in data:
+        merged[expression] = merged.get(expression, 0) + factor
+    return Index(const, tuple(found), tuple((e, c) for e, c in merged.items() if c))
+
+
+class Space:
+    """The digits of one operand, finest first known when everything has been read.
+
+    ``axes`` maps "k" and "n" to the digits of that variable, most significant first.
+    """
+
+    def __init__(self) -> None:
+        self.axes: dict[str, list[Digit]] = {}
+        self._serials = itertools.count()
+
+    def variable(self, axis: str, size: int) -> Index:
+        """A new variable that takes the values 0 ... size - 1."""
+        digit = Digit(axis, size, next(self._serials))
+        self.axes[axis] = [digit]
+        return Index(0, ((digit, 1),)) if size > 1 else ZERO
+
+    def split(self, digit: Digit, low: int) -> None:
+        """Write ``digit`` as ``low * high_digit + low_digit``."""
+        if digit.radix % low or not 1 < low < digit.radix:
+            raise Unsupported(f"{digit} has no digit of {low} values")
+        high = Digit(digit.axis, digit.radix // low, next(self._serials))
+        rest = Digit(digit.axis, low, next(self._serials))
+        digit.children = (high, rest)
+        digits = self.axes[digit.axis]
+        at = digits.index(digit)
+        digits[at : at + 1] = [high, rest]
+
+    def leaves(self, index: Index) -> Index:
+        """The same index in the digits of now."""
+        if all(digit.children is None for digit, _ in index.terms):
+            return index
+        terms: list[tuple[Digit, int | Table]] = []
+        const = index.const
+        todo = list(index.terms)
+        while todo:
+            digit, term = todo.pop()
+            if digit.children is None:
+                terms.append((digit, term))
+                continue
+            high, low = digit.children
+            if isinstance(term, tuple):
+                first, upper, lower = _outer_sum(term, low.radix)
+                const += first
+                todo += [(high, upper), (low, lower)]
+            else:
+                todo += [(high, term * low.radix), (low, term)]
+        return _index(const, terms, index.data)
+
+    def divmod(self, index: Index, size: int) -> tuple[Index, Index]:
+        """Quotient and remainder of an index >= 0; splits a digit where that is what it takes."""
+        if size == 1:
+            return index, ZERO
+        while True:
+            index = self.leaves(index)
+            quotient, rest = _parts(index, size)
+            low, high = rest.bounds()  # type: ignore[misc]
+            if low >= 0 and high < size:
+                return quotient, rest
+            self._split_across(rest, size)
+
+    def _split_across(self, rest: Index, size: int) -> None:
+        """Split the digit whose values lie on both sides of ``size``."""
+        for digit, term in rest.terms:
+            if isinstance(term, tuple) or term <= 0 or size % term:
+                continue
+            low = size // term
+            if 1 < low < digit.radix and digit.radix % low == 0:
+                self.split(digit, low)
+                return
+        raise Unsupported(f"{rest} does not divide by {size}")
+
+    def unflatten(self, index: Index, shape: Sequence[int]) -> tuple[Index, ...]:
+        """The position in a row-major tensor of ``shape`` at flat ``index``."""
+        found: list[Index] = []
+        for size in reversed(shape[1:]):
+            index, rest = self.divmod(index, size)
+            found.append(rest)
+        return (*([index] if shape else []), *reversed(found))
+
+    def look_up(self, values: Sequence[int], index: Index) -> Index:
+        """``values[index]``: a sum over digits, or Unsupported."""
+        index = self.leaves(index)
+        if index.data:
+            raise Unsupported("a table is indexed by data")
+        low, high = index.bounds()  # type: ignore[misc]
+        if low < 0 or high >= len(values):
+            raise Unsupported("a table is indexed beyond its end")
+        origin = [0] * len(index.terms)
+        base = values[_value(index, origin)]
+        result = Index(base)
+        profiles = []
+        for position, (digit, _) in enumerate(index.terms):
+            profile = []
+            for value in range(digit.radix):
+                origin[position] = value
+                profile.append(values[_value(index, origin)] - base)
+            origin[position] = 0
+            profiles.append(profile)
+        if len(profiles) > 1:
+            self._check_additive(values, index, profiles, base)
+        for (digit, _), profile in zip(index.terms, profiles, strict=True):
+            result = result + self._profile(digit, profile)
+        return self.leaves(result)
+
+    @staticmethod
+    def _check_additive(
+        values: Sequence[int], index: Index, profiles: list[list[int]], base: int
+    ) -> None:
+        if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
+            raise Unsupported("a table over too many positions")
+        for position in itertools.product(*(range(d.radix) for d, _ in index.terms)):
+            expected = base + sum(p[v] for p, v in zip(profiles, position, strict=True))
+            if values[_value(index, position)] != expected:
+                raise Unsupported("a table that is no sum over digits")
+
+    def _profile(self, digit: Digit, values: list[int]) -> Index:
+        """A function of one digit, by splitting it where that makes the function simpler."""
+        step = values[1] if len(values) > 1 else 0
+        if all(v == step * i for i, v in enumerate(values)):
+            return _index(0, [(digit, step)])
+        for low in range(2, min(digit.radix // 2, MAX_CASES) + 1):
+            if digit.radix % low:
+                continue
+            upper = values[::low]
+            lower = values[:low]
+            if all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
+                self.split(digit, low)
+                high, rest = digit.children  # type: ignore[misc]
+                return self._profile(high, upper) + self._profile(rest, lower)
+        if digit.radix > MAX_CASES:
+            raise Unsupported("a table without structure")
+        return _index(0, [(digit, tuple(values))])
+
+    def cases(self, index: Index) -> list[Digit]:
+        """The digits on which ``index`` depends, few enough to go through all their values."""
+        index = self.leaves(index)
+        total = math.prod(digit.radix for digit, _ in index.terms)
+        if index.data or total > MAX_CASES:
+            raise Unsupported(f"{total} cases")
+        return [digit for digit, _ in index.terms]
+
+
+def from_values(index: Index, values: Sequence[int]) -> Index:
+    """The index over the same digits that takes ``values`` where ``index`` takes
+    ``index.values()``."""
+    first = values[0]
+    found = Index(first)
+    stride = len(values)
+    for digit, _ in index.terms:
+        stride //= digit.radix
+        table = tuple(values[i * stride] - first for i in range(digit.radix))
+        found = found + _index(0, [(digit, table)])
+    digits = [digit for digit, _ in index.terms]
+    for position, value in zip(_positions(index), values, strict=True):
+        at = dict(zip(digits, position, strict=True))
+        total = found.const
+        for digit, term in found.terms:
+            total += term[at[digit]] if isinstance(term, tuple) else term * at[digit]
+        if total != value:
+            raise Unsupported("a table that is no sum over digits")
+    return found
+
+
+def _positions(index: Index) -> Iterable[tuple[int, ...]]:
+    return itertools.product(*(range(digit.radix) for digit, _ in index.terms))
+
+
+def merge(digit: Digit, cases: Sequence[Index]) -> Index | None:
+    """The index that takes the value ``cases[v]`` where ``digit`` is v; None if it has no form."""
+    first = cases[0]
+    if any(case.terms != first.terms or case.data != first.data for case in cases[1:]):
+        return None
+    table = tuple(case.const - first.const for case in cases)
+    return _index(first.const, [*first.terms, (digit, table)], first.data)
+
+
+def _parts(index: Index, size: int) -> tuple[Index, Index]:
+    """``index = size * quotient + rest`` with every number of ``rest`` in [0, size)."""
+    if any(coef % size for _, coef in index.data):
+        raise Unsupported("an index that depends on data is divided")
+    upper: list[tuple[Digit, int | Table]] = []
+    lower: list[tuple[Digit, int | Table]] = []
+    const = index.const
+    for digit, term in index.terms:
+        if isinstance(term, int) and term < 0 and digit.radix <= MAX_CASES:
+            term = tuple([term * i for i in range(digit.radix)])
+        if isinstance(term, tuple):
+            least = min(term)
+            const += least
+            upper.append((digit, tuple((v - least) // size for v in term)))
+            lower.append((digit, tuple((v - least) % size for v in term)))
+        else:
+            upper.append((digit, term // size))
+            lower.append((digit, term % size))
+    quotient, rest = divmod(const, size)
+    data = [(expr, coef // size) for expr, coef in index.data]
+    return _index(quotient, upper, data), _index(rest, lower)
+
+
+def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
+    """``table[low * h + l] = first + upper[h] + lower[l]``, or Unsupported."""
+    first = table[0]
+    upper = tuple(v - first for v in table[::low])
+    lower = tuple(v - first for v in table[:low])
+    if any(v != first + upper[i // low] + lower[i % low] for i, v in enumerate(table)):
+        raise Unsupported("a digit is split on which a table depends")
+    return first, upper, lower
+
+
+def _value(index: Index, position: Sequence[int]) -> int:
+    value = index.const
+    for (_, term), digit in zip(index.terms, position, strict=True):
+        value += term[digit] if isinstance(term, tuple) else term * digit
+    return value

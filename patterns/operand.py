@@ -1,0 +1,338 @@
+"""Decodes a weight: which stored numbers W[k, n] is made of, as a ``WeightFormat``.
+
+From the expression of an element, the chain of affine steps is followed inwards to the one stored
+number that every k and n has of its own: a field of bits, an int8 or fp8 element, or an entry of a
+look-up table. What else takes part (scales, zero points) varies along fewer digits. Casts between
+floats on the way are dropped: the canonical op rounds less often. Nothing is guessed: an expression
+of another shape is a Rejection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.digits import Digit, Index, Unsupported
+from inductor_quant.patterns.expression import (
+    EXACT,
+    FLOAT8,
+    FLOATS,
+    INTEGERS,
+    Bits,
+    Expr,
+    Load,
+    Number,
+    Op,
+    constant,
+    digits,
+    forms,
+    integer,
+    interval,
+    is_whole,
+    limits,
+    normalized,
+)
+from inductor_quant.patterns.symbolic import Reader
+from inductor_quant.weight_format import Field, Form, Step, StepKind, WeightFormat
+
+MAX_BITS = 8
+_STEPS: dict[str, StepKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A decoded weight. ``sources`` are the nodes of the tensors that ``format`` names by
+    position."""
+
+    format: WeightFormat
+    sources: tuple[fx.Node, ...]
+
+
+def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejection:
+    """How the operand ``node`` [K, N] ([N, K] if ``transposed``) is made from stored numbers."""
+    k, n = graph.value(node).shape
+    if transposed:
+        k, n = n, k
+    if graph.is_symbolic(k) or graph.is_symbolic(n):
+        return Rejection(RejectionCode.WEIGHT_FORM, "its shape is symbolic", node.name)
+    reader = Reader()
+    row, column = reader.space.variable("k", k), reader.space.variable("n", n)
+    index = (column, row) if transposed else (row, column)
+    return decode(reader, reader.read(node, index), node)
+
+
+def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
+    """The weight whose element is ``expr``, in the axes "k" and "n" of the reader's space."""
+    decoder = _Decoder(reader, node)
+    try:
+        return decoder.weight(normalized(expr, reader.space))
+    except _NoWeight as reason:
+        return reason.rejection
+    except Unsupported as reason:
+        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), node.name)
+
+
+class _NoWeight(Exception):
+    """Never leaves this module."""
+
+    def __init__(self, code: RejectionCode, detail: str, node: fx.Node) -> None:
+        super().__init__(detail)
+        self.rejection = Rejection(code, detail, node.name)
+
+
+class _Decoder:
+    def __init__(self, reader: Reader, node: fx.Node) -> None:
+        self.space = reader.space
+        self.node = node  # named where no other is to blame
+        self.sources: list[fx.Node] = []
+        self.names: dict[Digit, str] = {}
+
+    def weight(self, expr: Expr) -> Weight:
+        element, steps = self._unwind(expr)
+        self._check_element(element)
+        # Names are given once no digit is split any more: everything was normalized before.
+        radices = self._name_digits([element, *(operand for _, operand in steps)])
+        field = self._field(element)
+        built = tuple(Step(kind, self._operand(operand)) for kind, operand in steps)
+        found = WeightFormat(radices["k"], radices["n"], field, built)
+        return Weight(found, tuple(self.sources))
+
+    # -- the chain of steps
+
+    def _unwind(self, expr: Expr) -> tuple[Expr, list[tuple[StepKind, Expr]]]:
+        """The element and the steps that lead from it to ``expr``, first one first."""
+        steps: list[tuple[StepKind, Expr]] = []
+        while isinstance(expr, Op):
+            if expr.name == "cast":
+                self._check_cast(expr)
+                (expr,) = expr.args
+                continue
+            if expr.name == "shl":
+                expr = self._as_product(expr)
+            if expr.name not in _STEPS:
+                raise self._blame(expr, f"{expr.name} is no affine step")
+            left, right = expr.args
+            is_left, is_right = self._sides(expr)
+            if is_left == is_right:
+                raise self._blame(expr, "no operand, or both, vary with every k and n")
+            inner, outer = (left, right) if is_left else (right, left)
+            if inner.dtype in INTEGERS and expr.dtype in FLOATS:
+                self._check_exact(inner)  # converted without a cast of its own
+            if is_left or expr.name in ("add", "mul"):
+                steps.append((_STEPS[expr.name], outer))
+            elif expr.name == "sub":  # z - q = -q + z
+                steps += [("add", outer), ("mul", Number(-1.0, torch.float32))]
+            else:
+                raise self._blame(expr, "the quantized number is a divisor")
+            expr = inner
+        return expr, _simplified(steps[::-1])
+
+    def _as_product(self, shift: Op) -> Op:
+        value, amount = shift.args
+        low, high = interval(value)
+        least, most = limits(shift.dtype)
+        by = constant(amount)
+        if by is None or low << by < least or high << by > most:
+            raise self._blame(shift, "a shift to the left that may overflow")
+        return dataclasses.replace(shift, name="mul", args=(value, integer(1 << by, shift.dtype)))
+
+    def _check_cast(self, cast: Op) -> None:
+        before, after = cast.args[0].dtype, cast.dtype
+        if after not in FLOATS or before not in (*FLOATS, *FLOAT8, *INTEGERS):
+            raise self._blame(cast, f"a cast from {before} to {after}")
+        if before in INTEGERS:
+            self._check_exact(cast.args[0])
+
+    def _check_exact(self, expr: Expr) -> None:
+        low, high = interval(expr)
+        if max(-low, high) > EXACT[torch.float32]:
+            raise self._blame(expr, f"{low} ... {high} is not exact in fp32")
+
+    def _is_element(self, expr: Expr, *, by_data: bool = False) -> bool:
+        """Whether every k and n has a number of its own in ``expr``; ``by_data``: also where a
+        number in a tensor says which one."""
+        every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
+        if every <= digits(expr, self.space, through_data=by_data):
+            return True
+        data = (d for form in forms(expr, through_data=False) for d, _ in form.data)
+        return any(self._is_element(d, by_data=by_data) for d in data)
+
+    def _sides(self, expr: Op) -> tuple[bool, bool]:
+        """Which of the two arguments holds the element."""
+        left, right = expr.args
+        sides = self._is_element(left), self._is_element(right)
+        if not any(sides):  # the rows of the weight itself are permuted by a tensor
+            sides = self._is_element(left, by_data=True), self._is_element(right, by_data=True)
+        return sides
+
+    def _check_element(self, element: Expr) -> None:
+        if not isinstance(element, (Bits, Load)):
+            raise self._blame(element, "no stored number at its end")
+        stored = element
+        if not self._is_element(stored, by_data=True):
+            raise self._blame(element, "no number of its own for every k and n")
+        # an entry of a table: the number is the one that chooses it
+        while codes := [d for i in stored.index for d, _ in i.data if self._is_element(d)]:
+            stored = codes[0]
+        if isinstance(stored, Load):
+            if stored.dtype not in FLOAT8:
+                code = RejectionCode.NOT_QUANTIZED
+                if not graph.is_stored(stored.node):
+                    code = RejectionCode.WEIGHT_FORM
+                raise _NoWeight(code, f"{stored.node.target} gives {stored.dtype}", stored.node)
+        elif stored.width > MAX_BITS:
+            raise _NoWeight(
+                RejectionCode.WEIGHT_FORM, f"a number of {stored.width} bits", stored.node
+            )
+        if not graph.is_stored(stored.node):
+            raise _NoWeight(
+                RejectionCode.COMPUTED_WEIGHT, f"{stored.node.target} computes it", stored.node
+            )
+
+    # -- fields
+
+    def _operand(self, expr: Expr) -> Field | float:
+        """A scale or zero point: a number, a stored field, or a small tensor that the graph
+        computes."""
+        if isinstance(expr, Number):
+            return expr.value
+        value = constant(expr)
+        if value is not None:
+            return float(value)
+        try:
+            return self._field(_stripped(expr))
+        except _NoWeight:
+            if not isinstance(expr, Op) or expr.at is None:
+                raise
+        node, index = expr.at
+        return self._loaded(node, tuple(map(self.space.leaves, index)), Field(0, ()))
+
+    def _field(self, expr: Expr) -> Field:
+        if isinstance(expr, Load):
+            if expr.dtype not in (*FLOATS, *FLOAT8):
+                raise self._blame(expr, f"a number of {expr.dtype}")
+            return self._loaded(expr.node, expr.index, Field(0, ()))
+        if isinstance(expr, Bits):
+            field = Field(0, ())
+            if not is_whole(expr) or expr.signed != _is_signed(expr.node):
+                offset = self._form(expr.offset)
+                field = Field(0, (), offset, expr.width, expr.signed)
+            return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Op) and expr.name in ("add", "sub"):
+            value = constant(expr.args[1])
+            inner = self._field(expr.args[0])
+            if value is not None and not inner.wrap:
+                add = inner.add + (value if expr.name == "add" else -value)
+                return dataclasses.replace(inner, add=add)
+        if isinstance(expr, Op) and expr.name == "wrap":
+            inner = self._field(expr.args[0])
+            if not inner.wrap and inner.width == constant(expr.args[1]):
+                return dataclasses.replace(inner, wrap=True)
+        raise self._blame(expr, "a scale or zero point that is neither stored nor computed apart")
+
+    def _loaded(self, node: fx.Node, index: tuple[Index, ...], field: Field) -> Field:
+        if node not in self.sources:
+            self.sources.append(node)
+        source = self.sources.index(node)
+        return dataclasses.replace(field, source=source, index=tuple(map(self._form, index)))
+
+    # -- digits
+
+    def _name_digits(self, parts: list[Expr]) -> dict[str, tuple[int, ...]]:
+        """Names for as few digits as the expressions need; the radices of each axis."""
+        indices = [index for part in parts for index in forms(part)]
+        for part in parts:  # a computed scale is read where the graph computes it
+            if isinstance(part, Op) and part.at is not None:
+                indices += map(self.space.leaves, part.at[1])
+        terms = [dict(self.space.leaves(index).terms) for index in indices]
+        radices: dict[str, tuple[int, ...]] = {}
+        for axis in ("k", "n"):
+            groups: list[list[Digit]] = []
+            for digit in self.space.axes[axis]:
+                if groups and all(_continues(groups[-1][-1], digit, term) for term in terms):
+                    groups[-1].append(digit)
+                else:
+                    groups.append([digit])
+            radices[axis] = tuple(_product(group) for group in groups)
+            for number, group in enumerate(groups):
+                # the last digit of a group carries its coefficient
+                self.names.update(dict.fromkeys(group[:-1], ""))
+                self.names[group[-1]] = f"{axis}{number}"
+        return radices
+
+    def _form(self, index: Index) -> Form:
+        index = self.space.leaves(index)
+        linear, tables = [], []
+        for digit, term in index.terms:
+            name = self.names[digit]
+            if not name:
+                continue  # part of a coarser digit
+            if isinstance(term, tuple):
+                tables.append((name, term))
+            else:
+                linear.append((name, term))
+        fields = tuple((self._field(data), coef) for data, coef in index.data)
+        return Form(index.const, tuple(sorted(linear)), tuple(sorted(tables)), fields)
+
+    def _blame(self, expr: Expr, reason: str) -> _NoWeight:
+        node = self.node
+        if isinstance(expr, (Load, Bits)):
+            node = expr.node
+        elif isinstance(expr, Op) and expr.at is not None:
+            node = expr.at[0]
+        return _NoWeight(RejectionCode.WEIGHT_FORM, reason, node)
+
+
+def _simplified(steps: list[tuple[StepKind, Expr]]) -> list[tuple[StepKind, Expr]]:
+    """Integers that are added before anything else, in one step or none: (q + 8) - 8."""
+    total, rest = 0, list(steps)
+    while rest and rest[0][0] in ("add", "sub") and (value := constant(rest[0][1])) is not None:
+        total += value if rest.pop(0)[0] == "add" else -value
+    if total:
+        rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
+    return rest
+
+
+def _stripped(expr: Expr) -> Expr:
+    """Without casts that change no value: the kernel computes in fp32."""
+    while isinstance(expr, Op) and expr.name == "cast":
+        (inner,) = expr.args
+        if inner.dtype in INTEGERS:
+            low, high = interval(inner)  # the kernel converts to fp32 as well
+            if max(-low, high) > EXACT[torch.float32] and expr.dtype != torch.float32:
+                break
+        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in _WIDER.get(inner.dtype, ()):
+            break
+        expr = inner
+    return expr
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.float8_e4m3fn: FLOATS,
+    torch.float8_e5m2: FLOATS,
+}
+
+
+def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:
+    """Whether the two digits appear in a form as one: ``coef * (low.radix * high + low)``."""
+    above, below = terms.get(high, 0), terms.get(low, 0)
+    return isinstance(above, int) and isinstance(below, int) and above == below * low.radix
+
+
+def _product(digits: list[Digit]) -> int:
+    result = 1
+    for digit in digits:
+        result *= digit.radix
+    return result
+
+
+def _is_signed(node: fx.Node) -> bool:
+    return torch.iinfo(graph.value(node).dtype).min < 0
