@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import torch
+
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.errors import OptionError
+from inductor_quant.weight_format import WeightFormat
 
 # Accumulator registers (32 bit) a thread, of the 255 that one can have. wgmma (sm_90) reads its
 # operands from shared memory: at 128 nothing of the sweep spills, at 256 all does. Elsewhere they
@@ -72,14 +75,34 @@ class Device:
 
 
 @dataclasses.dataclass(frozen=True)
+class WeightTensor:
+    """Type and sizes of one tensor of a packed weight; None: a size is symbolic."""
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A packed weight: how it lies in memory, and the tensors that its fields count."""
+
+    format: WeightFormat
+    tensors: tuple[WeightTensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
-    """Sizes of one GEMM; where a size is symbolic, the value it had in the call being compiled."""
+    """Sizes of one GEMM; where a size is symbolic, the value it had in the call being compiled.
+
+    ``weight``, if given, is what stands in the place of b [K, N].
+    """
 
     m: int
     n: int
     k: int
     # False where K is symbolic: then no configuration may assume that it is a multiple of BLOCK_K.
     k_is_static: bool = True
+    weight: Weight | None = None
 
     def is_even_k(self, config: GemmConfig) -> bool:
         return self.k_is_static and self.k % config.block_k == 0
@@ -96,8 +119,14 @@ def shared_memory(config: GemmConfig, element_bytes: int) -> int:
     return config.num_stages * tile * element_bytes
 
 
-def legal(config: GemmConfig, device: Device, *, element_bytes: int) -> Rejection | None:
-    """None where ``config`` can run on ``device``, else why not."""
+def legal(
+    config: GemmConfig, device: Device, *, element_bytes: int, shared_bytes: int | None = None
+) -> Rejection | None:
+    """None where ``config`` can run on ``device``, else why not.
+
+    ``element_bytes`` is the size of what the matrix unit multiplies. ``shared_bytes`` is what the
+    kernel keeps in shared memory; None: tiles of both operands, see ``shared_memory``.
+    """
     for name in ("block_m", "block_n", "block_k", "num_warps"):
         value = getattr(config, name)
         if value < 1 or value & (value - 1):
@@ -126,7 +155,9 @@ def legal(config: GemmConfig, device: Device, *, element_bytes: int) -> Rejectio
             f"{config} needs {accumulators} accumulator registers a thread; "
             f"{most} is the most that does not spill",
         )
-    needed = shared_memory(config, element_bytes) + RESERVED_SHARED_MEMORY
+    if shared_bytes is None:
+        shared_bytes = shared_memory(config, element_bytes)
+    needed = shared_bytes + RESERVED_SHARED_MEMORY
     if needed > device.shared_memory:
         return Rejection(
             RejectionCode.SHARED_MEMORY,

@@ -8,7 +8,7 @@ import torch
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.kernels import table
-from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import QuantGemmSpec, dtype_name
 
@@ -23,7 +23,7 @@ def grid(m: Any, n: Any, meta: dict[str, Any], *, cdiv: Any) -> tuple[Any, Any, 
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]), 1, 1)
 
 
-def supports(spec: QuantGemmSpec, device: Device) -> Rejection | None:
+def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
     if 0 < device.arch < MIN_ARCH:
         return Rejection(
             RejectionCode.DEVICE, f"sm_{device.arch} has no int8 matrix unit that Triton uses"
@@ -55,6 +55,12 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     return table.load("w8a8_mm", 90).rank(problem, device, element_bytes=ELEMENT_BYTES)
 
 
+def is_legal(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> Rejection | None:
+    return legal(config, device, element_bytes=ELEMENT_BYTES)
+
+
 W8A8_MM = Kernel(
     name="w8a8_mm",
     family="w8a8",
@@ -62,4 +68,5 @@ W8A8_MM = Kernel(
     supports=supports,
     constants=constants,
     configs=configs,
+    legal=is_legal,
 )

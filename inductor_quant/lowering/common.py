@@ -19,7 +19,6 @@ from inductor_quant.kernels.config import (
     Device,
     GemmConfig,
     Problem,
-    legal,
     parse_config,
 )
 from inductor_quant.lowering.timing import time_in_graph
@@ -146,10 +145,10 @@ def _candidates(
     """Legal configurations of the kernels that support the spec: the user's, else the tables'."""
     pinned = [parse_config(text) for text in options.configs]
     for kernel in KERNELS:
-        if kernel.family != family or kernel.supports(spec, device) is not None:
+        if kernel.family != family or kernel.supports(spec, problem, device) is not None:
             continue
         for config in pinned or kernel.configs(spec, problem, device):
-            if legal(config, device, element_bytes=spec.b.dtype.itemsize) is None:
+            if kernel.legal(spec, problem, config, device) is None:
                 yield kernel, config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -226,7 +227,7 @@ def _decode(text: str) -> WeightFormat:
     try:
         return WeightFormat.decode(text)
     except ValueError as error:
-        raise SpecError(f"weight_only: {error}") from error
+        raise SpecError(f"weight_only: format={text!r}: {error}") from error
 
 
 def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
@@ -278,6 +279,9 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
         for part in field.parts:
             if is_float(tensors[part.source][0]):
                 raise SpecError(f"weight_only: position {part} of {format} is not an integer")
+    for step in format.steps:
+        if not isinstance(step.operand, Field) and not math.isfinite(step.operand):
+            raise SpecError(f"weight_only: {step} of {format} is no finite number")
     dtype = tensors[format.element.source][0]
     if format.element.width > MAX_ELEMENT_BITS or (
         not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)

@@ -7,10 +7,18 @@ import itertools
 
 import jinja2
 import pytest
+import torch
 
 from inductor_quant.kernels import KERNELS
+from inductor_quant.kernels.config import Problem, Weight, WeightTensor, parse_config
+from inductor_quant.kernels.w8a8 import W8A8_MM
+from inductor_quant.kernels.weight_code import WeightCode
+from inductor_quant.kernels.weight_only import WEIGHT_ONLY_MM, weight_code
+from inductor_quant.ops import weight_only
+from tests.support import formats
+from tests.support.formats import FORMATS
 
-FLAGS = (
+W8A8_FLAGS = (
     "HAS_A_SCALE",
     "A_SCALE_PER_TOKEN",
     "HAS_B_SCALE",
@@ -18,6 +26,7 @@ FLAGS = (
     "HAS_BIAS",
     "EVEN_K",
 )
+WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS")
 
 
 def render(source: str, **constants: object) -> tuple[str, list[str]]:
@@ -38,18 +47,79 @@ def render(source: str, **constants: object) -> tuple[str, list[str]]:
     return text, declared
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def combinations(flags: tuple[str, ...]) -> list[dict[str, bool]]:
+    return [
+        dict(zip(flags, values, strict=True))
+        for values in itertools.product((False, True), repeat=len(flags))
+    ]
+
+
+def names_in(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
-def test_every_combination_parses_and_uses_what_it_declares(kernel, alpha):
-    for values in itertools.product((False, True), repeat=len(FLAGS)):
-        text, declared = render(
-            kernel.source(), ALPHA=alpha, **dict(zip(FLAGS, values, strict=True))
-        )
-        tree = ast.parse(text)
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+def test_every_combination_parses_and_uses_what_it_declares(alpha):
+    for flags in combinations(W8A8_FLAGS):
+        text, declared = render(W8A8_MM.source(), ALPHA=alpha, **flags)
+        names = names_in(text)
         assert set(declared) <= names
         assert ("ALPHA" in names) == (alpha != 1.0)
-        assert ("BIAS" in declared) == values[FLAGS.index("HAS_BIAS")]
+        assert ("BIAS" in declared) == flags["HAS_BIAS"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("config", ["16x32x64_w4_s3_g8", "16x64x32_w4_s3_g8"])
+def test_every_format_parses_and_uses_what_it_declares(name, config):
+    for (k, n), flags in itertools.product(
+        [(128, 128), (192, 80)], combinations(WEIGHT_ONLY_FLAGS)
+    ):
+        weight = code_of(formats.build(name, k, n), config)
+        text, declared = render(WEIGHT_ONLY_MM.source(), WEIGHT=weight, **flags)
+        assert declared[: len(weight.sources) + 1] == ["X", *weight.sources]
+        assert set(declared) <= names_in(text)
+        assert ("BIAS" in declared) == flags["HAS_BIAS"]
+        assert ("mask=" in text) == (weight.k % weight.block["k"] != 0)
+
+
+def code_of(packed: formats.Packed, config: str) -> WeightCode:
+    spec = weight_only.make_spec(
+        packed.format,
+        [dtype for _, _, dtype in packed.tensors],
+        x_dtype=torch.bfloat16,
+        column_scale=None,
+        out_dtype=torch.bfloat16,
+        bias=False,
+    )
+    tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
+    k, n = packed.format.shape
+    problem = Problem(16, n, k, weight=Weight(packed.format, tensors))
+    return weight_code(spec, problem, parse_config(config))
+
+
+def test_a_word_and_a_row_of_scales_are_read_once_a_tile():
+    """GPTQ, 8 numbers a word and 32 rows a group: not once for each number."""
+    code = code_of(formats.build("gptq", 128, 128), "16x64x32_w4_s3_g8")
+    words, zeros, scales = 32 // 8 * 64 * 4, 64 // 8 * 4, 64 * 2
+    assert code.loaded_bytes() == words + zeros + scales
+    long = code_of(formats.build("gptq", 128, 128), "16x64x128_w4_s3_g8")
+    assert long.loaded_bytes() == 4 * (words + zeros + scales)
+
+
+def test_the_scales_of_columns_are_applied_behind_the_loop():
+    code = code_of(formats.build("int8_zero_channel", 128, 128), "16x64x32_w4_s3_g8")
+    hooks = (lambda name, dim: "1", lambda name, dim: "128")
+    assert "W2" not in code.tile(*hooks)
+    assert "W3" not in code.tile(*hooks)
+    assert code.columns(*hooks).count("out = out * ") == 2
+
+
+def test_as_a_constant_the_weight_is_the_text_of_its_format():
+    """A literal that Python reads back, so that it can stand in the kernel and in its keys."""
+    for name in FORMATS:
+        packed = formats.build(name, 128, 128)
+        code = code_of(packed, "16x64x32_w4_s3_g8")
+        assert ast.literal_eval(f"{code}") == ast.literal_eval(repr(code)) == str(packed.format)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

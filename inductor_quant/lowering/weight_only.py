@@ -1,0 +1,99 @@
+"""Lowering of ``inductor_quant::weight_only``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_quant import _torch_compat as compat
+from inductor_quant.kernels.config import Problem, Weight, WeightTensor
+from inductor_quant.lowering.common import lower_gemm, lowering_of
+from inductor_quant.ops import weight_only as op
+from inductor_quant.ops.dequantize import Evaluator
+from inductor_quant.spec import ScaleSpec
+from inductor_quant.weight_format import WeightFormat
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@compat.register_lowering(op.op, type_promotion_kind=None)
+def lower(
+    x: Any,
+    weight: list[Any],
+    column_scale: Any,
+    bias: Any,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> Any:
+    parsed = WeightFormat.decode(format)
+    m, (k, n) = x.get_size()[0], parsed.shape
+    device = x.get_device()
+    if compat.known_int(m) == 0:
+        return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
+    scale = None
+    if column_scale is not None:
+        is_one = compat.known_int(column_scale.get_size()[1]) == 1
+        scale = ScaleSpec(column_scale.get_dtype(), (-1, -1 if is_one else 1))
+    spec = op.make_spec(
+        parsed,
+        [t.get_dtype() for t in weight],
+        x_dtype=x.get_dtype(),
+        column_scale=scale,
+        out_dtype=out_dtype,
+        bias=bias is not None,
+    )
+    inputs = [compat.realize(t) for t in (x, *weight, column_scale, bias) if t is not None]
+    [hint_m] = compat.size_hints((m,))
+    tensors = tuple(
+        WeightTensor(t.get_dtype(), tuple(map(compat.known_int, t.get_size()))) for t in weight
+    )
+    result = lower_gemm(
+        "weight_only",
+        spec,
+        Problem(hint_m, n, k, weight=Weight(parsed, tensors)),
+        inputs,
+        compat.FixedLayout(device, out_dtype, [m, n]),
+        {
+            "HAS_COLUMN_SCALE": scale is not None,
+            "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
+        },
+    )
+    if result is not None:
+        return result
+    return _unfused(x, weight, column_scale, bias, parsed, out_dtype)
+
+
+class _Lowered(Evaluator):
+    """The reference's arithmetic in Inductor's lowerings."""
+
+    def table(self, table: tuple[int, ...], digit: Any) -> Any:
+        # IR has no constant tensors: a sum in which one term is not 0.
+        call = self.call
+        value = self._full(0)
+        for position, entry in enumerate(table):
+            is_here = self.convert(call(aten.eq.Scalar, digit, position), torch.int64)
+            value = call(aten.add.Tensor, value, call(aten.mul.Tensor, is_here, entry))
+        return value
+
+
+def _unfused(
+    x: Any,
+    weight: list[Any],
+    column_scale: Any,
+    bias: Any,
+    format: WeightFormat,
+    out_dtype: torch.dtype,
+) -> Any:
+    """Dequantize, then multiply, as what was matched did: for a device without a kernel."""
+    evaluator = _Lowered(
+        format, weight, x.get_device(), lambda op, *a, **k: lowering_of(op)(*a, **k)
+    )
+    value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+    out = evaluator.convert(lowering_of(aten.mm.default)(x, value), torch.float32)
+    if column_scale is not None:
+        out = lowering_of(aten.mul.Tensor)(out, evaluator.convert(column_scale, torch.float32))
+    if bias is not None:
+        out = lowering_of(aten.add.Tensor)(out, evaluator.convert(bias, torch.float32))
+    return evaluator.convert(out, out_dtype)

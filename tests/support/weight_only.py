@@ -1,0 +1,119 @@
+"""Inputs of weight_only GEMMs in awkward layouts, and their fp64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from inductor_quant.ops import weight_only
+from tests.support import formats
+from tests.support.formats import Packed
+from tests.support.numerics import MAX_ERROR, RMS_ERROR
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One GEMM; ``n`` and ``k`` are rounded up to what format ``name`` can have.
+
+    column_scale  "none", "channel" or "tensor"
+    layout        "rows": as the producer stores it; "columns": every matrix of it transposed in
+                  memory; "every_second": every second element of something larger
+    """
+
+    name: str
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    column_scale: str = "none"
+    bias: bool = False
+    layout: str = "rows"
+
+    def __str__(self) -> str:
+        parts = [self.name, f"{self.m}x{self.n}x{self.k}", str(self.dtype)]
+        parts += [str(self.out_dtype)] if self.out_dtype else []
+        parts += [f"scale={self.column_scale}"] if self.column_scale != "none" else []
+        parts += ["bias"] if self.bias else []
+        parts += [self.layout] if self.layout != "rows" else []
+        return "-".join(parts).replace("torch.", "")
+
+    @property
+    def packed(self) -> Packed:
+        return formats.build(self.name, self.k, self.n)
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in other places of memory."""
+    if layout == "rows" or tensor.dim() == 0:
+        return tensor
+    if layout == "columns":
+        order = tuple(reversed(range(tensor.dim())))
+        return tensor.permute(order).contiguous().permute(order)
+    spread = torch.zeros([2 * size for size in tensor.shape], dtype=tensor.dtype).to(tensor.device)
+    view = spread[(slice(None, None, 2),) * tensor.dim()]
+    return view.copy_(tensor) if tensor.device.type != "meta" else view
+
+
+def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
+    """x, column_scale, bias, weight tensors. No two scales are equal."""
+    packed = case.packed
+    k, n = packed.format.shape
+    x = laid_out(torch.randn(case.m, k, device=device).to(case.dtype), case.layout)
+    shape = {"none": None, "channel": (1, n), "tensor": (1, 1)}[case.column_scale]
+    scale = None if shape is None else torch.rand(shape, device=device) + 0.5
+    bias = torch.randn(n, device=device).to(case.dtype) if case.bias else None
+    return x, scale, bias, *[laid_out(t, case.layout) for t in packed.make(device)]
+
+
+def gemm(case: Case) -> Callable[..., torch.Tensor]:
+    """The canonical op on what ``make_inputs`` gives."""
+    text = case.packed.format.encode()
+    out_dtype = case.out_dtype or case.dtype
+
+    def fn(x, scale, bias, *weight):  # type: ignore[no-untyped-def]
+        return weight_only.op(x, list(weight), scale, bias, format=text, out_dtype=out_dtype)
+
+    return fn
+
+
+def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """W [K, N] in fp64, rounded where the op says that it is: before the scales of columns."""
+    format = case.packed.format
+    columns = format.column_steps
+    kept = dataclasses.replace(format, steps=format.steps[: len(format.steps) - len(columns)])
+    used = [weight[i] for i in range(kept.num_sources)]
+    value = weight_only.dequantize(kept, used).to(case.dtype).double()
+    one = dataclasses.replace(format, steps=())
+    ones = weight_only.dequantize(one, list(weight)).new_ones(()).double()
+    for step in columns:
+        operand = step.operand
+        if not isinstance(operand, float):
+            alone = dataclasses.replace(format, element=operand, steps=())
+            operand = weight_only.dequantize(alone, list(weight), torch.float64)
+        value = value * (ones * operand) if step.kind == "mul" else value / operand
+    return value
+
+
+def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """The op in fp64 on the CPU: W as rounded for the matrix unit, nothing else is."""
+    x, scale, bias, *weight = [None if t is None else t.cpu() for t in inputs]
+    assert x is not None
+    out = x.double() @ rounded_weight(case, tuple(weight))
+    if scale is not None:
+        out = out * scale.double()
+    return out if bias is None else out + bias.double()
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, slack: float = 1.0) -> None:
+    """Max and RMS error, relative to max(rms(want), |want|)."""
+    assert got.shape == want.shape
+    got, dtype = got.cpu(), got.dtype
+    size = want.abs().clamp_min(want.square().mean().sqrt())
+    error = (got.double() - want).abs() / size
+    assert error.max().item() <= slack * MAX_ERROR[dtype], f"max error {error.max().item():.2e}"
+    rms = error.square().mean().sqrt().item()
+    assert rms <= slack * RMS_ERROR[dtype], f"rms error {rms:.2e}"
