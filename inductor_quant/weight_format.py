@@ -85,7 +85,9 @@ class Field:
     The element at ``index``, one form for each dimension of the tensor; of it, where ``width`` is
     not 0, the ``width`` bits from bit ``offset`` on, counted from the least significant,
     sign-extended if ``signed``. Then ``+ add``, and with ``wrap`` modulo 2**width. Shifts are
-    arithmetic in the word's type; an index below 0 counts from the end, as in torch.
+    arithmetic in the word's type; an index below 0 counts from the end, as in torch. A field that
+    is part of an index has ``size`` added if it is below 0: the length that it counts back from.
+    With ``float8`` ("e4m3", "e5m2") the bits, eight of them, are such a number.
     """
 
     source: int
@@ -95,6 +97,8 @@ class Field:
     signed: bool = False
     add: int = 0
     wrap: bool = False
+    size: int = 0
+    float8: str = ""
 
     @property
     def digits(self) -> frozenset[str]:

@@ -7,12 +7,14 @@ result in ``dtype``; ``Unsupported`` where the value has no form here.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 
 import torch
 
-from inductor_quant.patterns.digits import Index, Unsupported, from_values
+from inductor_quant.patterns.digits import Index, Space, Unsupported, from_values, tabulate
 from inductor_quant.patterns.expression import (
+    FLOAT8,
     FLOATS,
     INTEGERS,
     Bits,
@@ -21,6 +23,7 @@ from inductor_quant.patterns.expression import (
     Op,
     Position,
     Undefined,
+    by_data,
     cast_integer,
     constant,
     extract,
@@ -59,6 +62,8 @@ def bitcast(expr: Expr, dtype: torch.dtype) -> Expr:
         if info.min < 0 and isinstance(field, Bits) and field.width == info.bits:
             field = sign_extended(field)
         return held_in(field, dtype)
+    if dtype in FLOAT8 and isinstance(expr, Bits) and expr.width == 8:
+        return Op("float8", (expr,), dtype)
     raise Unsupported("a view as floats")
 
 
@@ -67,8 +72,10 @@ def bitcast(expr: Expr, dtype: torch.dtype) -> Expr:
 
 
 def bitwise_and(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
-    if isinstance(a, Position) and not isinstance(b, Position):
+    if isinstance(a, Position) or _shifted_constant(a) is not None:
         a, b = b, a
+    if (shifted := _shifted_constant(b)) is not None:
+        return _shifted_mask(a, *shifted, dtype)
     if not isinstance(b, Position):
         raise Unsupported("a mask that is no constant")
     bits = torch.iinfo(dtype).bits
@@ -91,8 +98,28 @@ def bitwise_and(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
                 return Op("wrap", (a, integer(width, dtype)), dtype)
             return held_in(extract(a, Index(), width), dtype)
         low = from_values(b.index, lows)
-        return Op("shl", (held_in(extract(a, low, width), dtype), Position(low, dtype)), dtype)
+        return _shifted_left(held_in(extract(a, low, width), dtype), low, dtype)
     return Op("and", (a, b), dtype)
+
+
+def _shifted_constant(expr: Expr) -> tuple[int, Position] | None:
+    """(c, s) where ``expr`` is ``c << s``."""
+    expr = _untruncated(expr)
+    if not isinstance(expr, Op) or expr.name != "shl":
+        return None
+    value = constant(expr.args[0])
+    return None if value is None else (value, expr.args[1])
+
+
+def _untruncated(expr: Expr) -> Expr:
+    return expr.args[0] if isinstance(expr, Op) and expr.name == "trunc" else expr
+
+
+def _shifted_mask(a: Expr, mask: int, amount: Position, dtype: torch.dtype) -> Expr:
+    """``a & (15 << amount)``, which is looked at when it is shifted back."""
+    if mask <= 0 or mask & (mask + 1):
+        raise Unsupported("a mask of several runs")
+    return Op("masked", (a, integer(mask.bit_length(), dtype), amount), dtype)
 
 
 def bitwise_or(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
@@ -123,16 +150,41 @@ def shift_left(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     amount = _amount(b, dtype)
     if amount == Index():
         return held_in(a, dtype)
-    return Op("shl", (a, Position(amount, dtype)), dtype)
+    return _shifted_left(a, amount, dtype)
+
+
+def _shifted_left(a: Expr, amount: Index, dtype: torch.dtype) -> Expr:
+    """``a * 2**amount`` as ``dtype`` holds it."""
+    if isinstance(a, Op) and a.name == "shl":
+        by: Position
+        a, by = a.args
+        amount = by.index + amount
+    shifted = Op("shl", (a, Position(amount, torch.int64)), dtype)
+    least, most = amount.bounds()
+    low, high = interval(a)
+    if not amount.data and least >= 0:
+        ends = (low << least, low << most, high << least, high << most)
+        if limits(dtype)[0] <= min(ends) and max(ends) <= limits(dtype)[1]:
+            return shifted
+    return Op("trunc", (shifted, dtype), dtype)
 
 
 def shift_right(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     """Arithmetic: ``floor(a / 2**b)``."""
-    amount = _amount(b, dtype)
+    return _shifted_right(a, _amount(b, dtype), dtype)
+
+
+def _shifted_right(a: Expr, amount: Index, dtype: torch.dtype) -> Expr:
     if amount == Index():
         return held_in(a, dtype)
-    if isinstance(a, Op) and a.name == "shl":
-        return _sign_fix(a, amount, dtype)
+    shifted = _untruncated(a)
+    if isinstance(shifted, Op) and shifted.name == "shl":
+        held = a.args[1] if shifted is not a else a.dtype  # type: ignore[union-attr]
+        return _sign_fix(a, shifted, amount, held, dtype)
+    if isinstance(a, Op) and a.name == "masked" and limits(a.dtype)[0] == 0:
+        word, width, low = a.args
+        if low.index == amount:
+            return held_in(extract(word, amount, constant(width) or 0), dtype)
     if isinstance(a, Bits) and amount.is_const and amount.const < a.width:
         width = a.width - amount.const
         offset = a.offset + amount
@@ -140,22 +192,21 @@ def shift_right(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     return Op("shr", (a, Position(amount, dtype)), dtype)
 
 
-def _sign_fix(shifted: Op, amount: Index, dtype: torch.dtype) -> Expr:
-    """``(x << a) >> b``: the bits from ``b - a`` up to the word's end less a, sign-extended where
-    the type has a sign."""
+def _sign_fix(
+    expr: Expr, shifted: Op, amount: Index, held: torch.dtype, dtype: torch.dtype
+) -> Expr:
+    """``(x << a) >> b`` where ``x << a`` is held in a type of W bits: the bits of x from ``b - a``
+    up to ``W - a``, sign-extended where the type has a sign."""
     x, left = shifted.args[0], shifted.args[1].index
-    bits = torch.iinfo(shifted.dtype).bits
-    signed = torch.iinfo(shifted.dtype).min < 0
     low = amount - left
-    bounds = low.bounds()
-    if bounds is None or bounds[0] < 0 or not amount.is_const:
-        return Op("shr", (shifted, Position(amount, dtype)), dtype)
-    _, top = interval(x)
-    if interval(x)[0] >= 0 and left.is_const and top << left.const <= limits(shifted.dtype)[1]:
-        return held_in(extract(x, low, bits - amount.const), dtype)  # nothing is shifted out
-    field = extract(x, low, bits - amount.const)
-    if signed:
-        if not isinstance(field, Bits) or field.width != bits - amount.const:
+    if low.bounds()[0] < 0 or not amount.is_const:
+        return Op("shr", (expr, Position(amount, dtype)), dtype)
+    width = torch.iinfo(held).bits - amount.const
+    field = extract(x, low, width)
+    if expr is shifted and interval(x)[0] >= 0:
+        return held_in(field, dtype)  # nothing was shifted out, and no sign is there
+    if limits(held)[0] < 0:
+        if not isinstance(field, Bits) or field.width != width:
             raise Unsupported("a sign that is not that of a field")
         field = sign_extended(field)
     return held_in(field, dtype)
@@ -165,24 +216,29 @@ def _amount(b: Expr, dtype: torch.dtype) -> Index:
     """A shift amount as an index; one that lies in a tensor becomes a term of data."""
     if isinstance(b, Position):
         bounds = b.index.bounds()
-        if bounds is None or bounds[0] < 0 or bounds[1] >= torch.iinfo(dtype).bits:
+        if bounds[0] < 0 or bounds[1] >= torch.iinfo(dtype).bits:
             raise Unsupported("a shift by more than the word")
         return b.index
     if isinstance(b, Bits):
-        return Index(data=((b, 1),))
-    if isinstance(b, Op) and b.name == "mul":  # width * number
-        factors = [constant(arg) for arg in b.args]
-        if factors[1] is not None and isinstance(b.args[0], Bits):
-            return Index(data=((b.args[0], factors[1]),))
+        return by_data(b)
+    if isinstance(b, Op) and b.name in ("mul", "shl"):  # width * number
+        number, factor = b.args[0], constant(b.args[1])
+        if factor is not None and isinstance(number, Bits):
+            return by_data(number) * (factor if b.name == "mul" else 1 << factor)
     raise Unsupported("a shift by what is no position and no data")
 
 
 def floor_divide(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     """Rounds down, as a shift does."""
-    value = constant(b)
-    if value is None or value <= 0 or value & (value - 1):
+    if (shifted := _shifted_constant(b)) is not None and shifted[0] == 1:
+        return _shifted_right(a, shifted[1].index, dtype)
+    if not isinstance(b, Position):
+        raise Unsupported("a division of integers by no constant")
+    values = b.index.values()
+    if any(value <= 0 or value & (value - 1) for value in values):
         raise Unsupported("a division of integers by no power of two")
-    return shift_right(a, integer(value.bit_length() - 1, dtype), dtype)
+    amount = from_values(b.index, [value.bit_length() - 1 for value in values])
+    return shift_right(a, Position(amount, dtype), dtype)
 
 
 def remainder(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
@@ -234,6 +290,8 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return _in_range(Position(index, dtype))
     if name == "add" and isinstance(a, Position):
         a, b = b, a
+    if name == "sub" and _is_twice_the_sign(a, b):
+        return held_in(sign_extended(a), dtype)
     if constant(b) == 0:
         return held_in(a, dtype)
     if (left := _shifted_apart(a, b)) is not None and name == "add":
@@ -241,13 +299,23 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     return _in_range(Op(name, (a, b), dtype))
 
 
+def _is_twice_the_sign(a: Expr, b: Expr) -> bool:
+    """Whether b is ``(a & 8) << 1`` for a field a of four bits: a - b is the signed number."""
+    if not isinstance(a, Bits) or a.signed or not isinstance(b, Op) or b.name != "shl":
+        return False
+    sign, amount = b.args
+    top = dataclasses.replace(a, offset=a.offset + (a.width - 1), width=1, dtype=sign.dtype)
+    return bool(sign == top and constant(amount) == a.width)
+
+
 def _shifted_apart(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
     """The two where one is a multiple of a power of two that the other does not reach."""
     for low, high in ((a, b), (b, a)):
-        if isinstance(high, Op) and high.name == "shl" and isinstance(low, (Bits, Op)):
-            amount = high.args[1].index.bounds()
+        shifted = _untruncated(high)
+        if isinstance(shifted, Op) and shifted.name == "shl":
+            amount = shifted.args[1].index.bounds()[0]
             least, most = interval(low)
-            if amount is not None and least >= 0 and most < 1 << amount[0]:
+            if least >= 0 and 0 <= amount < 64 and most < 1 << amount:
                 return a, b
     return None
 
@@ -268,9 +336,7 @@ def multiply(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     if isinstance(a, Position):
         return _in_range(Position(a.index * value, dtype))
     if value > 0 and value & (value - 1) == 0:
-        product = Op("mul", (a, b), dtype)
-        _in_range(product)
-        return Op("shl", (a, integer(value.bit_length() - 1, dtype)), dtype)
+        return _shifted_left(a, Index(value.bit_length() - 1), dtype)
     return _in_range(Op("mul", (a, b), dtype))
 
 
@@ -321,4 +387,71 @@ BINARY: dict[str, Callable[[Expr, Expr, torch.dtype], Expr]] = {
     "sub": subtract,
     "mul": multiply,
     "div": divide,
+}
+
+
+def of_positions(name: str, a: Position, b: Position, dtype: torch.dtype, space: Space) -> Expr:
+    """An integer op on two numbers that depend on the position alone."""
+    try:
+        return _of_positions(name, a, b, dtype, space)
+    except Unsupported:
+        if name == "shl" and constant(a) is not None:  # a mask of which only the shift is needed
+            return shift_left(a, b, dtype)
+        raise
+
+
+def _of_positions(
+    name: str, a: Position, b: Position, dtype: torch.dtype, space: Space
+) -> Position:
+    low, by = a.index, constant(b)
+    total = None
+    if name in ("add", "sub"):
+        total = a.index + b.index if name == "add" else a.index - b.index
+    elif name == "mul" and (by is not None or constant(a) is not None):
+        total = low * by if by is not None else b.index * low.const
+    if total is not None:
+        try:
+            return _position(total, dtype)
+        except Unsupported:
+            pass  # it wraps around, as below
+    is_power = by is not None and by > 0 and by & (by - 1) == 0
+    if name == "shr" and by is not None and 0 <= by < 63:
+        return _position(space.divmod(low, 1 << by)[0], dtype)
+    if name == "floor_divide" and by is not None and by > 0:
+        return _position(space.divmod(low, by)[0], dtype)
+    if name == "remainder" and by is not None and by > 0:
+        return _position(space.divmod(low, by)[1], dtype)
+    if name == "and" and by is not None and by > 0 and by & (by + 1) == 0 and not is_power:
+        return _position(space.divmod(low, by + 1)[1], dtype)
+    bits = torch.iinfo(dtype).bits
+
+    def wrapped(x: int, y: int) -> int:
+        if name in ("shl", "shr", "pow") and not 0 <= y < bits:
+            raise Unsupported("a shift by more than the word")
+        if name in ("floor_divide", "remainder") and y == 0:
+            raise Unsupported("a division by 0")
+        value = _INTEGER_OPS[name](x, y) & ((1 << bits) - 1)
+        return value - (1 << bits) if value > limits(dtype)[1] else value
+
+    return Position(tabulate(wrapped, space.leaves(low), space.leaves(b.index)), dtype)
+
+
+def _position(index: Index, dtype: torch.dtype) -> Position:
+    expr = Position(index, dtype)
+    held_in(expr, dtype)
+    return expr
+
+
+_INTEGER_OPS: dict[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shl": operator.lshift,
+    "shr": operator.rshift,
+    "mul": operator.mul,
+    "floor_divide": operator.floordiv,
+    "remainder": operator.mod,
+    "pow": operator.pow,
 }

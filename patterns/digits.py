@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 # Digits that are gone through value by value: words hold at most 64 fields, permutations within a
@@ -46,16 +46,25 @@ Table = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Datum:
+    """An integer that lies in a tensor, ``low`` ... ``high`` for certain."""
+
+    expr: Any
+    low: int
+    high: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Index:
     """``const + sum(coef * digit) + sum(table[digit]) + sum(coef * data)``.
 
-    ``terms`` are (digit, coefficient or table), ``data`` are (expression, coefficient): numbers
-    that lie in a tensor, such as the group of a row in act-order.
+    ``terms`` are (digit, coefficient or table), ``data`` are (number, coefficient), such as the
+    group of a row in act-order.
     """
 
     const: int = 0
     terms: tuple[tuple[Digit, int | Table], ...] = ()
-    data: tuple[tuple[Any, int], ...] = ()
+    data: tuple[tuple[Datum, int], ...] = ()
 
     @property
     def is_const(self) -> bool:
@@ -72,15 +81,13 @@ class Index:
         if factor == 1:
             return self
         terms = [(d, _scaled(t, factor)) for d, t in self.terms]
-        return _index(self.const * factor, terms, [(e, c * factor) for e, c in self.data])
+        return _index(self.const * factor, terms, [(d, c * factor) for d, c in self.data])
 
     def __sub__(self, other: Index) -> Index:
         return self + other * -1
 
     def at(self, digit: Digit, value: int) -> Index:
-        """The index where ``digit`` has this value."""
-        if self.data:
-            raise Unsupported("a case of an index that depends on data")
+        """The terms where ``digit`` has this value, without the data."""
         const, terms = self.const, []
         for known, term in self.terms:
             if known is digit:
@@ -89,11 +96,13 @@ class Index:
                 terms.append((known, term))
         return Index(const, tuple(terms))
 
-    def bounds(self) -> tuple[int, int] | None:
-        """The smallest and the largest value; None if it depends on data."""
-        if self.data:
-            return None
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest value."""
         low = high = self.const
+        ends: Sequence[int]
+        for datum, coef in self.data:
+            ends = (coef * datum.low, coef * datum.high)
+            low, high = low + min(ends), high + max(ends)
         for digit, term in self.terms:
             ends = term if isinstance(term, tuple) else (0, term * (digit.radix - 1))
             low, high = low + min(ends), high + max(ends)
@@ -114,7 +123,7 @@ def _scaled(term: int | Table, factor: int) -> int | Table:
 
 
 def _index(
-    const: int, terms: Iterable[tuple[Digit, int | Table]], data: Iterable[tuple[Any, int]] = ()
+    const: int, terms: Iterable[tuple[Digit, int | Table]], data: Iterable[tuple[Datum, int]] = ()
 ) -> Index:
     """The Index of a sum whose terms may repeat a digit."""
     linear: dict[Digit, int] = {}
@@ -142,10 +151,10 @@ def _index(
                 found.append((digit, tuple(v - first for v in values)))
         if values is None and coef:
             found.append((digit, coef))
-    merged: dict[Any, int] = {}
-    for expression, factor in data:
-        merged[expression] = merged.get(expression, 0) + factor
-    return Index(const, tuple(found), tuple((e, c) for e, c in merged.items() if c))
+    merged: dict[Datum, int] = {}
+    for datum, factor in data:
+        merged[datum] = merged.get(datum, 0) + factor
+    return Index(const, tuple(found), tuple((d, c) for d, c in merged.items() if c))
 
 
 class Space:
@@ -166,8 +175,8 @@ class Space:
 
     def split(self, digit: Digit, low: int) -> None:
         """Write ``digit`` as ``low * high_digit + low_digit``."""
-        if digit.radix % low or not 1 < low < digit.radix:
-            raise Unsupported(f"{digit} has no digit of {low} values")
+        if digit.children or digit.radix % low or not 1 < low < digit.radix:
+            raise Unsupported(f"{digit} is not split into parts of {low}")
         high = Digit(digit.axis, digit.radix // low, next(self._serials))
         rest = Digit(digit.axis, low, next(self._serials))
         digit.children = (high, rest)
@@ -203,10 +212,23 @@ class Space:
         while True:
             index = self.leaves(index)
             quotient, rest = _parts(index, size)
-            low, high = rest.bounds()  # type: ignore[misc]
+            low, high = rest.bounds()
             if low >= 0 and high < size:
-                return quotient, rest
+                return self._simplified(quotient), self._simplified(rest)
             self._split_across(rest, size)
+
+    def _simplified(self, index: Index) -> Index:
+        """With its tables as sums over finer digits, where they are that."""
+        index = self.leaves(index)
+        if all(isinstance(term, int) or digit.radix < 4 for digit, term in index.terms):
+            return index
+        found = Index(index.const, (), index.data)
+        for digit, term in index.terms:
+            if isinstance(term, tuple):
+                found = found + self._profile(digit, list(term))
+            else:
+                found = found + _index(0, [(digit, term)])
+        return self.leaves(found)
 
     def _split_across(self, rest: Index, size: int) -> None:
         """Split the digit whose values lie on both sides of ``size``."""
@@ -232,7 +254,7 @@ class Space:
         index = self.leaves(index)
         if index.data:
             raise Unsupported("a table is indexed by data")
-        low, high = index.bounds()  # type: ignore[misc]
+        low, high = index.bounds()
         if low < 0 or high >= len(values):
             raise Unsupported("a table is indexed beyond its end")
         origin = [0] * len(index.terms)
@@ -311,6 +333,19 @@ def from_values(index: Index, values: Sequence[int]) -> Index:
     return found
 
 
+def tabulate(function: Callable[[int, int], int], a: Index, b: Index) -> Index:
+    """``function(a, b)`` of two indices in leaves, by going through all digits of both."""
+    joint = Index(0, tuple((d, 1) for d in {**dict(a.terms), **dict(b.terms)}))
+    joint.values()  # few enough
+    digits = [digit for digit, _ in joint.terms]
+    values = []
+    for position in _positions(joint):
+        known = dict(zip(digits, position, strict=True))
+        x, y = (_value(i, [known[d] for d, _ in i.terms]) for i in (a, b))
+        values.append(function(x, y))
+    return from_values(joint, values)
+
+
 def _positions(index: Index) -> Iterable[tuple[int, ...]]:
     return itertools.product(*(range(digit.radix) for digit, _ in index.terms))
 
@@ -326,8 +361,6 @@ def merge(digit: Digit, cases: Sequence[Index]) -> Index | None:
 
 def _parts(index: Index, size: int) -> tuple[Index, Index]:
     """``index = size * quotient + rest`` with every number of ``rest`` in [0, size)."""
-    if any(coef % size for _, coef in index.data):
-        raise Unsupported("an index that depends on data is divided")
     upper: list[tuple[Digit, int | Table]] = []
     lower: list[tuple[Digit, int | Table]] = []
     const = index.const
@@ -343,8 +376,9 @@ def _parts(index: Index, size: int) -> tuple[Index, Index]:
             upper.append((digit, term // size))
             lower.append((digit, term % size))
     quotient, rest = divmod(const, size)
-    data = [(expr, coef // size) for expr, coef in index.data]
-    return _index(quotient, upper, data), _index(rest, lower)
+    above = [(datum, coef // size) for datum, coef in index.data]
+    below = [(datum, coef % size) for datum, coef in index.data]
+    return _index(quotient, upper, above), _index(rest, lower, below)
 
 
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:

@@ -8,12 +8,13 @@ So a cast between integer types changes nothing but the type, and shifts and mas
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from inductor_quant.patterns.digits import ZERO, Digit, Index, Space, Unsupported, merge
+from inductor_quant.patterns.digits import ZERO, Datum, Digit, Index, Space, Unsupported, merge
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -70,7 +71,16 @@ class Undefined:
 @dataclasses.dataclass(frozen=True)
 class Op:
     """``name`` of ``args``. ``at`` is where the graph computes it: (node, index), None where that
-    is no single node."""
+    is no single node.
+
+    Of integers, the value is the exact one whatever ``dtype`` holds it. Beside the obvious:
+        shl, shr   (x, amount)         x * 2**amount, and floor(x / 2**amount)
+        trunc      (x, type)           the lowest bits of x as a number of that type
+        masked     (x, width, amount)  x & (2**width - 1 << amount), in x's type
+        wrap       (x, width)          x modulo 2**width
+        from_end   (x, size)           x + size where x is below 0
+        float8     (x,)                eight bits read as a number of ``dtype``
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -90,6 +100,15 @@ class Choice:
 Expr = Load | Bits | Number | Position | Undefined | Op | Choice
 
 
+def _operands(expr: Op) -> list[Any]:
+    return [arg for arg in expr.args if not isinstance(arg, torch.dtype)]
+
+
+def _each(expr: Op, function: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The arguments, ``function`` of those that are expressions."""
+    return tuple(arg if isinstance(arg, torch.dtype) else function(arg) for arg in expr.args)
+
+
 def forms(expr: Expr, *, through_data: bool = True) -> tuple[Index, ...]:
     """All indices of an expression; with ``through_data`` those inside data as well.
 
@@ -102,13 +121,13 @@ def forms(expr: Expr, *, through_data: bool = True) -> tuple[Index, ...]:
     elif isinstance(expr, Position):
         own = (expr.index,)
     elif isinstance(expr, Op):
-        return tuple(i for arg in expr.args for i in forms(arg, through_data=through_data))
+        return tuple(i for arg in _operands(expr) for i in forms(arg, through_data=through_data))
     elif isinstance(expr, Choice):
         return tuple(i for case in expr.cases for i in forms(case, through_data=through_data))
     if not through_data:
         shifts = expr.offset.data if isinstance(expr, Bits) else ()
-        return (*own, *(index for data, _ in shifts for index in forms(data)))
-    inner = (index for form in own for data, _ in form.data for index in forms(data))
+        return (*own, *(index for data, _ in shifts for index in forms(data.expr)))
+    inner = (index for form in own for data, _ in form.data for index in forms(data.expr))
     return (*own, *inner)
 
 
@@ -124,20 +143,35 @@ def digits(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]
 def at(expr: Expr, digit: Digit, value: int) -> Expr:
     """The expression where ``digit`` has this value."""
     if isinstance(expr, Load):
-        return dataclasses.replace(expr, index=tuple(i.at(digit, value) for i in expr.index))
+        return dataclasses.replace(expr, index=_at(expr.index, digit, value))
     if isinstance(expr, Bits):
-        index = tuple(i.at(digit, value) for i in expr.index)
-        return dataclasses.replace(expr, index=index, offset=expr.offset.at(digit, value))
+        *index, offset = _at((*expr.index, expr.offset), digit, value)
+        return dataclasses.replace(expr, index=tuple(index), offset=offset)
     if isinstance(expr, Position):
-        return dataclasses.replace(expr, index=expr.index.at(digit, value))
+        return dataclasses.replace(expr, index=_at((expr.index,), digit, value)[0])
     if isinstance(expr, Op):
-        return Op(expr.name, tuple(at(arg, digit, value) for arg in expr.args), expr.dtype)
+        return Op(expr.name, _each(expr, lambda arg: at(arg, digit, value)), expr.dtype)
     if isinstance(expr, Choice):
         if expr.digit is digit:
             return expr.cases[value]
         cases = tuple(at(case, digit, value) for case in expr.cases)
         return dataclasses.replace(expr, cases=cases)
     return expr
+
+
+def _at(forms: tuple[Index, ...], digit: Digit, value: int) -> tuple[Index, ...]:
+    return tuple(
+        form.at(digit, value)
+        + sum(
+            (by_data(at(datum.expr, digit, value)) * coef for datum, coef in form.data), start=ZERO
+        )
+        for form in forms
+    )
+
+
+def fixed(index: Index, space: Space, digit: Digit, value: int) -> Index:
+    """An index where ``digit`` has this value, that of its data too."""
+    return _at(_normalized((index,), space), digit, value)[0]
 
 
 def normalized(expr: Expr, space: Space) -> Expr:
@@ -150,7 +184,7 @@ def normalized(expr: Expr, space: Space) -> Expr:
     if isinstance(expr, Position):
         return dataclasses.replace(expr, index=_normalized((expr.index,), space)[0])
     if isinstance(expr, Op):
-        return dataclasses.replace(expr, args=tuple(normalized(arg, space) for arg in expr.args))
+        return dataclasses.replace(expr, args=_each(expr, lambda arg: normalized(arg, space)))
     if isinstance(expr, Choice):
         if expr.digit.children is not None:
             raise Unsupported("a digit is split on which cases depend")
@@ -164,7 +198,9 @@ def _normalized(forms: tuple[Index, ...], space: Space) -> tuple[Index, ...]:
     for form in forms:
         new = space.leaves(form)
         if new.data:
-            data = tuple((normalized(expr, space), coef) for expr, coef in new.data)
+            data = tuple(
+                (by_data(normalized(d.expr, space)).data[0][0], coef) for d, coef in new.data
+            )
             new = dataclasses.replace(new, data=data)
         found.append(new)
     return tuple(found)
@@ -180,6 +216,8 @@ def _join(digit: Digit, cases: list[Any]) -> Expr | None:
     first = cases[0]
     if all(case == first for case in cases):
         return first
+    if isinstance(first, torch.dtype):
+        return None
     if any(type(case) is not type(first) or case.dtype != first.dtype for case in cases):
         return None
     if isinstance(first, Load) and all(case.node is first.node for case in cases):
@@ -228,8 +266,8 @@ def interval(expr: Expr) -> tuple[int, int]:
         if expr.signed:
             return -(1 << (expr.width - 1)), (1 << (expr.width - 1)) - 1
         return 0, (1 << expr.width) - 1
-    if isinstance(expr, Position) and (bounds := expr.index.bounds()) is not None:
-        return bounds
+    if isinstance(expr, Position):
+        return expr.index.bounds()
     if isinstance(expr, Op) and expr.name in ("add", "sub", "mul"):
         (a, b), (c, d) = (interval(arg) for arg in expr.args)
         if expr.name == "add":
@@ -240,6 +278,13 @@ def interval(expr: Expr) -> tuple[int, int]:
         return min(ends), max(ends)
     if isinstance(expr, Op) and expr.name == "wrap":
         return 0, (1 << expr.args[1].index.const) - 1
+    if isinstance(expr, Op) and expr.name == "from_end":
+        return 0, expr.args[1].index.const - 1  # others are an error in torch
+    if isinstance(expr, Op) and expr.name == "trunc":
+        return limits(expr.args[1])
+    if isinstance(expr, Op) and expr.name == "shl" and not expr.args[1].index.data:
+        shifted = [e << by for e in interval(expr.args[0]) for by in expr.args[1].index.bounds()]
+        return min(shifted), max(shifted)
     return limits(expr.dtype)
 
 
@@ -250,9 +295,14 @@ def whole(node: fx.Node, index: tuple[Index, ...], dtype: torch.dtype) -> Bits:
 
 
 def is_whole(expr: Bits) -> bool:
-    """Whether the field is all of its word."""
-    word = expr.node.meta["val"].dtype
-    return expr.offset == ZERO and expr.width == torch.iinfo(word).bits
+    """Whether the field is all of its word, read as the type that the word has."""
+    word = torch.iinfo(expr.node.meta["val"].dtype)
+    return (expr.offset, expr.width, expr.signed) == (ZERO, word.bits, word.min < 0)
+
+
+def by_data(expr: Expr) -> Index:
+    """An index that is the value of an integer in a tensor."""
+    return Index(data=((Datum(expr, *interval(expr)), 1),))
 
 
 def constant(expr: Expr) -> int | None:
@@ -278,15 +328,15 @@ def extract(expr: Expr, low: Index, width: int) -> Expr:
 
 
 def _extract_bits(expr: Bits, low: Index, width: int) -> Expr:
-    bounds = low.bounds()
-    if bounds is None:  # a shift by data: arithmetic, then masked, whatever the amount
+    least, most = low.bounds()
+    if low.data:  # a shift by data: arithmetic, then masked, whatever the amount
         if not is_whole(expr):
             raise Unsupported("a shift by data of a part of a word")
-    elif bounds[0] < 0:
+    elif least < 0:
         raise Unsupported("bits below the first")
-    elif bounds[0] >= expr.width and not expr.signed:
+    elif least >= expr.width and not expr.signed:
         return integer(0, expr.dtype)
-    elif bounds[1] + width > expr.width:
+    elif most + width > expr.width:
         if expr.signed or not low.is_const:
             raise Unsupported("a field that reaches beyond its word")
         width = expr.width - low.const  # zeros above
@@ -294,15 +344,23 @@ def _extract_bits(expr: Bits, low: Index, width: int) -> Expr:
 
 
 def _extract_op(expr: Op, low: Index, width: int) -> Expr | None:
-    bounds = low.bounds()
-    is_cut = expr.name in ("shl", "trunc")  # what was beyond the type is gone
-    if is_cut and (bounds is None or bounds[1] + width > torch.iinfo(expr.dtype).bits):
-        return None
     if expr.name == "trunc":
-        return extract(expr.args[0], low, width)
+        inner, dtype = expr.args
+        if low.bounds()[1] + width > torch.iinfo(dtype).bits:
+            return None  # the sign, or bits that are gone
+        return extract(inner, low, width)
     if expr.name == "shr":
-        return extract(expr.args[0], low + expr.args[1].index, width)
-    if expr.name == "shl" and (shifted := (low - expr.args[1].index)).bounds() is not None:
+        inner, amount = expr.args
+        if isinstance(inner, Op) and inner.name == "masked" and low == ZERO:
+            # ((x & (15 << s)) >> s) & 15: also where bits of 15 << s are beyond the word, since
+            # either shift repeats the sign
+            word, mask, left = inner.args
+            if left.index == amount.index and width <= mask.index.const:
+                return extract(word, amount.index, width)
+            return None
+        return extract(inner, low + amount.index, width)
+    if expr.name == "shl":
+        shifted = low - expr.args[1].index
         least, most = shifted.bounds()
         if least >= 0:
             return extract(expr.args[0], shifted, width)
@@ -348,7 +406,7 @@ def cast_integer(expr: Expr, dtype: torch.dtype) -> Expr:
     try:
         low = extract(expr, ZERO, bits)
     except Unsupported:
-        return Op("trunc", (expr,), dtype)
+        return Op("trunc", (expr, dtype), dtype)
     if signed and isinstance(low, Bits) and low.width == bits:
         low = sign_extended(low)
     return held_in(low, dtype)

@@ -114,6 +114,8 @@ class _Decoder:
                 continue
             if expr.name == "shl":
                 expr = self._as_product(expr)
+            if expr.name == "float8":
+                break
             if expr.name not in _STEPS:
                 raise self._blame(expr, f"{expr.name} is no affine step")
             left, right = expr.args
@@ -124,13 +126,32 @@ class _Decoder:
             if inner.dtype in INTEGERS and expr.dtype in FLOATS:
                 self._check_exact(inner)  # converted without a cast of its own
             if is_left or expr.name in ("add", "mul"):
-                steps.append((_STEPS[expr.name], outer))
+                steps += self._factors(_STEPS[expr.name], outer)
             elif expr.name == "sub":  # z - q = -q + z
                 steps += [("add", outer), ("mul", Number(-1.0, torch.float32))]
             else:
                 raise self._blame(expr, "the quantized number is a divisor")
             expr = inner
         return expr, _simplified(steps[::-1])
+
+    def _factors(self, kind: StepKind, operand: Expr) -> list[tuple[StepKind, Expr]]:
+        """A scale as the product or quotient of what it is made of, the last step first.
+
+        Where the graph computes it in fp32, or for every k and n (an outer product). Otherwise it
+        is taken as the graph computes it, rounded as there.
+        """
+        inner = _stripped(operand)
+        if kind in ("add", "sub") or not isinstance(inner, Op) or inner.name not in ("mul", "div"):
+            return [(kind, operand)]
+        every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
+        is_outer = every <= digits(inner, self.space)
+        if not (is_outer or inner.at is None or inner.dtype == torch.float32):
+            return [(kind, operand)]
+        left, right = inner.args
+        opposite: StepKind = "div" if kind == "mul" else "mul"
+        first = [] if isinstance(left, Number) and left.value == 1 else self._factors(kind, left)
+        second = self._factors(kind if inner.name == "mul" else opposite, right)
+        return [*second, *first]
 
     def _as_product(self, shift: Op) -> Op:
         value, amount = shift.args
@@ -156,10 +177,12 @@ class _Decoder:
     def _is_element(self, expr: Expr, *, by_data: bool = False) -> bool:
         """Whether every k and n has a number of its own in ``expr``; ``by_data``: also where a
         number in a tensor says which one."""
+        if isinstance(expr, Op):
+            return any(self._is_element(arg, by_data=by_data) for arg in expr.args)
         every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
         if every <= digits(expr, self.space, through_data=by_data):
             return True
-        data = (d for form in forms(expr, through_data=False) for d, _ in form.data)
+        data = (d.expr for form in forms(expr, through_data=False) for d, _ in form.data)
         return any(self._is_element(d, by_data=by_data) for d in data)
 
     def _sides(self, expr: Op) -> tuple[bool, bool]:
@@ -171,14 +194,16 @@ class _Decoder:
         return sides
 
     def _check_element(self, element: Expr) -> None:
-        if not isinstance(element, (Bits, Load)):
-            raise self._blame(element, "no stored number at its end")
         stored = element
+        if isinstance(stored, Op) and stored.name == "float8":
+            (stored,) = stored.args
+        if not isinstance(stored, (Bits, Load)):
+            raise self._blame(element, "no stored number at its end")
         if not self._is_element(stored, by_data=True):
             raise self._blame(element, "no number of its own for every k and n")
         # an entry of a table: the number is the one that chooses it
-        while codes := [d for i in stored.index for d, _ in i.data if self._is_element(d)]:
-            stored = codes[0]
+        while codes := self._codes(stored):
+            stored = _code(codes[0])
         if isinstance(stored, Load):
             if stored.dtype not in FLOAT8:
                 code = RejectionCode.NOT_QUANTIZED
@@ -193,6 +218,11 @@ class _Decoder:
             raise _NoWeight(
                 RejectionCode.COMPUTED_WEIGHT, f"{stored.node.target} computes it", stored.node
             )
+
+    def _codes(self, stored: Bits | Load) -> list[Expr]:
+        """The numbers of their own for every k and n by which ``stored`` is chosen."""
+        data = [datum.expr for index in stored.index for datum, _ in index.data]
+        return [expr for expr in data if self._is_element(expr)]
 
     # -- fields
 
@@ -219,7 +249,7 @@ class _Decoder:
             return self._loaded(expr.node, expr.index, Field(0, ()))
         if isinstance(expr, Bits):
             field = Field(0, ())
-            if not is_whole(expr) or expr.signed != _is_signed(expr.node):
+            if not is_whole(expr):
                 offset = self._form(expr.offset)
                 field = Field(0, (), offset, expr.width, expr.signed)
             return self._loaded(expr.node, expr.index, field)
@@ -229,6 +259,16 @@ class _Decoder:
             if value is not None and not inner.wrap:
                 add = inner.add + (value if expr.name == "add" else -value)
                 return dataclasses.replace(inner, add=add)
+        if isinstance(expr, Op) and expr.name == "from_end":
+            inner = self._field(expr.args[0])
+            if not inner.size:
+                return dataclasses.replace(inner, size=expr.args[1].index.const)
+        if isinstance(expr, Op) and expr.name == "float8":
+            inner = self._field(expr.args[0])
+            if not (inner.add or inner.wrap):
+                kind = "e4m3" if expr.dtype == torch.float8_e4m3fn else "e5m2"
+                signed = False  # the bits themselves
+                return dataclasses.replace(inner, width=8, signed=signed, float8=kind)
         if isinstance(expr, Op) and expr.name == "wrap":
             inner = self._field(expr.args[0])
             if not inner.wrap and inner.width == constant(expr.args[1]):
@@ -276,7 +316,7 @@ class _Decoder:
                 tables.append((name, term))
             else:
                 linear.append((name, term))
-        fields = tuple((self._field(data), coef) for data, coef in index.data)
+        fields = tuple((self._field(datum.expr), coef) for datum, coef in index.data)
         return Form(index.const, tuple(sorted(linear)), tuple(sorted(tables)), fields)
 
     def _blame(self, expr: Expr, reason: str) -> _NoWeight:
@@ -296,6 +336,15 @@ def _simplified(steps: list[tuple[StepKind, Expr]]) -> list[tuple[StepKind, Expr
     if total:
         rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
     return rest
+
+
+def _code(expr: Expr) -> Bits | Load:
+    """The number in a tensor that an index is computed from."""
+    while isinstance(expr, Op):
+        expr = expr.args[0]
+    if not isinstance(expr, (Bits, Load)):
+        raise Unsupported("an index that is not stored")
+    return expr
 
 
 def _stripped(expr: Expr) -> Expr:
@@ -332,7 +381,3 @@ def _product(digits: list[Digit]) -> int:
     for digit in digits:
         result *= digit.radix
     return result
-
-
-def _is_signed(node: fx.Node) -> bool:
-    return torch.iinfo(graph.value(node).dtype).min < 0

@@ -31,8 +31,11 @@ from inductor_quant.patterns.expression import (
     Position,
     Undefined,
     at,
+    by_data,
     extract,
+    fixed,
     integer,
+    interval,
     join,
     normalized,
     sign_extended,
@@ -116,7 +119,7 @@ class Reader:
         for value in range(digit.radix):
 
             def fix(other: Index, value: int = value) -> Index:
-                return self.space.leaves(other).at(digit, value)
+                return fixed(other, self.space, digit, value)
 
             def inner(
                 index: Index,
@@ -339,8 +342,6 @@ def _piecewise(
     """Reads the piece (begin, end, read) in which ``index[dim]`` lies, with its position within."""
     here = reader.space.leaves(index[dim])
     bounds = here.bounds()
-    if bounds is None:
-        raise Unsupported("a piece is chosen by data")
     for begin, end, read in pieces:
         if begin <= bounds[0] and bounds[1] < end:
             return read((*index[:dim], here + -begin, *index[dim + 1 :]))
@@ -361,18 +362,21 @@ def _cat(reader: Reader, node: fx.Node, index: At) -> Expr:
     dim = _dim(dim or 0, len(index))
     pieces, begin = [], 0
     for tensor in tensors:
-        if graph.value(tensor).dtype != graph.value(node).dtype:
-            raise Unsupported("cat of different types")
         shape = sizes(tensor)
         if len(shape) != len(index):
             continue  # the empty tensor that cat allows
-        pieces.append((begin, begin + shape[dim], _reads(reader, tensor)))
+        pieces.append((begin, begin + shape[dim], _reads(reader, tensor, graph.value(node).dtype)))
         begin += shape[dim]
     return _piecewise(reader, index, dim, [piece for piece in pieces if piece[0] < piece[1]])
 
 
-def _reads(reader: Reader, node: fx.Node) -> Callable[[At], Expr]:
-    return lambda index: reader.read(node, index)
+def _reads(reader: Reader, node: fx.Node, dtype: torch.dtype) -> Callable[[At], Expr]:
+    """Reads ``node`` converted to the type of what it becomes a part of."""
+
+    def read(index: At) -> Expr:
+        return reader.apply(lambda x: arithmetic.cast(x, dtype), reader.read(node, index))
+
+    return read
 
 
 @handles(aten.slice_scatter.default)
@@ -389,12 +393,13 @@ def _slice_scatter(reader: Reader, node: fx.Node, index: At) -> Expr:
     if first >= step or last + step <= size or size % step:
         raise Unsupported("a strided slice of a part")
     place, rest = reader.space.divmod(index[dim], step)
+    read = _reads(reader, source, graph.value(base).dtype)
 
     def branch(value: Index, fix: Callable[[Index], Index]) -> Expr:
         fixed = tuple(map(fix, index))
         if value.const != first:
             return reader.read(base, fixed)
-        return reader.read(source, (*fixed[:dim], fix(place), *fixed[dim + 1 :]))
+        return read((*fixed[:dim], fix(place), *fixed[dim + 1 :]))
 
     return reader.by_cases(rest, branch)
 
@@ -425,10 +430,10 @@ def _overwritten(
     def outside(begin: int) -> Callable[[At], Expr]:
         return lambda i: reader.read(base, (*i[:dim], i[dim] + begin, *i[dim + 1 :]))
 
+    read = _reads(reader, source, graph.value(base).dtype)
+
     def inside(i: At) -> Expr:
-        if along is None:
-            return reader.read(source, (*i[:dim], *i[dim + 1 :]))
-        return reader.read(source, i)
+        return read((*i[:dim], *i[dim + 1 :]) if along is None else i)
 
     edges = (
         (0, first, outside(0)),
@@ -518,18 +523,18 @@ def _embedding(reader: Reader, node: fx.Node, index: At) -> Expr:
 
 
 def _chosen(reader: Reader, value: Expr, size: int) -> Index:
-    """An index that is a value of the graph: a position, or data."""
+    """An index that is a value of the graph, brought to [0, size) as torch does."""
     if isinstance(value, Position):
-        bounds = value.index.bounds()
-        if bounds is None or bounds[0] < -size or bounds[1] >= size:
-            raise Unsupported("an index out of bounds")
-        if bounds[1] < 0:
+        low, high = value.index.bounds()
+        if low >= 0 and (high < size or value.index.data):
+            return value.index  # data beyond the end is an error in torch
+        if -size <= low and high < 0:
             return value.index + size
-        if bounds[0] < 0:
-            raise Unsupported("an index of both signs")
-        return value.index
-    if isinstance(value, Bits):
-        return Index(data=((value, 1),))
+        raise Unsupported("an index of both signs, or out of bounds")
+    if isinstance(value, (Bits, Op)) and value.dtype in INTEGERS:
+        if interval(value)[0] < 0:
+            value = Op("from_end", (value, integer(size, torch.int64)), value.dtype)
+        return by_data(value)
     raise Unsupported("an index that is computed")
 
 
@@ -558,6 +563,8 @@ def _binary(name: str) -> Handler:
         if node.kwargs.get("alpha", 1) != 1:
             raise Unsupported("a multiple of the second term")
         left, right, dtype = _operands(reader, node, index)
+        if isinstance(left, Position) and isinstance(right, Position) and dtype in INTEGERS:
+            return arithmetic.of_positions(name, left, right, dtype, reader.space)
         found = reader.apply(lambda a, b: function(a, b, dtype), left, right)
         return _placed(found, node, index)
 
@@ -587,12 +594,11 @@ _BINARY_OPS = {
     "mul": ("mul",),
     "div": ("div",),
 }
+_OVERLOADS = ("Tensor", "Scalar", "Tensor_Scalar", "Scalar_Tensor", "default")
 for _name, _ops in _BINARY_OPS.items():
     for _op in _ops:
         _packet = getattr(aten, _op)
-        _overloads = (
-            getattr(_packet, o) for o in _packet.overloads() if o in ("Tensor", "Scalar", "default")
-        )
+        _overloads = (getattr(_packet, o) for o in _packet.overloads() if o in _OVERLOADS)
         handles(*_overloads)(_binary(_name))
 
 
@@ -612,7 +618,17 @@ def _div_mode(reader: Reader, node: fx.Node, index: At) -> Expr:
     left, right, dtype = _operands(reader, node, index)
     if dtype not in INTEGERS:
         raise Unsupported("a rounded division of floats")
+    if isinstance(left, Position) and isinstance(right, Position):
+        return arithmetic.of_positions("floor_divide", left, right, dtype, reader.space)
     return reader.apply(lambda a, b: arithmetic.floor_divide(a, b, dtype), left, right)
+
+
+@handles(aten.pow.Scalar, aten.pow.Tensor_Scalar, aten.pow.Tensor_Tensor)
+def _pow(reader: Reader, node: fx.Node, index: At) -> Expr:
+    left, right, dtype = _operands(reader, node, index)
+    if dtype not in INTEGERS or not isinstance(left, Position) or not isinstance(right, Position):
+        raise Unsupported("a power")
+    return arithmetic.of_positions("pow", left, right, dtype, reader.space)
 
 
 @handles(aten.neg.default)

@@ -16,6 +16,7 @@ from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # A number of 64 bits shifted by as much is its sign, whatever its width was before.
 _SIGN = 63
 _STEPS = {
@@ -110,7 +111,15 @@ class Evaluator:
             value = call(aten.sub.Tensor, value, sign)
         if field.add:
             value = call(aten.add.Tensor, value, field.add)
-        return self._low_bits(value, field.width) if field.wrap else value
+        if field.wrap:
+            value = self._low_bits(value, field.width)
+        if field.size:
+            from_end = call(aten.add.Tensor, value, field.size)
+            value = call(aten.where.self, call(aten.lt.Scalar, value, 0), from_end, value)
+        if field.float8:
+            value = self.convert(value, torch.uint8)
+            value = call(aten.view.dtype, value, FLOAT8[field.float8])
+        return value
 
     def _low_bits(self, value: Any, width: int) -> Any:
         return self.call(aten.bitwise_and.Scalar, value, (1 << width) - 1)
