@@ -21,6 +21,7 @@ from tests.support.dequant_reference import decode
 from tests.support.generality import CRASH, WRONG, Measurement
 
 PROGRAMS = range(250)
+STRADDLING = range(25)
 NEAR_MISSES = range(75)  # of either kind
 
 
@@ -37,6 +38,7 @@ def _one_thread() -> Iterator[None]:
 def measured() -> Measurement:
     found = Measurement()
     found.add_programs(PROGRAMS)
+    found.add_straddling(STRADDLING)
     found.add_near_misses(NEAR_MISSES)
     return found
 
@@ -63,8 +65,8 @@ def test_what_leaves_the_family_is_rejected(measured: Measurement) -> None:
 
 def test_the_graphs_compute_what_their_axes_say() -> None:
     """The graph and an evaluation in numpy that never sees it."""
-    for seed in PROGRAMS:
-        program = draw_program(seed)
+    straddling = [draw_program(seed, is_mixed_radix=False) for seed in STRADDLING]
+    for program in [*map(draw_program, PROGRAMS), *straddling]:
         want = decode(program.axes, program.data, program.arrangements)
         assert same_bits(want, program.weight), str(program)
 

@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
 
 # element: (bits, is it signed)
 INTEGERS = {
@@ -47,6 +48,10 @@ EXTRACTIONS = (
     "floor-div, remainder",
     "shift, cast, mask",
 )
+# Where a graph input may hold the shifts. With the others, amounts that are not those of a packer
+# would leave the format, and a recogniser sees no amounts.
+EXTRACTIONS_BY_DATA = ("shift, mask", "shift, cast, mask")
+ASSEMBLIES_BY_DATA = ("expand", "strided", "index")
 SIGNS = ("xor, sub", "where", "int8 shl, shr", "sub twice the sign bit")
 NOOPS = ("none", "clone", "mul 1", "slice", "lshift 0", "transposes", "casts")
 FLOAT_TYPES = ("float32", "float16", "bfloat16")
@@ -123,9 +128,35 @@ class Axes:
         """The shape of the scales: groups along K and along N."""
         return self.k // self.block[0], self.n // self.block[1]
 
+    def strides(self, axis: str) -> set[int]:
+        """How many rows (columns) one unit counts of each digit that words and groups ask for."""
+        size, block = (self.k, self.block[0]) if axis == "K" else (self.n, self.block[1])
+        found = {1, block, size}
+        if axis == self.pack:
+            words = size // self.fields
+            found.add(words if self.layout == "split" else self.fields)
+            if self.assembly == "strided":
+                found.add(2 if self.layout == "split" else 2 * self.fields)
+        if self.zero.startswith("packed") and axis != self.group_axis:
+            found.add(self.fields)
+            if self.assembly == "strided" and size // self.fields % 2 == 0:
+                found.add(2 * self.fields)
+        return found
+
+    @property
+    def is_mixed_radix(self) -> bool:
+        """Whether k and n have digits of which words, fields and groups are sums."""
+        return all(is_chain(self.strides(axis)) for axis in "KN")
+
     def __str__(self) -> str:
         items = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return ", ".join(f"{name}={value}" for name, value in items if value != "-")
+
+
+def is_chain(strides: set[int]) -> bool:
+    """Whether each divides the next one."""
+    ordered = sorted(strides)
+    return all(b % a == 0 for a, b in pairwise(ordered))
 
 
 HISTOGRAM_AXES = tuple(
@@ -142,8 +173,16 @@ def histogram(drawn: Iterable[Axes]) -> dict[str, Counter[str]]:
     return counts
 
 
-def draw(rng: random.Random) -> Axes:
-    """The axes of one program."""
+def draw(rng: random.Random, *, is_mixed_radix: bool = True) -> Axes:
+    """The axes of one program: of one whose words and groups nest, as those of all quantizers that
+    we know do, or of one whose words straddle groups."""
+    while True:
+        axes = _drawn(rng)
+        if axes.is_mixed_radix == is_mixed_radix:
+            return axes
+
+
+def _drawn(rng: random.Random) -> Axes:
     element = rng.choice((*ELEMENTS, "u4", "u4", "i4", "u3", "i8"))
     is_packed = element in INTEGERS or element in TABLES
     bits = INTEGERS.get(element, (TABLES.get(element, 8),))[0]
@@ -333,9 +372,8 @@ def _unpacking(
         extractions = ["shift, mask", "mask, shift", "floor-div, remainder"] if bits < 8 else ["-"]
     extraction = rng.choice(extractions)
     shifts = ["literal", "iota", "constant"]
-    if extraction in ("shift, mask", "shift, cast, mask") and assembly not in PER_SLICE:
-        # in the others, amounts that are not those of a packer would leave the format
-        shifts += ["input", "input"]
+    if extraction in EXTRACTIONS_BY_DATA and assembly in ASSEMBLIES_BY_DATA:
+        shifts += ["input"] * 4
     if assembly == "bytes" and bits == 8:
         shifts = ["constant"] if order != "sequential" else ["-"]
     return assembly, extraction, rng.choice(shifts)

@@ -37,21 +37,41 @@ def execute(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return target(*args, **kwargs)
 
 
-def evaluate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, Any]:
-    """The value of every node; the output's is the program's result."""
+def evaluate(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], *, in_fp64: bool = False
+) -> dict[fx.Node, Any]:
+    """The value of every node; the output's is the program's result.
+
+    in_fp64  with every float in fp64, so that casts between floats drop out and nothing rounds
+    """
+    widened = _widened if in_fp64 else _same
     values: dict[fx.Node, Any] = {}
     left = iter(inputs)
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            values[node] = next(left)
+            values[node] = widened(next(left))
         elif node.op == "get_attr":
-            values[node] = getattr(module, node.target)
+            values[node] = widened(getattr(module, node.target))
         elif node.op == "output":
             values[node] = values[node.args[0]]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = execute(node.target, args, kwargs)
+            if node.target is CAST:
+                args = (args[0], widened(args[1]))
+            values[node] = execute(node.target, args, {k: widened(v) for k, v in kwargs.items()})
     return values
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _widened(value: Any) -> Any:
+    """A tensor or a dtype, fp64 if it is a float of more than 8 bits."""
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize == 1:
+        return value
+    return value.double() if isinstance(value, torch.Tensor) else torch.float64
 
 
 class Builder:

@@ -16,8 +16,8 @@ from tests.support.dequant_data import Data
 from tests.support.dequant_programs import Program
 
 # What takes a node's place, given its arguments in the new graph.
-Edit = Callable[["Rewriter", fx.Node, Any, Any], fx.Node]
-Mutation = Callable[["Sites", random.Random], "tuple[fx.Node, Edit] | None"]
+Edit = Callable[["Rewriter", Any, Any, Any], fx.Node]
+Mutation = Callable[["Sites", random.Random], Any]  # the node and its edit, or nothing
 
 ATTEMPTS = 12  # programs tried for one mutation
 SCALAR_SHIFTS = (
@@ -93,7 +93,7 @@ class Sites:
         value: torch.Tensor = self.program.values[node]
         return value
 
-    def of(self, *targets: Any) -> list[fx.Node]:
+    def of(self, *targets: Any) -> list[Any]:
         """Calls of ``targets`` on the way of the words."""
         return [node for node in self.calls if node in self.computed and node.target in targets]
 
@@ -133,7 +133,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def with_argument(position: int, change: Callable[[Any], Any]) -> Edit:
     """The same call with one argument changed."""
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         changed = list(args)
         changed[position] = change(changed[position])
         return b.call(node.target, *changed, **kwargs)
@@ -144,7 +144,7 @@ def with_argument(position: int, change: Callable[[Any], Any]) -> Edit:
 def and_then(wrap: Callable[[Rewriter, fx.Node], fx.Node]) -> Edit:
     """The same call, and something done to its result."""
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         if node.op == "placeholder":
             return wrap(b, b.input(node.target, b.data.values[node.target]))
         return wrap(b, b.call(node.target, *args, **kwargs))
@@ -152,14 +152,14 @@ def and_then(wrap: Callable[[Rewriter, fx.Node], fx.Node]) -> Edit:
     return edit
 
 
-def pick(rng: random.Random, nodes: list[fx.Node]) -> fx.Node | None:
+def pick(rng: random.Random, nodes: list[fx.Node]) -> Any:
     return rng.choice(nodes) if nodes else None
 
 
 def changed(position: int, change: Callable[[Any, random.Random], Any], *targets: Any) -> Mutation:
     """One argument of one call of ``targets`` changed."""
 
-    def mutation(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+    def mutation(sites: Sites, rng: random.Random) -> Any:
         node = pick(rng, [n for n in sites.of(*targets) if not is_node(n.args[position])])
         return node and (node, with_argument(position, lambda value: change(value, rng)))
 
@@ -176,7 +176,7 @@ def on_codes(
 ) -> Mutation:
     """Something done to the integers."""
 
-    def mutation(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+    def mutation(sites: Sites, rng: random.Random) -> Any:
         if not sites.has_integer_codes() or not allowed(sites):
             return None
         return sites.codes, and_then(lambda b, x: wrap(b, x, sites))
@@ -187,7 +187,7 @@ def on_codes(
 def on_numbers(wrap: Callable[[Rewriter, fx.Node], fx.Node]) -> Mutation:
     """Something done to W, or to a float on the way to it."""
 
-    def mutation(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+    def mutation(sites: Sites, rng: random.Random) -> Any:
         node = pick(rng, sites.floats())
         return node and (node, and_then(wrap))
 

@@ -7,6 +7,7 @@ a wrap, overlapping bits, memory that nobody wrote.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +16,6 @@ from tests.support.dequant_axes import TABLES
 from tests.support.dequant_builder import EMPTY, aten
 from tests.support.dequant_edits import (
     SCATTERS,
-    Edit,
     Mutation,
     Rewriter,
     Sites,
@@ -48,7 +48,7 @@ def _unwritten(b: Rewriter, x: fx.Node) -> fx.Node:
     return b.call(aten.slice_scatter.default, target, part, dim, 0, last)
 
 
-def _not_written(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _not_written(sites: Sites, rng: random.Random) -> Any:
     """One of the writes into an ``empty`` left out."""
     nodes = []
     for node in sites.of(*SCATTERS):

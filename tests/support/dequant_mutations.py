@@ -17,7 +17,6 @@ from tests.support.dequant_builder import CAST, aten, prims
 from tests.support.dequant_edits import (
     SCALAR_SHIFTS,
     SCATTERS,
-    Edit,
     Mutation,
     Rewriter,
     Sites,
@@ -41,7 +40,7 @@ def _wider_or_narrower(mask: int, rng: random.Random) -> int:
     return rng.choice((mask << 1 | lowest, mask & ~lowest, (mask >> 1) & mask))
 
 
-def _shift_table(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _shift_table(sites: Sites, rng: random.Random) -> Any:
     """One entry of a constant table changed, or the start or step of an iota."""
     nodes = list(sites.program.module.graph.nodes)
     tables = [node for node in nodes if node.op == "get_attr"]
@@ -52,7 +51,7 @@ def _shift_table(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | Non
     if node in iotas:
         name, change = rng.choice((("start", 1), ("step", 1), ("step", -1)))
 
-        def moved(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+        def moved(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
             return b.call(node.target, *args, **{**kwargs, name: kwargs[name] + change})
 
         return node, moved
@@ -62,14 +61,14 @@ def _shift_table(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | Non
     return node, lambda b, node, args, kwargs: b.attribute(value)
 
 
-def _cat_pieces(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _cat_pieces(sites: Sites, rng: random.Random) -> Any:
     """Two pieces exchanged, or one replaced by another one, zeros, or a piece of another tensor."""
     node = pick(rng, sites.of(aten.cat.default))
     if node is None:
         return None
     what = rng.choice(("exchanged", "twice", "zeros", "other tensor"))
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         parts, *rest = args
         parts = list(parts)
         i, j = rng.sample(range(len(parts)), 2)
@@ -86,7 +85,7 @@ def _cat_pieces(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None
     return node, edit
 
 
-def _scale_groups(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _scale_groups(sites: Sites, rng: random.Random) -> Any:
     """The scales or zeros of the next group."""
     inputs = sites.program.module.graph.find_nodes(op="placeholder")
     nodes = [node for node in inputs if node.target in ("scale", "zero", "scale2", "g_idx")]
@@ -97,7 +96,7 @@ def _scale_groups(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | No
     return node, and_then(lambda b, x: b.rolled(x, dim))
 
 
-def _narrow_cast(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _narrow_cast(sites: Sites, rng: random.Random) -> Any:
     """Integers cast to a narrower type, and back."""
     node = pick(rng, sorted(sites.integers(), key=lambda node: node.name))
     narrow = rng.choice((torch.int8, torch.uint8, torch.int16))
@@ -108,7 +107,7 @@ def _narrow_cast(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | Non
     return node and (node, and_then(wrap))
 
 
-def _byte_order(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _byte_order(sites: Sites, rng: random.Random) -> Any:
     """The bytes of each word the other way round."""
     nodes = [
         node
@@ -129,13 +128,13 @@ def _byte_order(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None
     return node, and_then(wrap)
 
 
-def _scatter_place(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _scatter_place(sites: Sites, rng: random.Random) -> Any:
     """A slot written to the place of another one."""
     node = pick(rng, sites.of(*SCATTERS))
     if node is None:
         return None
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         changed = list(args)
         step = rng.choice((1, -1))
         changed[3] += step
@@ -144,13 +143,13 @@ def _scatter_place(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | N
     return node, edit
 
 
-def _turned(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _turned(sites: Sites, rng: random.Random) -> Any:
     """A permute whose last two dimensions are exchanged, and the shape restored."""
     node = pick(rng, sites.of(aten.permute.default))
     if node is None:
         return None
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         x, dims = args
         other = [*dims[:-2], dims[-1], dims[-2]]
         shape = b.shape(b.call(node.target, x, dims))
@@ -159,17 +158,17 @@ def _turned(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
     return node, edit
 
 
-def _swapped_operands(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _swapped_operands(sites: Sites, rng: random.Random) -> Any:
     nodes = [n for n in sites.of(aten.sub.Tensor, aten.div.Tensor) if all(map(is_node, n.args))]
     node = pick(rng, nodes)
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         return b.call(node.target, args[1], args[0])
 
     return node and (node, edit)
 
 
-def _dropped(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
+def _dropped(sites: Sites, rng: random.Random) -> Any:
     """A mask, a shift, a sign fix or a step left out."""
     targets = (aten.bitwise_and.Scalar, aten.bitwise_xor.Scalar, aten.remainder.Scalar)
     steps = (aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self)
@@ -177,20 +176,21 @@ def _dropped(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
     if node is None or node.args[0] not in sites.computed:
         return None
 
-    def edit(b: Rewriter, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    def edit(b: Rewriter, node: Any, args: Any, kwargs: Any) -> fx.Node:
         return b.call(CAST, args[0], sites.value(node).dtype)
 
     return node, edit
 
 
-def _activation(sites: Sites, rng: random.Random) -> tuple[fx.Node, Edit] | None:
-    """A scale that depends on another input, as if on the activation."""
+def _activation(sites: Sites, rng: random.Random) -> Any:
+    """A scale that depends on another input, as if on the activation: halved or not."""
     nodes = sites.program.module.graph.find_nodes(op="placeholder")
     node = pick(rng, [n for n in nodes if n.target == "scale" and sites.axes.scale != "exp2"])
 
     def wrap(b: Rewriter, x: fx.Node) -> fx.Node:
         largest = b.call(aten.amax.default, b.more(x), [])
-        return b.mul(x, b.call(aten.exp2.default, largest))
+        is_positive = b.call(aten.relu.default, b.call(aten.sign.default, largest))
+        return b.mul(x, b.call(aten.exp2.default, b.call(aten.neg.default, is_positive)))
 
     return node and (node, and_then(wrap))
 

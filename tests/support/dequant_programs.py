@@ -62,10 +62,11 @@ class Program:
     def oriented(self, value: torch.Tensor) -> torch.Tensor:
         return value.T if self.is_transposed else value
 
-    def run(self, contents: Data) -> dict[fx.Node, Any]:
+    def run(self, contents: Data, *, in_fp64: bool = False) -> dict[fx.Node, Any]:
         """The value of every node for other contents of the inputs."""
         nodes = self.module.graph.find_nodes(op="placeholder")
-        return evaluate(self.module, [contents.values[node.target] for node in nodes])
+        inputs = [contents.values[node.target] for node in nodes]
+        return evaluate(self.module, inputs, in_fp64=in_fp64)
 
     def refilled(self, rng: random.Random) -> list[Program]:
         """The program with other contents of its inputs, among them extreme words."""
@@ -84,10 +85,10 @@ class Program:
         return "\n".join(lines)
 
 
-def draw_program(seed: object) -> Program:
+def draw_program(seed: object, *, is_mixed_radix: bool = True) -> Program:
     """The program of a seed."""
     rng = random.Random(str(seed))
-    return build(draw(rng), rng)
+    return build(draw(rng, is_mixed_radix=is_mixed_radix), rng)
 
 
 def build(axes: Axes, rng: random.Random) -> Program:

@@ -16,7 +16,7 @@ def decode(axes: Axes, data: Data, arrangements: dict[str, str]) -> torch.Tensor
     along_k, along_n = k // axes.block[0], n // axes.block[1]
     if "g_idx" in data.values:
         along_k = data.values["g_idx"].numpy()[:, None]
-    grouped = {
+    grouped: dict[str, np.ndarray] = {
         name: _logical(axes, data.values[name], arrangements[name])[along_k, along_n]
         for name in ("scale", "zero")
         if name in data.values and not (name == "zero" and axes.zero.startswith("packed"))

@@ -160,17 +160,13 @@ class Unpacker:
     def _mask_shift(self, words: fx.Node, amount: Amount) -> fx.Node:
         b, p = self.b, self.p
         if isinstance(amount, int):
-            mask: Amount = p.mask << amount
+            bits = p.mask << amount
             limit = 1 << (p.word_bits - 1)
-            is_signed = b.dtype(words).is_signed
-            if is_signed and mask >= limit:
-                mask -= 2 * limit
-            field = b.shr(b.mask(words, mask), amount)
-            is_top = is_signed and mask < 0
+            is_top = b.dtype(words).is_signed and bits >= limit
+            field = b.shr(b.mask(words, bits - 2 * limit if is_top else bits), amount)
         else:
             ones = b.full([1], p.mask, b.dtype(words))
-            mask = b.shl(ones, amount)
-            field = b.shr(b.mask(words, mask), amount)
+            field = b.shr(b.mask(words, b.shl(ones, amount)), amount)
             is_top = True
         return b.mask(field, p.mask) if is_top else field
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tests.support import dequant_data as data
-from tests.support.dequant_axes import FLOATS, TABLES, WORDS, Axes
+from tests.support.dequant_axes import FLOATS, TABLES, WORDS, Axes, is_chain
 from tests.support.dequant_builder import Builder, aten, noop
 from tests.support.dequant_data import FP8, Data
 from tests.support.dequant_unpacking import Packing, Unpacker
@@ -81,7 +81,7 @@ class Writer:
             k //= axes.fields
         elif axes.pack == "N":
             n //= axes.fields
-        groups = axes.groups[0] if k % axes.groups[0] == 0 else self.divisor(k)
+        groups = self.leading_groups(k)
         shape = {"KN": (k, n), "NK": (n, k), "3-D": (groups, n, k // groups)}[axes.stored]
         stored = self.input("words", self.filled(shape))
         if axes.stored == "3-D":
@@ -90,8 +90,15 @@ class Writer:
             return b.reshape(b.permute(stored, (1, 0, 2)), [n, k])
         return stored if axes.stored == axes.compute else b.swap(stored)
 
-    def divisor(self, number: int) -> int:
-        return self.rng.choice([d for d in range(1, number + 1) if number % d == 0])
+    def leading_groups(self, rows: int) -> int:
+        """Of how many parts of ``rows`` words a 3-D tensor is made: where possible, of groups."""
+        axes = self.axes
+        is_adjacent = axes.pack == "K" and axes.layout == "adjacent"
+        strides, fields = axes.strides("K"), axes.fields if is_adjacent else 1
+        divisors = [d for d in range(1, rows + 1) if rows % d == 0]
+        nesting = [d for d in divisors if is_chain(strides | {fields * (rows // d)})]
+        is_grouped = axes.groups[0] in nesting and axes.groups[0] > 1
+        return axes.groups[0] if is_grouped else self.rng.choice(nesting or divisors)
 
     def filled(self, shape: tuple[int, ...]) -> data.Fill:
         axes = self.axes
