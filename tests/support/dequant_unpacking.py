@@ -63,6 +63,10 @@ class Unpacker:
     ) -> None:
         self.b, self.axes, self.p, self.data = builder, axes, packing, data
         self.tables: dict[tuple[str, torch.dtype], fx.Node] = {}
+        # of all fields alike: a program that casts each in another way would be a strange one
+        is_int8 = packing.signed or (packing.bits < 8 and builder.rng.random() < 0.7)
+        self.narrow = torch.int8 if is_int8 else torch.uint8
+        self.is_widened = builder.rng.random() < 0.3
 
     def unpack(self, words: fx.Node) -> fx.Node:
         """The fields, in the dtype that the spelling leaves them in."""
@@ -151,10 +155,7 @@ class Unpacker:
             return b.shr(b.shl(words, rest), left)
         if how == "floor-div, remainder":
             return self._divided(words, amount)
-        narrow = torch.uint8
-        if p.signed or (p.bits < 8 and b.rng.random() < 0.7):
-            narrow = torch.int8
-        field = b.cast(b.shr(words, amount), narrow)
+        field = b.cast(b.shr(words, amount), self.narrow)
         return b.mask(field, p.mask) if p.bits < 8 else field
 
     def _mask_shift(self, words: fx.Node, amount: Amount) -> fx.Node:
@@ -177,7 +178,7 @@ class Unpacker:
             by = 1 << amount
         else:
             by = b.shl(b.full([1], 1, b.dtype(words)), amount)
-        if b.values[words].dtype == torch.uint8 and b.rng.random() < 0.3:
+        if b.dtype(words) == torch.uint8 and self.is_widened:
             words = b.cast(words, torch.int32)
         quotient = words
         if by != 1:

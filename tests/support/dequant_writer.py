@@ -181,17 +181,11 @@ class Writer:
         return self.b.sub(x, number) if self.rng.random() < 0.7 else self.b.add(x, -number)
 
     def constant_zero(self) -> int:
-        if self.axes.is_signed:
-            return 3
-        return 1 << (self.axes.bits - 1)
+        return 3 if self.axes.is_signed else 1 << (self.axes.bits - 1)
 
     def zero_range(self) -> tuple[int, int]:
-        bits = self.axes.bits
-        return (
-            (1 - (1 << (bits - 1)), 1 << (bits - 1))
-            if self.axes.is_signed
-            else (0, (1 << bits) - 1)
-        )
+        half = 1 << (self.axes.bits - 1)
+        return (1 - half, half) if self.axes.is_signed else (0, 2 * half - 1)
 
     def float_zero(self) -> fx.Node:
         low, high = self.zero_range()
