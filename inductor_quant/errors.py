@@ -37,6 +37,16 @@ class OptionError(InductorQuantError, ValueError):
         return cls(f"unknown option {', '.join(parts)}; the options are {', '.join(known)}")
 
 
+class RequirementError(InductorQuantError):
+    """Fewer GEMMs were matched than ``Options.require`` asks for."""
+
+    def __init__(self, family: str, required: int, matched: int) -> None:
+        super().__init__(
+            f"require asks for {required} {family} GEMMs, {matched} were matched in this graph; "
+            "inductor_quant.explain(model, *inputs) says why the others were not"
+        )
+
+
 class SpecError(InductorQuantError, ValueError):
     """A canonical op was called with tensors that do not form the GEMM it describes."""
 

@@ -31,6 +31,8 @@ class Options:
     configs           configurations to offer, in order, in place of the tables', such as
                       "64x64x128_w4_s4_g8"; those that a device cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
+    require           family -> how many GEMMs of it each compiled graph with matrix products must
+                      match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
     Given to ``enable(**options)``, or to a single call as
     ``torch.compile(m, backend="inductor_quant", options={"inductor_quant.families": ("w8a8",)})``.
@@ -43,6 +45,7 @@ class Options:
     on_error: Literal["fallback", "raise"] = "fallback"
     configs: tuple[str, ...] = ()
     max_choices: int = 12
+    require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("families", "include_modules", "exclude_modules", "configs"):
@@ -63,12 +66,27 @@ class Options:
             raise OptionError(
                 f"families={self.families!r}: unknown {sorted(unknown)}; there are {list(FAMILIES)}"
             )
+        self._check_require()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
             raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
         if self.max_choices < 1:
             raise OptionError(f"max_choices={self.max_choices} must be at least 1")
+
+    def _check_require(self) -> None:
+        try:
+            required = dict(self.require)
+        except (TypeError, ValueError):
+            required = {"": 0}
+        for family, count in required.items():
+            is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
+            if family not in FAMILIES or not is_count:
+                raise OptionError(
+                    f"require={self.require!r} must map families of {list(FAMILIES)} to numbers"
+                )
+        # As pairs: options are hashed, for the cache key among others.
+        object.__setattr__(self, "require", tuple(sorted(required.items())))
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Options:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import logging
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import fx
 from inductor_quant import _torch_compat as compat
 from inductor_quant import patterns, report
 from inductor_quant.decisions import Match, Rejection, RejectionCode
-from inductor_quant.errors import InductorQuantError
+from inductor_quant.errors import InductorQuantError, RequirementError
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
 from inductor_quant.patterns import survey
@@ -51,6 +52,8 @@ class QuantGemmPass(compat.CustomGraphPass):
         for pattern in patterns.patterns():
             for op in pattern.anchors:
                 by_anchor.setdefault(op, []).append(pattern)
+        matches: Counter[str] = Counter()
+        has_products = False
         for node in list(graph.nodes):
             if node.op != "call_function":
                 continue
@@ -62,6 +65,11 @@ class QuantGemmPass(compat.CustomGraphPass):
                 continue
             log.info("%s", decision)
             report.add(decision)
+            has_products = True
+            matches[decision.family if isinstance(decision, Match) else ""] += 1
+        for family, least in dict(options.require).items():
+            if has_products and matches[family] < least:
+                raise RequirementError(family, least, matches[family])
 
     def uuid(self) -> tuple[str, ...] | None:
         """What Inductor's caches know us by: every file of the package, the options, the versions.
@@ -123,6 +131,8 @@ def _treat(
             where = refusal.node or anchor.name
             return Rejection(refusal.code, refusal.detail, where, module, site)
         assert isinstance(found, RecognizedGemm)
+        if site is None and report.is_open():
+            site = survey.describe_found(found)
         name = anchor.name
         call = rewrite(found)
         if found.row_scale is not None:

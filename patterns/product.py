@@ -18,7 +18,8 @@ from inductor_quant.patterns import arithmetic, graph
 from inductor_quant.patterns.digits import Index, Unsupported
 from inductor_quant.patterns.expression import Expr, Load, Op, digits
 from inductor_quant.patterns.graph import aten
-from inductor_quant.patterns.symbolic import Reader, sizes
+from inductor_quant.patterns.reader import sizes
+from inductor_quant.patterns.symbolic import Reader
 
 prims = torch.ops.prims
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from inductor_quant.decisions import Rejection, RejectionCode, Site
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.graph import aten
+from inductor_quant.patterns.pattern import RecognizedGemm
 from inductor_quant.spec import dtype_name
 
-# op -> positions of the two factors among its arguments
+# op, or its name -> positions of the two factors among its arguments
 _PRODUCTS: dict[object, tuple[int, int]] = {
+    "quanto.qbytes_mm.default": (0, 1),
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),
     aten.addmm.default: (1, 2),
@@ -35,24 +39,62 @@ _QUANTIZED = (
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
 )
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Their ops are known one by one; those of other packages may multiply.
+_OWN_NAMESPACES = ("aten", "prims", "prim", "inductor", "inductor_quant", "quantized_decomposed")
+_TRITON_KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 # How far to look for the data behind an operand: the longest dequantization of a known producer
 # takes about 40 nodes, and other products end the search.
 _SEARCH_LIMIT = 200
 
 
 def is_matrix_product(node: fx.Node) -> bool:
-    return node.target in _PRODUCTS
+    return _positions(node) is not None or is_opaque(node)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether an op of another package may multiply by a quantized weight: it takes one, and a
+    float matrix (``bitsandbytes.gemm_4bit``, a Triton kernel of the user's)."""
+    if node.op != "call_function" or _positions(node) is not None:
+        return False
+    name = getattr(node.target, "name", None)
+    namespace = getattr(node.target, "namespace", "")
+    is_kernel = callable(name) and name() in _TRITON_KERNELS
+    if not is_kernel and (namespace in _OWN_NAMESPACES or not _is_operator(node.target)):
+        return False
+    return None not in _opaque_factors(node)
+
+
+def _is_operator(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def _opaque_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
+    """The first float and the first quantized matrix among the inputs."""
+    tensors = [n for n in node.all_input_nodes if graph.is_tensor_node(n)]
+    matrices = [n for n in tensors if graph.value(n).dim() >= 2]
+    x = next((n for n in matrices if graph.value(n).dtype in _FLOATS), None)
+    return x, next((n for n in matrices if graph.value(n).dtype in _QUANTIZED), None)
+
+
+def _positions(node: fx.Node) -> tuple[int, int] | None:
+    return _PRODUCTS.get(node.target) or _PRODUCTS.get(str(node.target))
 
 
 def describe(node: fx.Node) -> Site | None:
     """The site of a matrix product; None where its factors are no tensors that we can see."""
-    positions = _PRODUCTS.get(node.target)
-    factors = [node.args[i] for i in positions] if positions and len(node.args) > 1 else []
-    if len(factors) != 2 or not all(graph.is_tensor_node(factor) for factor in factors):
+    factors: list[Any]
+    if (positions := _positions(node)) is not None:
+        factors = [node.args[i] for i in positions] if len(node.args) > 1 else []
+    else:
+        factors = list(_opaque_factors(node))
+    if len(factors) != 2 or not all(map(graph.is_tensor_node, factors)):
         return None
-    a, b = (graph.value(factor) for factor in factors)  # type: ignore[arg-type]
-    out = graph.value(node)
-    source = _quantized_source([f for f in factors if isinstance(f, fx.Node)])
+    a, b = map(graph.value, factors)
+    out = node.meta.get("val")
+    if not isinstance(out, torch.Tensor):  # a kernel that writes into its arguments
+        out = a.new_empty((*a.shape[:-1], b.shape[0]))
+    source = _quantized_source(factors)
     return Site(
         node=node.name,
         op=str(node.target).removesuffix(".default"),
@@ -68,8 +110,30 @@ def describe(node: fx.Node) -> Site | None:
     )
 
 
+def describe_found(found: RecognizedGemm) -> Site:
+    """The site of a product that is spelled as another op, such as a sum of products."""
+    anchor = found.anchor
+    return Site(
+        node=anchor.name,
+        op=str(anchor.target).removesuffix(".default"),
+        batch=1,
+        m=found.m,
+        n=found.n,
+        k=found.k,
+        a_dtype=dtype_name(found.spec.a.dtype),
+        b_dtype=dtype_name(found.spec.a.dtype),
+        device=str(graph.value(anchor).device),
+        module=graph.module_path(anchor),
+        source=dtype_name(found.spec.b.dtype),
+    )
+
+
 def decline(node: fx.Node, site: Site | None) -> Rejection:
     """The rejection of a matrix product that no pattern is anchored at."""
+    if is_opaque(node):
+        return Rejection(
+            RejectionCode.OPAQUE, f"{node.target}", node.name, graph.module_path(node), site
+        )
     code = RejectionCode.NO_PATTERN if site and site.source else RejectionCode.NOT_QUANTIZED
     detail = f"{node.target} with operands from {site.source} data" if site and site.source else ""
     return Rejection(code, detail, node.name, graph.module_path(node), site)

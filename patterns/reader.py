@@ -1,0 +1,168 @@
+"""The reader: an expression for any element of a node, by asking the node's op.
+
+What an op does to a position, or to values, is a handler, registered by ``handles``; the modules
+``views``, ``joins``, ``values`` and ``producers`` hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.digits import ZERO, Index, Space, Unsupported
+from inductor_quant.patterns.expression import (
+    INTEGERS,
+    Choice,
+    Expr,
+    Load,
+    Number,
+    at,
+    fixed,
+    integer,
+    join,
+    normalized,
+    whole,
+)
+
+At = tuple[Index, ...]
+Handler = Callable[["Reader", fx.Node, At], Expr]
+_HANDLERS: dict[Any, Handler] = {}
+CONSTANT = "get_attr"  # stands for tensors of the graph itself among the targets
+# The longest dequantization that we know has 60 nodes, and reads some of them once for each field
+# of a word. What is longer than this is no weight.
+MAX_DEPTH = 200
+MAX_READS = 20_000
+
+
+def handles(*targets: Any) -> Callable[[Handler], Handler]:
+    """Registers the handler of these ops; of a str, of the op of this name: those of other packages
+    exist once something has imported them."""
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(targets, handler))
+        return handler
+
+    return register
+
+
+class Reader:
+    """Expressions of the elements of one operand; ``space`` holds the digits of its position."""
+
+    def __init__(self) -> None:
+        self.space = Space()
+        self._memo: dict[tuple[fx.Node, At], Expr] = {}
+        self._depth = 0
+
+    def nodes(self) -> set[fx.Node]:
+        """The nodes that were read."""
+        return {node for node, _ in self._memo}
+
+    def read(self, node: fx.Node, index: At) -> Expr:
+        """The value of ``node`` at ``index``, one form for each dimension."""
+        key = (node, index)
+        found = self._memo.get(key)
+        if found is None:
+            if self._depth > MAX_DEPTH or len(self._memo) > MAX_READS:
+                return self.leaf(node, index)
+            self._depth += 1
+            try:
+                found = self._memo[key] = self._read(node, index)
+            finally:
+                self._depth -= 1
+        return found
+
+    def _read(self, node: fx.Node, index: At) -> Expr:
+        target = CONSTANT if node.op == "get_attr" else node.target
+        handler = _HANDLERS.get(target) or _HANDLERS.get(str(target))
+        if handler is not None:
+            try:
+                return handler(self, node, index)
+            except Unsupported:
+                pass
+        return self.leaf(node, index)
+
+    def leaf(self, node: fx.Node, index: At) -> Expr:
+        dtype = graph.value(node).dtype
+        if dtype in INTEGERS:
+            return whole(node, index, dtype)
+        return Load(node, index, dtype)
+
+    def by_cases(
+        self, index: Index, branch: Callable[[Index, Callable[[Index], Index]], Expr]
+    ) -> Expr:
+        """``branch(index, fix)`` for every value that ``index`` takes, as one expression.
+
+        In a branch, index is a constant; ``fix`` brings other forms to the same case.
+        """
+        index = self.space.leaves(index)
+        if index.is_const:
+            return branch(index, lambda other: other)
+        digit = self.space.cases(index)[0]
+        cases = []
+        for value in range(digit.radix):
+
+            def fix(other: Index, value: int = value) -> Index:
+                return fixed(other, self.space, digit, value)
+
+            def inner(
+                index: Index,
+                deeper: Callable[[Index], Index],
+                fix: Callable[[Index], Index] = fix,
+            ) -> Expr:
+                return branch(index, lambda other: deeper(fix(other)))
+
+            cases.append(self.by_cases(index.at(digit, value), inner))
+        if digit.children is not None:
+            raise Unsupported("a digit is split on which cases depend")
+        return join(digit, [normalized(case, self.space) for case in cases])
+
+    def apply(self, function: Callable[..., Expr], *args: Expr) -> Expr:
+        """``function(*args)``, case by case where an argument has cases."""
+        choice = next((arg for arg in args if isinstance(arg, Choice)), None)
+        if choice is None:
+            return function(*args)
+        args = tuple(normalized(arg, self.space) for arg in args)
+        digit = choice.digit
+        cases = [
+            self.apply(function, *(at(arg, digit, value) for arg in args))
+            for value in range(digit.radix)
+        ]
+        return join(digit, cases)
+
+    def operand(self, item: Any, node: fx.Node, index: At) -> Expr:
+        """An argument of a pointwise op, broadcast to the shape of ``node``."""
+        if isinstance(item, bool):
+            raise Unsupported("a bool")
+        if isinstance(item, int):
+            dtype = graph.value(node).dtype
+            return integer(item, dtype) if dtype in INTEGERS else Number(float(item), dtype)
+        if isinstance(item, float):
+            return Number(item, graph.value(node).dtype)
+        if not graph.is_tensor_node(item):
+            raise Unsupported("an argument that is no tensor")
+        return self.read(item, broadcast(item, index))
+
+
+def sizes(node: fx.Node) -> list[int]:
+    """The shape of a node. Raises Unsupported where it is symbolic."""
+    shape = list(graph.value(node).shape)
+    if not all(isinstance(size, int) for size in shape):
+        raise Unsupported("a symbolic shape")
+    return shape
+
+
+def broadcast(node: fx.Node, index: At) -> At:
+    """The position in ``node`` of what is broadcast to ``index``."""
+    shape = sizes(node)
+    if len(shape) > len(index):
+        raise Unsupported("an operand of more dimensions")
+    last = index[len(index) - len(shape) :]
+    return tuple(ZERO if size == 1 else i for size, i in zip(shape, last, strict=True))
+
+
+def dimension(dim: int, rank: int) -> int:
+    """``dim`` counted from the front."""
+    return dim + rank if dim < 0 else dim
