@@ -331,8 +331,7 @@ class Writer:
         b, axes = self.b, self.axes
         rows, columns = b.shape(codes)
         if axes.operands == "rows":
-            size = self.blocks()[1]
-            return b.reshape(codes, [rows * columns // size, size])
+            return b.reshape(codes, [-1, self.blocks()[1]])
         if axes.operands != "view":
             return codes
         shape: list[int] = []
