@@ -28,6 +28,7 @@ TRITON_TYPES = {
     torch.float16: "tl.float16",
     torch.float32: "tl.float32",
 }
+_FLOAT8 = {"e4m3": "tl.float8e4nv", "e5m2": "tl.float8e5"}
 # Bits b of an integer below 2**23 under this exponent are the fp32 number 2**23 + b. Subtracting is
 # exact, and takes an eighth of the time of a conversion.
 _MAGIC_BITS, _MAGIC = 0x4B000000, 1 << 23
@@ -318,6 +319,8 @@ class _Lines:
             return _Value(word, rows, columns, is_float=True)
         if not field.width:
             return self._whole(_Value(word, rows, columns), dtype, field)
+        if field.float8:
+            return self._float8(_Value(word, rows, columns), dtype, field)
         word = self._as_word(word, dtype, field)
         rows_out, columns_out = self.weight.resolution(*field.index, field.offset)
         wide = self.widen(_Value(word, rows, columns), rows_out, columns_out)
@@ -331,13 +334,36 @@ class _Lines:
         if self._is_wide(dtype, field) and field.width < 31:
             bits = f"{bits}.to(tl.int32)"
         limit = 1 << field.width
-        return _Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
+        value = _Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
+        return self._from_end(value, field)
+
+    def _from_end(self, value: _Value, field: Field) -> _Value:
+        """``value`` with the field's ``size`` added where it is negative."""
+        if not field.size or (value.limit is not None and value.bias >= 0):
+            return value
+        number = self.assign("b", f"{value.code} + {value.bias}")
+        code = self.assign("b", f"tl.where({number} < 0, {number} + {field.size}, {number})")
+        limit = None
+        if value.limit is not None and value.bias + field.size >= 0:
+            limit = max(value.limit + value.bias, field.size)
+        return dataclasses.replace(value, code=code, bias=0, limit=limit)
+
+    def _float8(self, word: _Value, dtype: torch.dtype, field: Field) -> _Value:
+        """Eight bits of a word as the number of 8 bits that they are."""
+        rows, columns = self.weight.resolution(*field.index, field.offset)
+        bits = 64 if self._is_wide(dtype, field) else 32
+        code = self._as_word(word.code, dtype, field)
+        wide = self.widen(dataclasses.replace(word, code=code), rows, columns)
+        code = self.assign("b", self._bits(wide, field, bits))
+        cast = f"{code}.to(tl.uint8).to({_FLOAT8[field.float8]}, bitcast=True)"
+        return _Value(self.assign("f", cast), rows, columns, is_float=True)
 
     def _whole(self, word: _Value, dtype: torch.dtype, field: Field) -> _Value:
         code, bias = word.code, field.add
         if dtype not in _NARROW:
             code = code if dtype == torch.int32 and not bias else f"{code}.to(tl.int64)"
-            return dataclasses.replace(word, code=self.assign("b", code), bias=bias)
+            value = dataclasses.replace(word, code=self.assign("b", code), bias=bias)
+            return self._from_end(value, field)
         limit = 1 << 8 * dtype.itemsize
         is_last = field == self.format.element and not self.weight.loop_steps
         if is_last and self.weight.casts_directly:
@@ -345,7 +371,8 @@ class _Lines:
         code = f"{code}.to(tl.int32)"
         if dtype.is_signed:
             code, bias = f"({code} & {limit - 1}) ^ {limit >> 1}", bias - (limit >> 1)
-        return dataclasses.replace(word, code=self.assign("b", code), bias=bias, limit=limit)
+        code = self.assign("b", code)
+        return self._from_end(dataclasses.replace(word, code=code, bias=bias, limit=limit), field)
 
     def _is_wide(self, dtype: torch.dtype, field: Field) -> bool:
         """Whether the word is shifted as a number of 64 bits."""

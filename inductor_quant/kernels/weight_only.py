@@ -24,7 +24,7 @@ from inductor_quant.weight_format import Field
 MIN_ARCH = 80
 MIN_ARCH_E4M3 = 89
 # Beside an accumulator: with more unpacked numbers a thread, configurations of the list spill.
-MAX_TILE_REGISTERS = 64
+MAX_TILE_REGISTERS = 32
 
 # Chosen by rule, not yet measured: (largest M, configurations, best guess first). Few rows: tiles
 # of the smallest height, and as many words under way as fit.
@@ -34,9 +34,9 @@ _CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         (
             GemmConfig(16, 64, 64, num_warps=4, num_stages=5),
             GemmConfig(16, 32, 128, num_warps=4, num_stages=4),
-            GemmConfig(16, 64, 128, num_warps=4, num_stages=4),
+            GemmConfig(16, 64, 128, num_warps=8, num_stages=4),
             GemmConfig(16, 32, 64, num_warps=2, num_stages=6),
-            GemmConfig(16, 128, 64, num_warps=4, num_stages=4),
+            GemmConfig(16, 128, 32, num_warps=4, num_stages=5),
             GemmConfig(16, 32, 32, num_warps=2, num_stages=5),
         ),
     ),
@@ -45,7 +45,7 @@ _CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         (
             GemmConfig(32, 64, 64, num_warps=4, num_stages=4),
             GemmConfig(64, 64, 64, num_warps=4, num_stages=4),
-            GemmConfig(32, 128, 64, num_warps=4, num_stages=4),
+            GemmConfig(32, 128, 64, num_warps=8, num_stages=4),
             GemmConfig(64, 128, 64, num_warps=8, num_stages=3),
             GemmConfig(64, 32, 128, num_warps=4, num_stages=3),
             GemmConfig(32, 32, 32, num_warps=4, num_stages=4),
@@ -55,9 +55,9 @@ _CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         float("inf"),
         (
             GemmConfig(128, 128, 64, num_warps=8, num_stages=3),
-            GemmConfig(128, 64, 64, num_warps=4, num_stages=4),
+            GemmConfig(128, 64, 64, num_warps=8, num_stages=4),
             GemmConfig(64, 128, 64, num_warps=8, num_stages=4),
-            GemmConfig(128, 128, 32, num_warps=8, num_stages=4),
+            GemmConfig(128, 64, 32, num_warps=8, num_stages=4),
             GemmConfig(64, 64, 64, num_warps=4, num_stages=4),
             GemmConfig(64, 64, 32, num_warps=4, num_stages=3),
         ),
@@ -72,8 +72,10 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         )
     if problem.weight is None or spec.a.dtype not in TRITON_TYPES:
         return Rejection(RejectionCode.NO_KERNEL, f"{spec} is no weight_only GEMM")
-    types = {tensor.dtype for tensor in problem.weight.tensors}
-    if 0 < device.arch < MIN_ARCH_E4M3 and torch.float8_e4m3fn in types:
+    uses_e4m3 = any(
+        tensor.dtype == torch.float8_e4m3fn for tensor in problem.weight.tensors
+    ) or any(field.float8 == "e4m3" for field in problem.weight.format.fields())
+    if 0 < device.arch < MIN_ARCH_E4M3 and uses_e4m3:
         return Rejection(RejectionCode.DEVICE, f"sm_{device.arch} does not convert e4m3")
     if spec.out_dtype not in TRITON_TYPES:
         return Rejection(RejectionCode.NO_KERNEL, f"no output in {dtype_name(spec.out_dtype)}")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops.dequantize import Evaluator, dequantize, is_float
+from inductor_quant.ops.dequantize import FLOAT8, Evaluator, dequantize, is_float
 from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
-from inductor_quant.weight_format import Field, Step, WeightFormat
+from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 
 __all__ = ["check_format", "dequantize", "fake", "make_spec", "op", "reference", "spec_of"]
 
@@ -163,7 +163,7 @@ def make_spec(
     Of several scales b's is that of the smallest block; ``column_scale`` if the format has none.
     """
     scales = [
-        ScaleSpec(dtypes[step.operand.source], _spec_block(format, step.operand))
+        ScaleSpec(_value_dtype(step.operand, dtypes), _spec_block(format, step.operand))
         for step in format.scales
         if isinstance(step.operand, Field)
     ]
@@ -188,13 +188,17 @@ def make_spec(
 
 def _number(code: Field, dtype: torch.dtype) -> tuple[torch.dtype, int | None]:
     """The type of an unpacked number, and its width where the type is wider."""
-    if not code.width:
-        return dtype, None
+    if not code.width or code.float8:
+        return FLOAT8.get(code.float8, dtype), None
     signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
     unsigned = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
     types = signed if code.signed else unsigned
     width, dtype = next(pair for pair in types.items() if pair[0] >= code.width)
     return dtype, None if width == code.width else code.width
+
+
+def _value_dtype(field: Field, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    return FLOAT8.get(field.float8, dtypes[field.source])
 
 
 def _spec_block(format: WeightFormat, field: Field) -> tuple[int, int]:
@@ -217,9 +221,9 @@ def _zero(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
         return "folded"
     if not isinstance(step.operand, Field):
         return "const"
-    if step.operand.width:
-        return "packed"
-    return "float" if is_float(dtypes[step.operand.source]) else "int"
+    if is_float(_value_dtype(step.operand, dtypes)):
+        return "float"
+    return "packed" if step.operand.width else "int"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -277,7 +281,7 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
                 f"{dtype} {list(shape)})"
             )
         for part in field.parts:
-            if is_float(tensors[part.source][0]):
+            if part.float8 or is_float(tensors[part.source][0]):
                 raise SpecError(f"weight_only: position {part} of {format} is not an integer")
     for step in format.steps:
         if not isinstance(step.operand, Field) and not math.isfinite(step.operand):
@@ -315,12 +319,15 @@ def _problem(
         if not form.is_data and isinstance(size, int) and (low < -size or high >= size):
             return f"positions {low} to {high} in dimension {dim} of {size}"
     if not field.width:
-        is_bare = field.offset == type(field.offset)() and not field.signed and not field.wrap
-        if not is_bare:
+        if field.offset != Form() or field.signed or field.wrap or field.float8:
             return "a field without a width has no offset, sign or wrap"
-        if field.add and dtype not in INT_DTYPES:
+        if (field.add or field.size) and dtype not in INT_DTYPES:
             return "only integers are added to"
         return None
+    if field.float8 and (
+        field.float8 not in FLOAT8 or field.width != 8 or field.add or field.wrap or field.size
+    ):
+        return "a number of 8 bits takes 8 bits and no arithmetic"
     if dtype not in INT_DTYPES:
         return "bits of what is no integer"
     low, high = field.offset.bounds(format.radix)

@@ -136,6 +136,7 @@ SPECS = {
     "int8_zero_channel": "i8/channel:f32 zero=int",
     "fp8_row": "e4m3/channel:f32",
     "fp8_block": "e4m3/128x128:f32",
+    "fp8_words": "e4m3/32x1:bf16",
     "e5m2_group": "e5m2/32x1:bf16",
     "nibble_pairs": "u4/32x1:bf16 zero=const",
     "int4_words": "i4/channel:f16",

@@ -15,7 +15,6 @@ from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 
 GROUP = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-NF4 = tuple(((i - 7.5) / 7.5) ** 3 + 0.01 * i for i in range(16))
 
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -26,8 +25,9 @@ e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 class Packed:
     """One weight: its format, its tensors' (kind, shape, dtype), and the code that reads them.
 
-    Kinds: "bits" all values of the type, "scale" positive, "zero" around 8, "float" normal,
-    "group" positions of groups, some counted from the end, "shifts" 0, 4, ... 28, "table" NF4.
+    Kinds: "bits" all values of the type, "fp8 words" bytes that are e4m3 numbers, "scale" positive,
+    "zero" around 8, "float" normal, "group" positions of groups, some counted from the end,
+    "shifts" 0, 4, ... 28, "table" 16 rising values.
     """
 
     name: str
@@ -51,12 +51,15 @@ def _random(
     if kind == "bits":
         info = torch.iinfo(dtype)
         return torch.randint(info.min, info.max, shape, dtype=i64, device=device).to(dtype)
+    if kind == "fp8 words":  # no byte of which is NaN
+        return torch.randint(0, 127, (*shape, 4), device=device).to(u8).view(dtype)[..., 0]
     if kind == "group":
         return torch.randint(-groups, groups, shape, device=device).to(dtype)
     if kind == "shifts":
         return torch.arange(0, 32, 4, device=device).reshape(shape).to(dtype)
     if kind == "table":
-        return torch.tensor(NF4, device=device).to(dtype)
+        position = torch.arange(16, device=device)
+        return (((position - 7.5) / 7.5) ** 3 + 0.01 * position).to(dtype)
     if kind == "float":
         return torch.randn(shape, device=device).to(dtype)
     low, high = (0.001, 0.021) if kind == "scale" else (4, 12)
@@ -277,6 +280,28 @@ def e5m2_group(k: int, n: int) -> Packed:
     )
 
 
+def fp8_words(k: int, n: int) -> Packed:
+    """Four e4m3 along K in an int32; bf16 scales for each group."""
+    part = GROUP // 4
+    element = Field(
+        0,
+        (form(("k0", part), ("k1", 1)), form(("n0", 1))),
+        form(("k2", 8)),
+        8,
+        float8="e4m3",
+    )
+    scale = Step("mul", Field(1, (form(("k0", 1)), form(("n0", 1)))))
+    format = WeightFormat((k // GROUP, part, 4), (n,), element, (scale,))
+
+    def read(words, scales):  # type: ignore[no-untyped-def]
+        parts = [((words >> shift) & 255).to(u8).view(e4m3) for shift in (0, 8, 16, 24)]
+        q = torch.stack([part.double() for part in parts], 1).flatten(0, 1)
+        return q * _rows(scales).double()
+
+    tensors = (("fp8 words", (k // 4, n), i32), ("scale", (k // GROUP, n), bf16))
+    return Packed("fp8_words", format, tensors, read)
+
+
 def nibble_pairs(k: int, n: int) -> Packed:
     """Neighbours along K share a byte, the even one is low; 8 is zero; bf16 scales by group."""
     half = GROUP // 2
@@ -425,7 +450,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     build.__name__: build
     for build in (
         *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
-        *(int8_zero_channel, fp8_row, fp8_block, e5m2_group, nibble_pairs, int4_words),
+        *(int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group, nibble_pairs, int4_words),
         *(uint2, uint3, int4_in_int64, nf4, act_order, shift_table),
     )
 }

@@ -1,0 +1,192 @@
+"""weight_only on a real GPU: every format, fusion, dynamic M, CUDA graphs, large offsets."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+
+from inductor_quant.ops import weight_only
+from inductor_quant.report import collect
+from tests.support.formats import FORMATS
+from tests.support.weight_only import Case, assert_close, gemm, make_inputs, reference
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+# what a GPU without conversion of e4m3 leaves unfused
+E4M3 = ("fp8_row", "fp8_block", "fp8_words")
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
+def compiled(fn, **kwargs):
+    return torch.compile(fn, backend="inductor_quant", options=OPTIONS, **kwargs)
+
+
+def kernels_of(code: str) -> list[str]:
+    """Names of the kernels that the wrapper launches, in order."""
+    return re.findall(r"^\s+(\w+)\.run\(", code, re.MULTILINE)
+
+
+def skip_if_unsupported(name: str) -> None:
+    if name in E4M3 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no conversion of e4m3")
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("m", [1, 16, 33, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_result_is_close_to_fp64_in_one_kernel(name, m, dtype):
+    skip_if_unsupported(name)
+    torch.manual_seed(0)
+    case = Case(name, m, 512, 1024, dtype, column_scale="channel", bias=True)
+    inputs = make_inputs(case, "cuda")
+    got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
+    assert_close(got, reference(case, inputs))
+    [kernel] = kernels_of(code)
+    assert "weight_only" in kernel
+
+
+ODD = [
+    Case("int8_channel", 33, 727, 577),
+    Case("int8_channel", 5, 1, 33),
+    Case("int8_channel", 1, 1, 1),
+    Case("int8_group", 127, 577, 864, f16),
+    Case("gptq", 64, 1000, 992, bias=True),
+    Case("uint3", 20, 100, 330),
+    Case("hqq", 7, 130, 96),
+    *(Case("gptq", 20, 136, 160, dtype, out_dtype=f32) for dtype in (bf16, f16)),
+    Case("int8_group", 20, 136, 160, f32),
+    *(
+        Case(name, 33, 136, 160, f16, layout=layout)
+        for name in ("gptq", "awq", "hqq", "act_order", "int8_group", "shift_table")
+        for layout in ("columns", "every_second")
+    ),
+]
+
+
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_sizes_types_and_layouts(case):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
+    assert_close(got, reference(case, inputs))
+    assert len(kernels_of(code)) == 1
+
+
+# A product and a difference of it may be one instruction, rounded once: then all but equal.
+CONTRACTED = ("int8_folded",)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_hot_rows_give_the_weight_bit_for_bit(name):
+    skip_if_unsupported(name)
+    torch.manual_seed(0)
+    case = Case(name, 0, 512, 1024, bf16, out_dtype=f32)
+    _, _, _, *weight = make_inputs(case, "cuda")
+    x = torch.eye(case.packed.format.shape[0], device="cuda").to(bf16)
+    got = compiled(gemm(case))(x, None, None, *weight)
+    want = gemm(case)(x, None, None, *weight)
+    if name in CONTRACTED:
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-6)
+        assert (got != want).float().mean() < 0.01
+    else:
+        assert torch.equal(got, want)
+
+
+def test_the_reference_is_the_same_on_both_devices():
+    for name in FORMATS:
+        packed = Case(name, 1, 64, 64).packed
+        weight = packed.make("cuda")
+        on_gpu = weight_only.dequantize(packed.format, weight, torch.float64)
+        assert torch.equal(on_gpu.cpu(), packed.dequantized(weight)), name
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "hqq", "int8_channel", "fp8_block"])
+def test_epilogue_is_fused_into_one_kernel(name):
+    skip_if_unsupported(name)
+    torch.manual_seed(0)
+    case = Case(name, 64, 512, 256, bias=True)
+    inputs = make_inputs(case, "cuda")
+    residual = torch.randn(64, 512, device="cuda").to(bf16)
+
+    def fn(residual, *inputs):
+        return F.gelu(gemm(case)(*inputs)) + residual
+
+    got, (code,) = run_and_get_code(compiled(fn), residual, *inputs)
+    assert len(kernels_of(code)) == 1, kernels_of(code)
+    want = F.gelu(reference(case, inputs)) + residual.cpu().double()
+    assert_close(got, want, slack=2)  # the value is rounded before the epilogue too
+
+
+def test_dynamic_m_compiles_twice_at_most():
+    case = Case("gptq", 0, 256, 128)
+    counter = CompileCounterWithBackend("inductor_quant")
+    run = torch.compile(gemm(case), backend=counter)
+    weight = make_inputs(case, "cuda")[1:]
+    for m in (1, 2, 3, 16, 17, 100, 1000, 4096):
+        x = torch.randn(m, 128, device="cuda").to(bf16)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        now = dataclasses.replace(case, m=m)
+        assert_close(run(x, *weight), reference(now, (x, *weight)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "act_order", "nf4", "shift_table"])
+def test_max_autotune_and_cuda_graphs(name):
+    """act_order: it is timed on arbitrary numbers in place of positions."""
+    torch.manual_seed(0)
+    case = Case(name, 48, 512, 512)
+    inputs = make_inputs(case, "cuda")
+    run = torch.compile(gemm(case), backend="inductor_quant", mode="max-autotune")
+    with torch.no_grad(), collect() as report:
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(run(*inputs).clone(), reference(case, inputs))
+    [choice] = report.kernels
+    assert len(choice.offered) > 1
+
+
+@pytest.mark.parametrize("name", ["gptq", "int8_channel", "awq"])
+@pytest.mark.parametrize("m", [1, 64, 512])
+def test_every_configuration_computes_the_same(name, m):
+    """Integers and scales that are powers of two: fp32 holds every sum exactly."""
+    from inductor_quant.kernels import weight_only as kernels
+
+    case = Case(name, m, 320, 512, bf16, out_dtype=f32)
+    packed = case.packed
+    _, _, _, *weight = make_inputs(case, "cuda")
+    weight[-1] = 2.0 ** torch.randint(-3, 4, weight[-1].shape, device="cuda").to(weight[-1].dtype)
+    x = torch.randint(-8, 9, (m, packed.format.shape[0]), device="cuda").to(bf16)
+    inputs = (x, None, None, *weight)
+    want = reference(case, inputs)
+    listed = {config for _, entries in kernels._CONFIGS for config in entries}
+    for config in sorted(listed):
+        options = {**OPTIONS, "inductor_quant.configs": (str(config),)}
+        run = torch.compile(gemm(case), backend="inductor_quant", options=options)
+        assert torch.equal(run(*inputs).double().cpu(), want), config
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(66000, 32768, 32), (33, 66048, 32768)])
+def test_offsets_beyond_32_bits(m, n, k):
+    """M * N or N * K of 2**31 and more."""
+    case = Case("int8_channel", m, n, k)
+    inputs = make_inputs(case, "cuda")
+    got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
+    assert "INDEX_DTYPE : tl.constexpr = tl.int64" in code
+    x, _, _, q, scale = inputs
+    columns = slice(n - 64, n)
+    small = Case("int8_channel", 40, 64, k)
+    for rows in (slice(0, min(m, 40)), slice(max(0, m - 40), m)):
+        part = (x[rows], None, None, q[columns], scale[columns])
+        assert_close(got[rows, columns], reference(small, part))

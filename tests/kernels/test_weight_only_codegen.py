@@ -1,0 +1,263 @@
+"""What Inductor generates for weight_only GEMMs on virtual GPUs, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.decisions import RejectionCode
+from inductor_quant.kernels import weight_only as kernels
+from inductor_quant.kernels.config import (
+    RESERVED_SHARED_MEMORY,
+    Device,
+    GemmConfig,
+    Problem,
+    Weight,
+    WeightTensor,
+)
+from inductor_quant.ops.weight_only import make_spec
+from inductor_quant.report import collect
+from tests.support.formats import FORMATS
+from tests.support.weight_only import Case, gemm, make_inputs
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+ARCHS = (80, 89, 90, 100)
+OPTIONS = {"inductor_quant.on_error": "raise"}
+
+
+def generate(fn, make, arch=90, config=None, inductor=None):
+    options = OPTIONS if config is None else {**OPTIONS, "inductor_quant.configs": (str(config),)}
+    return simulate.generate(
+        fn, make, arch=arch, backend=inductor_quant_backend, options=options, config=inductor
+    )
+
+
+def generate_case(case, arch=90, config=None, inductor=None):
+    return generate(gemm(case), lambda d: make_inputs(case, d), arch, config, inductor)
+
+
+def device(arch: int) -> Device:
+    gpu = simulate.GPUS[arch]
+    return Device(arch, gpu.num_sms, gpu.shared_memory_per_block_optin)
+
+
+def described(case):
+    """(spec, problem) of a case."""
+    packed = case.packed
+    spec = make_spec(
+        packed.format,
+        [dtype for _, _, dtype in packed.tensors],
+        x_dtype=case.dtype,
+        column_scale=None,
+        out_dtype=case.dtype,
+        bias=False,
+    )
+    tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
+    k, n = packed.format.shape
+    return spec, Problem(case.m, n, k, weight=Weight(packed.format, tensors))
+
+
+@pytest.mark.parametrize("m", [1, 16, 33, 64, 300, 10**5])
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gets_several_legal_configurations(name, arch, m):
+    for k, n, dtype in ((4096, 4096, bf16), (96, 40, f16), (4096, 4096, f32)):
+        spec, problem = described(Case(name, m, n, k, dtype))
+        found = kernels.configs(spec, problem, device(arch))
+        assert len(found) >= 2
+        assert len(set(found)) == len(found)
+        for config in found:
+            assert kernels.is_legal(spec, problem, config, device(arch)) is None
+
+
+def test_no_block_is_longer_than_a_group():
+    for name in ("gptq", "awq", "hqq", "int8_group"):
+        spec, problem = described(Case(name, 16, 4096, 4096))
+        assert {c.block_k for c in kernels.configs(spec, problem, device(90))} == {32}
+    spec, problem = described(Case("int8_channel", 16, 4096, 4096))
+    assert max(c.block_k for c in kernels.configs(spec, problem, device(90))) == 128
+
+
+def test_a_tile_that_holds_too_many_numbers_is_refused():
+    spec, problem = described(Case("gptq", 16, 4096, 4096))
+    rejection = kernels.is_legal(spec, problem, GemmConfig(16, 64, 128, 4, 2), device(90))
+    assert rejection is not None
+    assert rejection.code == RejectionCode.REGISTERS
+    rejection = kernels.is_legal(spec, problem, GemmConfig(64, 128, 128, 8, 9), device(90))
+    assert rejection is not None
+    assert rejection.code == RejectionCode.SHARED_MEMORY
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gelu_and_residual_are_in_the_one_kernel(arch):
+    case = Case("gptq", 64, 512, 256, bias=True)
+
+    def fn(residual, *inputs):
+        return F.gelu(gemm(case)(*inputs)) + residual
+
+    def make(device):
+        residual = torch.empty(64, 512, dtype=bf16, device=device)
+        return residual, *make_inputs(case, device)
+
+    generated = generate(fn, make, arch)
+    [(name, source)] = generated.kernels.items()
+    assert name.startswith("triton_tem_fused")
+    assert "weight_only" in name
+    assert "libdevice.erf" in source
+    assert "extern_kernels.mm" not in generated.wrapper
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("layout", ["columns", "every_second"])
+def test_tensors_are_read_where_they_lie(name, layout):
+    """No copy: their strides go into the template."""
+    assert len(generate_case(Case(name, 16, 64, 64, layout=layout)).kernels) == 1
+
+
+# (capability, format): each format's way of unpacking at least once
+COMPILED = [
+    (80, "gptq"),
+    (80, "int8_group"),
+    (89, "awq"),
+    (89, "fp8_block"),
+    (90, "gptq"),
+    (90, "hqq"),
+    (90, "act_order"),
+    (100, "int8_channel"),
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("arch", "name"), COMPILED)
+def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
+    done = set()
+    for m in (16, 64, 300):
+        case = Case(name, m, 512, 1024)
+        spec, problem = described(case)
+        for config in kernels.configs(spec, problem, device(arch)):
+            if config in done:
+                continue
+            done.add(config)
+            [(kernel_name, source)] = generate_case(case, arch, config).kernels.items()
+            kernel = simulate.compile_kernel(kernel_name, source)
+            assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
+            assert kernel.shared_bytes <= device(arch).shared_memory - RESERVED_SHARED_MEMORY
+            instructions = " ".join(kernel.matrix_instructions())
+            if arch == 90 and config.block_m >= 64:
+                assert "wgmma" in instructions, config
+            else:
+                assert "bf16" in instructions or "tcgen05" in instructions, config
+    assert len(done) >= 6
+
+
+@pytest.mark.compiles
+def test_few_words_are_loaded_where_many_numbers_are_unpacked():
+    """GPTQ at 16 rows: shared memory holds 8 numbers a word; the tile itself would be 4 bytes a
+    number."""
+    config = GemmConfig(16, 64, 32, 4, 4)
+    [(name, source)] = generate_case(Case("gptq", 16, 512, 1024), 90, config).kernels.items()
+    stage = 16 * 32 * 2 + 32 * 64 // 2 + 64 * 2 + 64 // 2
+    unpacked = 32 * 64 * 4
+    assert simulate.compile_kernel(name, source).shared_bytes <= 4 * stage + unpacked
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("out_dtype", [bf16, f16, f32])
+def test_the_sum_is_rounded_once(out_dtype):
+    case = Case("gptq", 64, 512, 256, out_dtype=out_dtype, column_scale="channel", bias=True)
+    [source] = generate_case(case).kernels.values()
+    body = source[source.index("out = acc") : source.index("mask = ")]
+    assert "float16" not in body
+
+
+@pytest.mark.compiles
+def test_offsets_are_64_bit_only_where_the_tensors_need_it():
+    for case, dtype in (
+        (Case("gptq", 64, 512, 256), "tl.int32"),
+        (Case("gptq", 66000, 32768, 32), "tl.int64"),
+        (Case("int8_group", 33, 66000, 32768), "tl.int64"),
+    ):
+        [(name, source)] = generate_case(case).kernels.items()
+        assert f"INDEX_DTYPE : tl.constexpr = {dtype}" in source
+        assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@pytest.mark.compiles
+def test_default_mode_offers_one_choice_and_autotune_several():
+    case = Case("awq", 64, 512, 256)
+    with collect() as report:
+        generate_case(case)
+        generate_case(case, inductor={"max_autotune": True})
+    first, second = (len(choice.offered) for choice in report.kernels)
+    assert first == 1
+    assert 4 <= second <= 12
+
+
+@pytest.mark.compiles
+def test_a_dynamic_m_is_a_kernel_argument():
+    case = Case("gptq", 64, 512, 256)
+
+    def make(device):
+        inputs = make_inputs(case, device)
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+        return inputs
+
+    [source] = generate(gemm(case), make).kernels.values()
+    assert "M = ks0" in source
+    assert "N : tl.constexpr = 512" in source
+
+
+@pytest.mark.compiles
+def test_an_empty_result_launches_no_gemm():
+    assert "weight_only_mm" not in generate_case(Case("gptq", 0, 64, 64)).wrapper
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_words"])
+def test_e4m3_is_left_unfused_where_the_gpu_does_not_convert_it(name):
+    case = Case(name, 16, 64, 64)
+    spec, problem = described(case)
+    rejection = kernels.supports(spec, problem, device(80))
+    assert rejection is not None
+    assert rejection.code == RejectionCode.DEVICE
+    assert kernels.supports(spec, problem, device(89)) is None
+    generated = generate_case(case, 80)
+    assert "extern_kernels.mm" in generated.wrapper
+    assert not any("weight_only_mm" in source for source in generated.kernels.values())
+
+
+@pytest.mark.compiles
+def test_fp32_is_multiplied_as_fp32():
+    case = Case("int8_channel", 16, 64, 64, f32)
+    [(name, source)] = generate_case(case).kernels.items()
+    assert "tf32" not in simulate.compile_kernel(name, source).ptx
+    assert 'PRECISION : tl.constexpr = "ieee"' in source
+
+
+@pytest.mark.compiles
+def test_a_failure_while_lowering_leaves_the_unfused_gemm(monkeypatch):
+    case = Case("gptq", 16, 64, 64)
+
+    def fail(*_):
+        raise ValueError("broken")
+
+    monkeypatch.setattr(kernels, "weight_code", fail)
+
+    def compile_with(on_error):
+        return simulate.generate(
+            gemm(case),
+            lambda d: make_inputs(case, d),
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": on_error},
+        )
+
+    with pytest.warns(RuntimeWarning, match="runs unfused"):
+        generated = compile_with("fallback")
+    assert "extern_kernels.mm" in generated.wrapper
+    with pytest.raises(Exception, match="broken"):
+        compile_with("raise")
