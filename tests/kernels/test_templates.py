@@ -114,6 +114,19 @@ def test_the_scales_of_columns_are_applied_behind_the_loop():
     assert code.columns(*hooks).count("out = out * ") == 2
 
 
+def test_what_lies_in_a_tensor_is_bounded_before_it_is_used():
+    """Timing runs on arbitrary numbers: none may read past the end, or shift by more than a word.
+    A code of 4 bits cannot leave a table of 16."""
+    hooks = (lambda name, dim: "1", lambda name, dim: "128")
+
+    def tile(name: str) -> str:
+        return code_of(formats.build(name, 128, 128), "16x64x32_w4_s3_g8").tile(*hooks)
+
+    assert "tl.minimum(tl.maximum(" in tile("act_order")
+    assert "> 31), 31, " in tile("shift_table")
+    assert "tl.minimum" not in tile("nf4")
+
+
 def test_as_a_constant_the_weight_is_the_text_of_its_format():
     """A literal that Python reads back, so that it can stand in the kernel and in its keys."""
     for name in FORMATS:

@@ -214,7 +214,8 @@ def test_a_dynamic_m_is_a_kernel_argument():
 
 @pytest.mark.compiles
 def test_an_empty_result_launches_no_gemm():
-    assert "weight_only_mm" not in generate_case(Case("gptq", 0, 64, 64)).wrapper
+    names = generate_case(Case("gptq", 0, 64, 64)).kernels
+    assert not any("weight_only" in name for name in names), names
 
 
 @pytest.mark.compiles

@@ -66,6 +66,7 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     shape = {"none": None, "channel": (1, n), "tensor": (1, 1)}[case.column_scale]
     scale = None if shape is None else torch.rand(shape, device=device) + 0.5
     bias = torch.randn(n, device=device).to(case.dtype) if case.bias else None
+    scale, bias = (None if t is None else laid_out(t, case.layout) for t in (scale, bias))
     return x, scale, bias, *[laid_out(t, case.layout) for t in packed.make(device)]
 
 
