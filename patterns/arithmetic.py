@@ -75,6 +75,8 @@ def bitwise_and(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     if isinstance(a, Position) or _shifted_constant(a) is not None:
         a, b = b, a
     if (shifted := _shifted_constant(b)) is not None:
+        if isinstance(b, Op) and b.name == "trunc" and b.args[1] != dtype:
+            raise Unsupported("a mask that is cut off before the word is")
         return _shifted_mask(a, *shifted, dtype)
     if not isinstance(b, Position):
         raise Unsupported("a mask that is no constant")
@@ -139,8 +141,8 @@ def bitwise_xor(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         raise Unsupported("xor with what is no constant")
     if isinstance(a, Bits) and not a.signed and value == 1 << (a.width - 1):
         return Op("add", (sign_extended(a), integer(value, dtype)), dtype)
-    if isinstance(a, Bits) and a.signed and is_whole(a) and value in limits(a.dtype)[:1]:
-        # int8 ^ -128: the sign bit of the whole word
+    if isinstance(a, Bits) and a.signed and is_whole(a) and value == -(1 << (a.width - 1)):
+        # int8 ^ -128: the sign bit of the whole word, and the copies of it in a wider type
         unsigned = dataclasses.replace(a, signed=False)
         return Op("sub", (unsigned, integer(1 << (a.width - 1), dtype)), dtype)
     raise Unsupported("xor that does not flip the sign bit of a field")
@@ -230,8 +232,9 @@ def _amount(b: Expr, dtype: torch.dtype) -> Index:
 
 def floor_divide(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     """Rounds down, as a shift does."""
-    if (shifted := _shifted_constant(b)) is not None and shifted[0] == 1:
-        return _shifted_right(a, shifted[1].index, dtype)
+    # what is cut off may be the power itself: 1 << 31 is negative in int32
+    if isinstance(b, Op) and b.name == "shl" and constant(b.args[0]) == 1:
+        return _shifted_right(a, b.args[1].index, dtype)
     if not isinstance(b, Position):
         raise Unsupported("a division of integers by no constant")
     values = b.index.values()

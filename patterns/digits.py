@@ -27,15 +27,21 @@ class Unsupported(Exception):
     """Index arithmetic that has no form as a sum over digits. Never leaves the reader."""
 
 
+class Torn(Unsupported):
+    """A digit was split that should have stayed whole: see ``Space``."""
+
+
 class Digit:
-    """One digit: takes the values 0 ... radix - 1. ``axis`` is the variable that it belongs to."""
+    """One digit: takes the values 0 ... radix - 1. ``axis`` is the variable that it belongs to; one
+    that is ``whole`` is never split, what would split it becomes tables."""
 
-    __slots__ = ("axis", "children", "radix", "serial")
+    __slots__ = ("axis", "children", "radix", "serial", "whole")
 
-    def __init__(self, axis: str, radix: int, serial: int) -> None:
+    def __init__(self, axis: str, radix: int, serial: int, *, whole: bool = False) -> None:
         self.axis = axis
         self.radix = radix
         self.serial = serial
+        self.whole = whole
         self.children: tuple[Digit, Digit] | None = None  # once it is split: high and low
 
     def __repr__(self) -> str:
@@ -161,21 +167,36 @@ class Space:
     """The digits of one operand, finest first known when everything has been read.
 
     ``axes`` maps "k" and "n" to the digits of that variable, most significant first.
+
+    A word's fields may lie far apart along an axis, in an order of their own, and a group may end
+    within them. Met from outside, the group splits the digit that counts the fields, and their
+    order is then no sum over the parts: the space is torn. ``whole`` = (axis, fields) keeps the
+    highest digit of an axis, of so many values, whole from the start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: tuple[str, int] | None = None) -> None:
         self.axes: dict[str, list[Digit]] = {}
+        self.is_torn = False
+        self._whole = whole
         self._serials = itertools.count()
 
     def variable(self, axis: str, size: int) -> Index:
         """A new variable that takes the values 0 ... size - 1."""
+        if self._whole and axis == self._whole[0]:
+            fields = self._whole[1]
+            if size % fields or size == fields:
+                raise Unsupported(f"{size} is not a multiple of {fields}")
+            high = Digit(axis, fields, next(self._serials), whole=True)
+            low = Digit(axis, size // fields, next(self._serials))
+            self.axes[axis] = [high, low]
+            return Index(0, ((high, size // fields), (low, 1)))
         digit = Digit(axis, size, next(self._serials))
         self.axes[axis] = [digit]
         return Index(0, ((digit, 1),)) if size > 1 else ZERO
 
     def split(self, digit: Digit, low: int) -> None:
         """Write ``digit`` as ``low * high_digit + low_digit``."""
-        if digit.children or digit.radix % low or not 1 < low < digit.radix:
+        if digit.whole or digit.children or digit.radix % low or not 1 < low < digit.radix:
             raise Unsupported(f"{digit} is not split into parts of {low}")
         high = Digit(digit.axis, digit.radix // low, next(self._serials))
         rest = Digit(digit.axis, low, next(self._serials))
@@ -239,7 +260,7 @@ class Space:
             if 1 < low < digit.radix and digit.radix % low == 0:
                 self.split(digit, low)
                 return
-        raise Unsupported(f"{rest} does not divide by {size}")
+        raise Torn(f"{rest} does not divide by {size}")
 
     def unflatten(self, index: Index, shape: Sequence[int]) -> tuple[Index, ...]:
         """The position in a row-major tensor of ``shape`` at flat ``index``."""
@@ -283,22 +304,18 @@ class Space:
         for position in itertools.product(*(range(d.radix) for d, _ in index.terms)):
             expected = base + sum(p[v] for p, v in zip(profiles, position, strict=True))
             if values[_value(index, position)] != expected:
-                raise Unsupported("a table that is no sum over digits")
+                raise Torn("a table that is no sum over digits")
 
     def _profile(self, digit: Digit, values: list[int]) -> Index:
         """A function of one digit, by splitting it where that makes the function simpler."""
         step = values[1] if len(values) > 1 else 0
         if all(v == step * i for i, v in enumerate(values)):
             return _index(0, [(digit, step)])
-        for low in range(2, min(digit.radix // 2, MAX_CASES) + 1):
-            if digit.radix % low:
-                continue
-            upper = values[::low]
-            lower = values[:low]
-            if all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
-                self.split(digit, low)
-                high, rest = digit.children  # type: ignore[misc]
-                return self._profile(high, upper) + self._profile(rest, lower)
+        low = 0 if digit.whole else _simplest_split(values)
+        if low:
+            self.split(digit, low)
+            high, rest = digit.children  # type: ignore[misc]
+            return self._profile(high, values[::low]) + self._profile(rest, values[:low])
         if digit.radix > MAX_CASES:
             raise Unsupported("a table without structure")
         return _index(0, [(digit, tuple(values))])
@@ -329,7 +346,7 @@ def from_values(index: Index, values: Sequence[int]) -> Index:
         for digit, term in found.terms:
             total += term[at[digit]] if isinstance(term, tuple) else term * at[digit]
         if total != value:
-            raise Unsupported("a table that is no sum over digits")
+            raise Torn("a table that is no sum over digits")
     return found
 
 
@@ -365,7 +382,8 @@ def _parts(index: Index, size: int) -> tuple[Index, Index]:
     lower: list[tuple[Digit, int | Table]] = []
     const = index.const
     for digit, term in index.terms:
-        if isinstance(term, int) and term < 0 and digit.radix <= MAX_CASES:
+        is_negative = isinstance(term, int) and term < 0 and digit.radix <= MAX_CASES
+        if isinstance(term, int) and (is_negative or (digit.whole and term % size)):
             term = tuple([term * i for i in range(digit.radix)])
         if isinstance(term, tuple):
             least = min(term)
@@ -381,13 +399,42 @@ def _parts(index: Index, size: int) -> tuple[Index, Index]:
     return _index(quotient, upper, above), _index(rest, lower, below)
 
 
+def _is_linear(values: Sequence[int]) -> bool:
+    step = values[1] - values[0] if len(values) > 1 else 0
+    return all(v == values[0] + step * i for i, v in enumerate(values))
+
+
+def _simplest_split(values: Sequence[int]) -> int:
+    """The radix of the lower of two digits over which ``values`` is a sum; 0: there are none.
+
+    Preferred are two linear parts, then a linear upper one and the shortest table (an order within
+    words), then a linear lower one, the longest (groups).
+    """
+    size = len(values)
+    best = (0, 0, 0)
+    for low in range(2, size // 2 + 1):
+        if size % low:
+            continue
+        upper, lower = values[::low], values[:low]
+        if not all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
+            continue
+        is_upper, is_lower = _is_linear(upper), _is_linear(lower)
+        if is_upper and is_lower:
+            return low
+        if is_lower:
+            best = max(best, (1, low, low))
+        elif low <= MAX_CASES:
+            best = max(best, (2 if is_upper else 0, -low, low))
+    return best[2]
+
+
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
     """``table[low * h + l] = first + upper[h] + lower[l]``, or Unsupported."""
     first = table[0]
     upper = tuple(v - first for v in table[::low])
     lower = tuple(v - first for v in table[:low])
     if any(v != first + upper[i // low] + lower[i % low] for i, v in enumerate(table)):
-        raise Unsupported("a digit is split on which a table depends")
+        raise Torn("a digit is split on which a table depends")
     return first, upper, lower
 
 

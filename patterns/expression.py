@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.patterns.digits import ZERO, Datum, Digit, Index, Space, Unsupported, merge
+from inductor_quant.patterns.digits import (
+    ZERO,
+    Datum,
+    Digit,
+    Index,
+    Space,
+    Torn,
+    Unsupported,
+    merge,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -187,7 +196,7 @@ def normalized(expr: Expr, space: Space) -> Expr:
         return dataclasses.replace(expr, args=_each(expr, lambda arg: normalized(arg, space)))
     if isinstance(expr, Choice):
         if expr.digit.children is not None:
-            raise Unsupported("a digit is split on which cases depend")
+            raise Torn("a digit is split on which cases depend")
         cases = tuple(normalized(case, space) for case in expr.cases)
         return dataclasses.replace(expr, cases=cases)
     return expr

@@ -77,7 +77,7 @@ def _slice_scatter(reader: Reader, node: fx.Node, index: At) -> Expr:
     if step in (None, 1):
         return _overwritten(reader, base, source, index, dim, first, last, lambda i: i)
     # Every step-th element; as digits only if the pattern goes through the whole dimension.
-    if first >= step or last + step <= size or size % step:
+    if first >= step or last + step <= size + first or size % step:
         raise Unsupported("a strided slice of a part")
     place, rest = reader.space.divmod(index[dim], step)
     read = _reads(reader, source, graph.value(base).dtype)

@@ -10,14 +10,16 @@ of another shape is a Rejection.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import fx
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.digits import Digit, Index, Unsupported
+from inductor_quant.patterns.digits import Digit, Index, Torn, Unsupported
 from inductor_quant.patterns.expression import (
     EXACT,
     FLOAT8,
@@ -60,10 +62,34 @@ def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejectio
         k, n = n, k
     if graph.is_symbolic(k) or graph.is_symbolic(n):
         return Rejection(RejectionCode.WEIGHT_FORM, "its shape is symbolic", node.name)
+
+    def read(reader: Reader) -> Weight | Rejection:
+        row, column = reader.space.variable("k", k), reader.space.variable("n", n)
+        index = (column, row) if transposed else (row, column)
+        return decode(reader, reader.read(node, index), node)
+
+    return attempt(read, lambda found: isinstance(found, Weight))
+
+
+# How many fields a word of 8 to 64 bits may have.
+_FIELDS = (2, 4, 5, 8, 10, 16, 21, 32)
+Found = TypeVar("Found")
+
+
+def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
+    """What ``read`` finds; where a digit was torn, what it finds with that digit kept whole."""
     reader = Reader()
-    row, column = reader.space.variable("k", k), reader.space.variable("n", n)
-    index = (column, row) if transposed else (row, column)
-    return decode(reader, reader.read(node, index), node)
+    first = read(reader)
+    if is_good(first) or not reader.space.is_torn:
+        return first
+    for whole in itertools.product("kn", _FIELDS):
+        try:
+            found = read(Reader(whole))
+        except Unsupported:
+            continue
+        if is_good(found):
+            return found
+    return first
 
 
 def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
@@ -74,6 +100,7 @@ def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
     except _NoWeight as reason:
         return reason.rejection
     except Unsupported as reason:
+        reader.space.is_torn |= isinstance(reason, Torn)
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), node.name)
 
 

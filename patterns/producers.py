@@ -17,21 +17,27 @@ from inductor_quant.patterns.reader import At, Reader, dimension, handles, sizes
 @handles("quantized_decomposed.dequantize_per_channel.default")
 def _dequantize_per_channel(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quantized_decomposed.dequantize_per_channel``: (q - zero_point[c]) * scale[c]."""
-    source, scales, zeros, axis = node.args[:4]
-    channel = (index[dimension(axis, len(index))],)  # type: ignore[arg-type]
-    return _dequantized(reader, node, reader.read(source, index), scales, zeros, channel)  # type: ignore[arg-type]
+    names = ("input", "scales", "zero_points", "axis")
+    source, scales, zeros, axis = graph.arguments(node, *names)
+    channel = (index[dimension(axis, len(index))],)
+    return _dequantized(reader, node, reader.read(source, index), scales, zeros, channel)
 
 
 @handles("quantized_decomposed.dequantize_per_channel_group.default")
 def _dequantize_per_channel_group(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quantized_decomposed.dequantize_per_channel_group``: groups along the last dimension."""
-    source, scales, zeros = node.args[:3]
-    size = graph.arguments(node, *_GROUP_ARGUMENTS)[6]
+    source, scales, zeros, *_, size = graph.arguments(node, *_GROUP_ARGUMENTS)
+    rows, columns = sizes(source)
+    for item in (scales, zeros):  # the op takes them in any shape, row by row
+        if item is not None and sizes(item) not in ([rows, columns // size], [1]):
+            raise Unsupported("scales in a shape of their own")
     group = (index[0], reader.space.divmod(index[1], size)[0])
-    return _dequantized(reader, node, reader.read(source, index), scales, zeros, group)  # type: ignore[arg-type]
+    return _dequantized(reader, node, reader.read(source, index), scales, zeros, group)
 
 
-_GROUP_ARGUMENTS = ("input", "scales", "zero_points", "quant_min", "quant_max", "dtype", "size")
+_GROUP_ARGUMENTS = (
+    *("w_int8", "scales", "zero_points", "quant_min", "quant_max", "dtype", "group_size"),
+)
 
 
 @handles(
@@ -40,12 +46,14 @@ _GROUP_ARGUMENTS = ("input", "scales", "zero_points", "quant_min", "quant_max", 
 )
 def _dequantize_per_tensor(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quantized_decomposed.dequantize_per_tensor``: (q - zero_point) * scale."""
-    source, scale, zero = node.args[:3]
-    return _dequantized(reader, node, reader.read(source, index), scale, zero, ())  # type: ignore[arg-type]
+    source, scale, zero = graph.arguments(node, "input", "scale", "zero_point")
+    return _dequantized(reader, node, reader.read(source, index), scale, zero, ())
 
 
 def _dequantized(reader: Reader, node: fx.Node, q: Expr, scale: Any, zero: Any, index: At) -> Expr:
     """In fp32, as these ops compute; tensors are read at ``index``, those of one element at 0."""
+    if isinstance(zero, fx.Node) and graph.value(zero).dtype in _SMALL and q.dtype in _SMALL:
+        raise Unsupported("a zero point whose subtraction may wrap around")
 
     def number(item: Any) -> Expr:
         if not isinstance(item, fx.Node):
@@ -66,14 +74,17 @@ def _dequantized(reader: Reader, node: fx.Node, q: Expr, scale: Any, zero: Any, 
     return arithmetic.cast(value, graph.value(node).dtype)
 
 
+_SMALL = (torch.int8, torch.uint8, torch.int16)
+
+
 @handles("quanto.unpack.default")
 def _quanto_unpack(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quanto.unpack(packed, bits)``: the fields of a byte lie in blocks along the first
     dimension, the lowest bits first."""
-    source, bits = node.args[:2]
-    if not isinstance(bits, int) or graph.value(source).dtype != torch.uint8:  # type: ignore[arg-type]
+    source, bits = graph.arguments(node, "packed", "bits")
+    if not isinstance(bits, int) or graph.value(source).dtype != torch.uint8:
         raise Unsupported("an unknown packing")
-    block, row = reader.space.divmod(index[0], sizes(source)[0])  # type: ignore[arg-type]
-    word = reader.read(source, (row, *index[1:]))  # type: ignore[arg-type]
+    block, row = reader.space.divmod(index[0], sizes(source)[0])
+    word = reader.read(source, (row, *index[1:]))
     dtype = graph.value(node).dtype
     return reader.apply(lambda x: arithmetic.cast(extract(x, block * bits, bits), dtype), word)

@@ -45,13 +45,13 @@ class Product:
     shape: tuple[int, ...] | None = None
 
 
-def product_of(anchor: fx.Node) -> Product | Rejection | None:
+def product_of(anchor: fx.Node, reader: Reader) -> Product | Rejection | None:
     """What ``anchor`` multiplies; None where it is no product at all (a plain sum)."""
     read = _READERS.get(anchor.target) or _ADAPTERS.get(str(anchor.target))
     if read is None:
         return None
     try:
-        return read(anchor)
+        return read(anchor, reader)
     except Unsupported as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
 
@@ -66,13 +66,12 @@ def _axes(reader: Reader, k: int, n: int) -> tuple[Index, Index]:
 
 
 def _matrix(
-    anchor: fx.Node, x: Any, w: Any, *, transposed: bool = False, bias: Any = None
+    anchor: fx.Node, reader: Reader, x: Any, w: Any, *, transposed: bool = False, bias: Any = None
 ) -> Product | Rejection:
     """A product with a weight [K, N], or [N, K] where it is ``transposed``."""
     if not graph.is_tensor_node(x) or not graph.is_tensor_node(w):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     n, k = sizes(w) if transposed else reversed(sizes(w))
-    reader = Reader()
     row, column = _axes(reader, k, n)
     weight = reader.read(w, (column, row) if transposed else (row, column))
     return Product(anchor, x, weight, w, reader, k, n, bias, _shape(anchor))
@@ -88,13 +87,13 @@ def _shape(anchor: fx.Node) -> tuple[int, ...] | None:
     return tuple(-1 if graph.is_symbolic(size) else int(size) for size in shape)
 
 
-def _mm(anchor: fx.Node) -> Product | Rejection:
-    return _matrix(anchor, *graph.arguments(anchor, "self", "mat2"))
+def _mm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
+    return _matrix(anchor, reader, *graph.arguments(anchor, "self", "mat2"))
 
 
-def _addmm(anchor: fx.Node) -> Product | Rejection:
+def _addmm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     bias, x, w = graph.arguments(anchor, "self", "mat1", "mat2")
-    return _plain_bias(anchor, bias) or _matrix(anchor, x, w, bias=bias)
+    return _plain_bias(anchor, bias) or _matrix(anchor, reader, x, w, bias=bias)
 
 
 def _plain_bias(anchor: fx.Node, bias: Any) -> Rejection | None:
@@ -110,32 +109,33 @@ def _plain_bias(anchor: fx.Node, bias: Any) -> Rejection | None:
     return None
 
 
-def _linear(anchor: fx.Node) -> Product | Rejection:
+def _linear(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     x, w, bias = graph.arguments(anchor, "input", "weight", "bias")
     refused = bias is not None and _plain_bias(anchor, bias)
-    return refused or _matrix(anchor, x, w, transposed=True, bias=bias)
+    return refused or _matrix(anchor, reader, x, w, transposed=True, bias=bias)
 
 
-def _mv(anchor: fx.Node) -> Product | Rejection:
+def _mv(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     w, x = graph.arguments(anchor, "self", "vec")
-    return _matrix(anchor, x, w, transposed=True)
+    return _matrix(anchor, reader, x, w, transposed=True)
 
 
-def _bmm(anchor: fx.Node) -> Product | Rejection:
-    return _batched(anchor, *graph.arguments(anchor, "self", "mat2"))
+def _bmm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
+    return _batched(anchor, reader, *graph.arguments(anchor, "self", "mat2"))
 
 
-def _baddbmm(anchor: fx.Node) -> Product | Rejection:
+def _baddbmm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     bias, x, w = graph.arguments(anchor, "self", "batch1", "batch2")
-    return _plain_bias(anchor, bias) or _batched(anchor, x, w, bias)
+    return _plain_bias(anchor, bias) or _batched(anchor, reader, x, w, bias)
 
 
-def _batched(anchor: fx.Node, x: Any, w: Any, bias: Any = None) -> Product | Rejection:
+def _batched(
+    anchor: fx.Node, reader: Reader, x: Any, w: Any, bias: Any = None
+) -> Product | Rejection:
     """A batch of products with the same weight, which is one product of more rows."""
     if not graph.is_tensor_node(x) or not graph.is_tensor_node(w):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     batch, k, n = sizes(w)
-    reader = Reader()
     which = reader.space.variable("b", batch)
     weight = reader.read(w, (which, *_axes(reader, k, n)))
     if any(digit.axis == "b" for digit in digits(weight, reader.space)):
@@ -143,7 +143,7 @@ def _batched(anchor: fx.Node, x: Any, w: Any, bias: Any = None) -> Product | Rej
     return Product(anchor, x, weight, w, reader, k, n, bias, _shape(anchor))
 
 
-def _sum(anchor: fx.Node) -> Product | Rejection | None:
+def _sum(anchor: fx.Node, reader: Reader) -> Product | Rejection | None:
     """``sum(x[m, k, 1] * w[1, k, n], dim=1)``: what Inductor makes of mm for a single row or column
     under max-autotune."""
     terms, dims, keepdim = graph.arguments(anchor, "self", "dim", "keepdim")
@@ -159,7 +159,6 @@ def _sum(anchor: fx.Node) -> Product | Rejection | None:
     left, right = graph.arguments(terms, "self", "other")
     if not graph.is_tensor_node(left) or not graph.is_tensor_node(right):
         return None
-    reader = Reader()
     position = (reader.space.variable("m", m), *_axes(reader, k, n))
     # The factor without n is the activation.
     factors = [(node, reader.operand(node, terms, position)) for node in (left, right)]
@@ -185,12 +184,13 @@ def _source_of_rows(reader: Reader, x: Expr, position: tuple[Index, ...]) -> fx.
 # ops of producers
 
 
-def _scaled_rows(anchor: fx.Node, x: Any, w: Any, scale: Any) -> Product | Rejection:
+def _scaled_rows(
+    anchor: fx.Node, reader: Reader, x: Any, w: Any, scale: Any
+) -> Product | Rejection:
     """``x @ (w * scale).t()`` with w [N, K] and a scale for each row, or one."""
     if not all(map(graph.is_tensor_node, (x, w, scale))):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     n, k = sizes(w)
-    reader = Reader()
     row, column = _axes(reader, k, n)
     shape = sizes(scale)
     if shape not in ([n], [n, 1], [1], [1, 1], []):
@@ -202,17 +202,19 @@ def _scaled_rows(anchor: fx.Node, x: Any, w: Any, scale: Any) -> Product | Rejec
     return Product(anchor, x, weight, w, reader, k, n, shape=_shape(anchor))
 
 
-def _qbytes_mm(anchor: fx.Node) -> Product | Rejection:
+def _qbytes_mm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     """optimum-quanto: ``qbytes_mm(activations, weights [N, K], scales [N, 1])``; int8 or fp8."""
-    return _scaled_rows(anchor, *graph.arguments(anchor, "activations", "weights", "output_scales"))
+    return _scaled_rows(
+        anchor, reader, *graph.arguments(anchor, "activations", "weights", "output_scales")
+    )
 
 
-def _int8pack_mm(anchor: fx.Node) -> Product | Rejection:
+def _int8pack_mm(anchor: fx.Node, reader: Reader) -> Product | Rejection:
     """``aten._weight_int8pack_mm(x, w [N, K], scales [N])``: the weight is not repacked."""
-    return _scaled_rows(anchor, *graph.arguments(anchor, "self", "mat2", "scales"))
+    return _scaled_rows(anchor, reader, *graph.arguments(anchor, "self", "mat2", "scales"))
 
 
-_READERS: dict[Any, Callable[[fx.Node], Product | Rejection | None]] = {
+_READERS: dict[Any, Callable[[fx.Node, Reader], Product | Rejection | None]] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
@@ -223,6 +225,6 @@ _READERS: dict[Any, Callable[[fx.Node], Product | Rejection | None]] = {
     aten._weight_int8pack_mm.default: _int8pack_mm,
 }
 # By name: they exist once their package is imported.
-_ADAPTERS: dict[str, Callable[[fx.Node], Product | Rejection | None]] = {
+_ADAPTERS: dict[str, Callable[[fx.Node, Reader], Product | Rejection | None]] = {
     "quanto.qbytes_mm.default": _qbytes_mm,
 }

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.digits import ZERO, Index, Space, Unsupported
+from inductor_quant.patterns.digits import ZERO, Digit, Index, Space, Torn, Unsupported
 from inductor_quant.patterns.expression import (
     INTEGERS,
     Choice,
@@ -49,10 +49,13 @@ def handles(*targets: Any) -> Callable[[Handler], Handler]:
 
 
 class Reader:
-    """Expressions of the elements of one operand; ``space`` holds the digits of its position."""
+    """Expressions of the elements of one operand; ``space`` holds the digits of its position.
 
-    def __init__(self) -> None:
-        self.space = Space()
+    ``whole``: see ``Space``.
+    """
+
+    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+        self.space = Space(whole)
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
 
@@ -80,8 +83,8 @@ class Reader:
         if handler is not None:
             try:
                 return handler(self, node, index)
-            except Unsupported:
-                pass
+            except Unsupported as reason:
+                self.space.is_torn |= isinstance(reason, Torn)
         return self.leaf(node, index)
 
     def leaf(self, node: fx.Node, index: At) -> Expr:
@@ -116,8 +119,13 @@ class Reader:
 
             cases.append(self.by_cases(index.at(digit, value), inner))
         if digit.children is not None:
-            raise Unsupported("a digit is split on which cases depend")
-        return join(digit, [normalized(case, self.space) for case in cases])
+            raise Torn("a digit is split on which cases depend")
+        return self._joined(digit, [normalized(case, self.space) for case in cases])
+
+    def _joined(self, digit: Digit, cases: list[Expr]) -> Expr:
+        joined = join(digit, cases)
+        self.space.is_torn |= isinstance(joined, Choice)
+        return joined
 
     def apply(self, function: Callable[..., Expr], *args: Expr) -> Expr:
         """``function(*args)``, case by case where an argument has cases."""
@@ -130,7 +138,7 @@ class Reader:
             self.apply(function, *(at(arg, digit, value) for arg in args))
             for value in range(digit.radix)
         ]
-        return join(digit, cases)
+        return self._joined(digit, cases)
 
     def operand(self, item: Any, node: fx.Node, index: At) -> Expr:
         """An argument of a pointwise op, broadcast to the shape of ``node``."""

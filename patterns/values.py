@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import fx
 
@@ -17,6 +19,7 @@ from inductor_quant.patterns.expression import (
     Position,
     Undefined,
     by_data,
+    held_in,
     integer,
     interval,
 )
@@ -43,7 +46,7 @@ def _iota(reader: Reader, node: fx.Node, index: At) -> Expr:
     dtype = graph.value(node).dtype
     if not isinstance(start, int) or not isinstance(step, int) or dtype not in INTEGERS:
         raise Unsupported("an iota that is symbolic or no integer")
-    return Position(index[0] * step + start, dtype)
+    return held_in(Position(index[0] * step + start, dtype), dtype)
 
 
 @handles(aten.full.default, aten.scalar_tensor.default)
@@ -53,7 +56,9 @@ def _full(reader: Reader, node: fx.Node, index: At) -> Expr:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise Unsupported("a fill value that is no number")
     if dtype in INTEGERS:
-        return integer(int(value), dtype)
+        if not math.isfinite(value):
+            raise Unsupported("a fill value that is no integer")
+        return held_in(integer(int(value), dtype), dtype)
     return Number(torch.tensor(value, dtype=dtype).item(), dtype)
 
 
@@ -151,9 +156,11 @@ def _binary(name: str) -> Handler:
     function = arithmetic.BINARY[name]
 
     def handler(reader: Reader, node: fx.Node, index: At) -> Expr:
-        if node.kwargs.get("alpha", 1) != 1:
+        if len(node.args) > 2 or node.kwargs.get("alpha", 1) != 1:
             raise Unsupported("a multiple of the second term")
         left, right, dtype = _operands(reader, node, index)
+        if dtype not in INTEGERS and name not in _OF_FLOATS:
+            raise Unsupported(f"{name} of floats")
         if isinstance(left, Position) and isinstance(right, Position) and dtype in INTEGERS:
             return arithmetic.of_positions(name, left, right, dtype, reader.space)
         found = reader.apply(lambda a, b: function(a, b, dtype), left, right)
@@ -172,6 +179,7 @@ def _operands(reader: Reader, node: fx.Node, index: At) -> tuple[Expr, Expr, tor
     return left, right, dtype
 
 
+_OF_FLOATS = ("add", "sub", "mul", "div")
 _BINARY_OPS = {
     "and": ("bitwise_and", "__and__"),
     "or": ("bitwise_or", "__or__"),

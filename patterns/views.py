@@ -124,7 +124,7 @@ def _select(reader: Reader, node: fx.Node, index: At) -> Expr:
 def _getitem(reader: Reader, node: fx.Node, index: At) -> Expr:
     """A part of unbind or split."""
     parts, number = node.args[:2]
-    if not isinstance(parts, fx.Node) or not isinstance(number, int):
+    if not isinstance(parts, fx.Node) or not isinstance(number, int) or number < 0:
         raise Unsupported("an item of what is no split")
     if parts.target == aten.unbind.int:
         source, dim = graph.arguments(parts, "self", "dim")

@@ -16,9 +16,10 @@ from inductor_quant.errors import SpecError
 from inductor_quant.ops import weight_only as op
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_column_epilogue
-from inductor_quant.patterns.operand import Weight, decode
+from inductor_quant.patterns.operand import Weight, attempt, decode
 from inductor_quant.patterns.pattern import Operand, Pattern, RecognizedGemm
 from inductor_quant.patterns.product import Product, anchors, product_of
+from inductor_quant.patterns.symbolic import Reader
 from inductor_quant.spec import ScaleSpec
 
 FAMILY = "weight_only"
@@ -26,13 +27,10 @@ FAMILY = "weight_only"
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: one of the ops that ``product`` knows."""
-    product = product_of(anchor)
-    if product is None or isinstance(product, Rejection):
-        return product
-    weight = decode(product.reader, product.weight, product.node)
-    if isinstance(weight, Rejection):
-        is_sum = anchor.target == torch.ops.aten.sum.dim_IntList
-        return None if is_sum and weight.code is RejectionCode.NOT_QUANTIZED else weight
+    found = attempt(lambda reader: _read(anchor, reader), lambda found: isinstance(found, tuple))
+    if not isinstance(found, tuple):
+        return found
+    product, weight = found
     epilogue = _read_epilogue(anchor, product, weight)
     for operand in (product.x, *weight.sources, product.bias, epilogue.column_scale, epilogue.bias):
         rejection = operand and _check_operand(operand, anchor)
@@ -43,6 +41,17 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
             RejectionCode.ACTIVATION, f"it is {graph.value(product.x).dtype}", product.x.name
         )
     return _assemble(product, weight, epilogue)
+
+
+def _read(anchor: fx.Node, reader: Reader) -> tuple[Product, Weight] | Rejection | None:
+    product = product_of(anchor, reader)
+    if product is None or isinstance(product, Rejection):
+        return product
+    weight = decode(reader, product.weight, product.node)
+    if isinstance(weight, Weight):
+        return product, weight
+    is_sum = anchor.target == torch.ops.aten.sum.dim_IntList
+    return None if is_sum and weight.code is RejectionCode.NOT_QUANTIZED else weight
 
 
 def _read_epilogue(anchor: fx.Node, product: Product, weight: Weight) -> Epilogue:

@@ -145,7 +145,14 @@ class Axes:
 
     @property
     def is_mixed_radix(self) -> bool:
-        """Whether k and n have digits of which words, fields and groups are sums."""
+        """Whether k and n have digits of which words, fields and groups are sums.
+
+        Fields of a weight that lie apart while those of its zero points are neighbours, in an order
+        that is no sum either: then no digits serve both.
+        """
+        is_shuffled = self.layout == "split" and self.order in ("random", "interleaved")
+        if self.pack == "N" and is_shuffled and self.zero.startswith("packed"):
+            return False
         return all(is_chain(self.strides(axis)) for axis in "KN")
 
     def __str__(self) -> str:
