@@ -234,6 +234,10 @@ def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
     """Step 4: write the table; True if the model is as good as it must be."""
     card = Card(**store.machine["card"])
     samples = {**store.sweep, **store.finals}
+    # A configuration that entered by winning one final has that sample alone among the finals, and
+    # three constants. With the sweep's samples beside them, the model's first choice loses 2.4 %
+    # against the finals' best instead of 2.9 %, and 3.6 instead of 4.0 % leaving the shape out.
+    evidence = {shape: times | store.finals.get(shape, {}) for shape, times in store.sweep.items()}
     chosen = cost.select(store.sweep, options.configs)
     chosen += [config for config in winners(store.finals, chosen) if config not in chosen]
     ctas = {c: card.ctas_per_sm(c, *store.resources[c]) for c in chosen}
@@ -242,11 +246,11 @@ def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
         **{name: store.machine[name] for name in ("torch", "triton", "date")},
         "by": f"examples/tune.py --kernel {kernel.name} --configs {options.configs}",
     }
-    table = cost.make_table(kernel.name, card, measured, chosen, ctas, samples)
+    table = cost.make_table(kernel.name, card, measured, chosen, ctas, samples, evidence)
     cost.write_table(table, options.out)
     print(f"{options.out}: {len(table.configs)} configurations, {len(table.rows)} shapes")
-    found = cost.regrets(table, card, samples, leave_out=False)
-    outside = cost.regrets(table, card, samples, leave_out=True)
+    found = cost.regrets(table, card, samples)
+    outside = cost.regrets(table, card, samples, leave_out_of=evidence)
     left_out = {f"{name}, leave one out": values for name, values in outside.items()}
     columns = ("regret", "mean", "p90", "max")
     show_table("model against the best measured", columns, cost.describe(found | left_out))

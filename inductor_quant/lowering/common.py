@@ -130,6 +130,7 @@ def _best_kernel(
             tuple(offered),
             node=compat.current_node_name(),
             times_us=tuple(None if ms is None else 1000 * ms for ms in times),
+            sizes=(problem.m, problem.n, problem.k),
         )
     )
     return result

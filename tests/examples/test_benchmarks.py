@@ -292,13 +292,13 @@ def test_the_table_reads_back_and_exact_samples_have_no_regret(cost, card, tmp_p
     samples = samples_of(known_models())
     ctas = {e.config: e.ctas_per_sm for e in known_models()}
     measured = dict.fromkeys(table.PROVENANCE, "x")
-    made = cost.make_table("w8a8_mm", card, measured, sorted(ctas), ctas, samples)
+    made = cost.make_table("w8a8_mm", card, measured, sorted(ctas), ctas, samples, samples)
     cost.write_table(made, tmp_path / "table.json")
     text = (tmp_path / "table.json").read_text()
     assert table.parse(json.loads(text)) == made
     assert len(text.splitlines()) == 8 + len(ctas) + len(SHAPES)
-    for leave_out in (False, True):
-        regret = cost.regrets(made, card, samples, leave_out=leave_out)
+    for leave_out_of in (None, samples):
+        regret = cost.regrets(made, card, samples, leave_out_of)
         assert max(regret["model"]) == pytest.approx(1, abs=0.02)
 
 
@@ -329,6 +329,26 @@ def test_every_shape_has_candidates_and_old_measurements_are_refitted(
     assert run_main(monkeypatch, tune, *arguments) == 0
     assert len(table.parse(json.loads(out.read_text())).configs) == 3
     assert "leave one out" in capsys.readouterr().out
+
+
+def test_a_winner_of_one_final_gets_its_constants_from_the_sweep(card, tmp_path, monkeypatch):
+    import tune
+
+    store = tune.Store(tmp_path / "samples.json")
+    store.sweep = samples_of(known_models())
+    store.resources = {e.config: (100, 65536) for e in known_models()}
+    store.machine = {"card": dataclasses.asdict(card), "torch": "1", "triton": "1", "date": "x"}
+    small, middle, large = (e.config for e in known_models())
+    # the finals of every shape but one leave ``small`` out
+    store.finals = {s: {middle: store.sweep[s][middle], large: 900.0} for s in SHAPES}
+    store.finals[SHAPES[0]][small] = store.sweep[SHAPES[0]][small]
+    store.save()
+    out = tmp_path / "table.json"
+    arguments = ("--samples", store.path, "--fit-only", "--out", out, "--max-regret", 9)
+    assert run_main(monkeypatch, tune, *arguments) == 0
+    made = {e.config: e for e in table.parse(json.loads(out.read_text())).configs}
+    assert made[small].fixed_us > 3
+    assert made[small].step_us_per_cta > 0.05
 
 
 def rendered(kernel, config):
