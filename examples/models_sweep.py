@@ -123,7 +123,7 @@ class Sweep:
     def __init__(self, kernel: Kernel, configs: list[GemmConfig], device: str = "cuda") -> None:
         self.kernel = kernel
         spec, self.make_inputs = TARGETS[kernel.name][0](), TARGETS[kernel.name][1]
-        even = Problem(4096, 4096, 4096)  # a K that every BLOCK_K divides
+        even = Problem(4096, 4096, 4096)  # a K that every BLOCK_K divides, and full tiles
         flags = kernel.constants(spec, even, configs[0])
         self.folder = tempfile.TemporaryDirectory()
         source, self.tensors, self.numbers = render(kernel, flags)

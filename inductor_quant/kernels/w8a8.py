@@ -44,6 +44,8 @@ def constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> dict
         "B_SCALE_PER_CHANNEL": b_scale is not None and b_scale.block == (-1, 1),
         "HAS_BIAS": spec.bias,
         "EVEN_K": problem.is_even_k(config),
+        # H200, 1x4096x14336: 18.1 us with the mask, 32.6 without; 4 rows 18.0 and 23.6; 16 the same
+        "FEW_ROWS": problem.m < config.block_m,
         # The type of the value that the template stores, which is fp32 whatever the sums were in.
         "ACC_TYPE": "tl.float32",
     }

@@ -11,7 +11,7 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import ConfigTableError
 from inductor_quant.kernels import table
-from inductor_quant.kernels.config import Device, legal
+from inductor_quant.kernels.config import Device, GemmConfig, legal
 from inductor_quant.report import collect
 from tests.support.numerics import Case, gemm, make_inputs
 
@@ -136,6 +136,17 @@ def test_offsets_are_64_bit_only_where_the_tensors_need_it():
         [(name, source)] = generated.kernels.items()
         assert f"INDEX_DTYPE : tl.constexpr = {dtype}" in source
         assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@pytest.mark.parametrize(("m", "is_masked"), [(1, True), (15, True), (16, False), (100, False)])
+def test_rows_that_are_not_there_are_read_only_where_all_others_are_too(m, is_masked):
+    """One row, read by 16 rows of every tile, would come from the same lines of the L2 cache."""
+    case = Case(m, 512, 512)
+    config = GemmConfig(16, 64, 128, num_warps=4, num_stages=4)
+    generated = generate(gemm(case), lambda d: make_inputs(case, d), config=config)
+    [source] = generated.kernels.values()
+    load = source[source.index("a = tl.load(") : source.index("b = tl.load(")]
+    assert ("mask=rm[:, None] < M" in load) == is_masked
 
 
 def test_an_empty_result_launches_no_gemm():

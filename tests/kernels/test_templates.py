@@ -17,6 +17,7 @@ FLAGS = (
     "B_SCALE_PER_CHANNEL",
     "HAS_BIAS",
     "EVEN_K",
+    "FEW_ROWS",
 )
 
 
