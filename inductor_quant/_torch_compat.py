@@ -11,6 +11,7 @@ torch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -229,6 +230,42 @@ def select(
         selector.get_algorithm_selector_cache().feedback_saver_fns.remove(save)
     node = result[0] if isinstance(result, tuple) else result
     return node, [timed.get(choice) for choice in choices]
+
+
+def keep_rows_in_registers(op: Any, longest: int) -> None:
+    """Reductions that ``op`` was lowered to become persistent up to rows of ``longest`` elements:
+    the row is loaded once, and kept in registers for what else its kernel computes from it.
+
+    For the compilations of this thread, through the object that Inductor asks for such choices.
+    Idempotent. Kernels without ``op`` are treated as before.
+    """
+    virtualized = __getattr__("V")
+    before = virtualized.choices
+    if op in getattr(before, "row_ops", ()):
+        return
+
+    def fits(features: Any) -> bool:
+        size = known_int(features.reduction_numel)
+        nodes = [node.node for node in features.scheduler_nodes()]
+        return (
+            inductor_config().triton.persistent_reductions
+            and size is not None
+            and size <= longest
+            and any(origin.target == op for node in nodes for origin in node.get_origins())
+        )
+
+    class RowChoices(type(before)):  # type: ignore[misc]
+        row_ops = (op, *getattr(before, "row_ops", ()))
+
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            return before.should_use_persistent_reduction(features, cooperative_reduction) or (
+                not cooperative_reduction and fits(features)
+            )
+
+    after = copy.copy(before)
+    after.__class__ = RowChoices
+    virtualized.set_choices_handler(after)
 
 
 def current_node_name() -> str:
