@@ -45,7 +45,8 @@ def constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> dict
         "HAS_BIAS": spec.bias,
         "EVEN_K": problem.is_even_k(config),
         # H200, 1x4096x14336: 18.1 us with the mask, 32.6 without; 4 rows 18.0 and 23.6; 16 the same
-        "FEW_ROWS": problem.m < config.block_m,
+        # (but a result of one element Inductor stores without a mask, from each place of the tile)
+        "FEW_ROWS": problem.m < config.block_m and problem.m * problem.n > 1,
         # The type of the value that the template stores, which is fp32 whatever the sums were in.
         "ACC_TYPE": "tl.float32",
     }

@@ -138,10 +138,14 @@ def test_offsets_are_64_bit_only_where_the_tensors_need_it():
         assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
-@pytest.mark.parametrize(("m", "is_masked"), [(1, True), (15, True), (16, False), (100, False)])
-def test_rows_that_are_not_there_are_read_only_where_all_others_are_too(m, is_masked):
-    """One row, read by 16 rows of every tile, would come from the same lines of the L2 cache."""
-    case = Case(m, 512, 512)
+@pytest.mark.parametrize(
+    ("m", "n", "is_masked"),
+    [(1, 512, True), (15, 512, True), (16, 512, False), (100, 512, False), (1, 1, False)],
+)
+def test_a_tile_with_more_rows_than_m_reads_those_that_exist(m, n, is_masked):
+    """One row, read by 16 rows of every tile, would come from the same lines of the L2 cache. The
+    one element of a 1x1 result is stored by the whole tile, which must hold the same value."""
+    case = Case(m, n, 512)
     config = GemmConfig(16, 64, 128, num_warps=4, num_stages=4)
     generated = generate(gemm(case), lambda d: make_inputs(case, d), config=config)
     [source] = generated.kernels.values()
