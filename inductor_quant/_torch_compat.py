@@ -268,15 +268,27 @@ def keep_rows_in_registers(op: Any, longest: int) -> None:
     virtualized.set_choices_handler(after)
 
 
-def current_node_name() -> str:
-    """The name of the FX node that is being lowered."""
-    node = getattr(__getattr__("V").graph, "current_node", None)
-    return node.name if node is not None else ""
+def current_node() -> torch.fx.Node | None:
+    """The FX node that is being lowered."""
+    return getattr(__getattr__("V").graph, "current_node", None)
 
 
 def realize(node: Any) -> Any:
     """``node`` as a buffer or a strided view of one, whatever its strides: templates take any."""
     return __getattr__("ExternKernel").realize_input(node)
+
+
+def has_aligned_rows(node: Any, dim: int) -> bool:
+    """Whether the matrix ``node``, a buffer, begins at a multiple of 16 bytes, and so does whatever
+    ``dim`` counts, which is contiguous: certainly, also where sizes are symbolic."""
+    itemsize, strides = node.get_dtype().itemsize, node.get_stride()
+    distances = (node.get_layout().offset, strides[dim])
+    known = [known_int(distance) for distance in distances]
+    return (
+        node.get_name() not in __getattr__("V").graph.unaligned_buffers
+        and known_int(strides[1 - dim]) == 1
+        and all(size is not None and size * itemsize % 16 == 0 for size in known)
+    )
 
 
 def size_hints(sizes: Iterable[Any]) -> list[int]:

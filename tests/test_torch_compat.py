@@ -12,6 +12,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
+from torch._inductor.choices import InductorChoices
 
 from inductor_quant import _torch_compat as compat
 
@@ -276,7 +277,7 @@ def test_the_choices_of_another_stay_behind_ours():
     """Inductor asks one object; ours answers for its own kernels and passes the rest on."""
     virtualized = compat.V
 
-    class Theirs(type(virtualized.choices)):
+    class Theirs(InductorChoices):
         asked: ClassVar[list[object]] = []
 
         @staticmethod

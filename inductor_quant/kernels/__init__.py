@@ -4,8 +4,9 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 """
 
 from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.w8a8 import W8A8_MM
+from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
 
-KERNELS: tuple[Kernel, ...] = (W8A8_MM,)
+# In order of preference: a later one is for what the earlier do not support.
+KERNELS: tuple[Kernel, ...] = (W8A8_PERSISTENT, W8A8_MM)
 
 __all__ = ["KERNELS", "Kernel"]

@@ -18,17 +18,17 @@ class Kernel:
 
     name       file ``templates/<name>.py.jinja``; its Inductor name is ``inductor_quant_<name>``
     family     the canonical op that it computes
-    grid       (m, n, meta, *, cdiv) -> (x, y, z), on ints and on sympy expressions alike
-    supports   (spec, device) -> None, or why the kernel does not apply
-    constants  (spec, problem, config) -> the template's constants beside the tile sizes
+    grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike
+    supports   (spec, problem, device) -> None, or why the kernel does not apply
+    constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
     configs    (spec, problem, device) -> legal configurations, best guess first
     """
 
     name: str
     family: str
     grid: Callable[..., tuple[Any, Any, Any]]
-    supports: Callable[[QuantGemmSpec, Device], Rejection | None]
-    constants: Callable[[QuantGemmSpec, Problem, GemmConfig], dict[str, Any]]
+    supports: Callable[[QuantGemmSpec, Problem, Device], Rejection | None]
+    constants: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], dict[str, Any]]
     configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
 
     @property

@@ -314,9 +314,11 @@ def test_every_shape_has_candidates_and_old_measurements_are_refitted(
 ):
     import tune
 
-    candidates = tune.candidates(card.device())
-    assert 250 < len(candidates) < 450
-    assert all(sum(tune.suits(c, s) for c in candidates) > 30 for s in tune.shapes())
+    for kernel in TUNED:
+        candidates = tune.candidates(kernel, card.device(), [8])
+        shapes = tune.shapes(kernel, card.device())
+        assert len(candidates) >= 6
+        assert all(sum(tune.suits(c, s) for c in candidates) >= 6 for s in shapes)
     store = tune.Store(tmp_path / "samples.json")
     store.sweep = samples_of(known_models())
     store.resources = {e.config: (100, 65536) for e in known_models()}
@@ -351,35 +353,34 @@ def test_a_winner_of_one_final_gets_its_constants_from_the_sweep(card, tmp_path,
     assert made[small].step_us_per_cta > 0.05
 
 
-def rendered(kernel, config):
-    spec = models_sweep.TARGETS[kernel.name][0]()
-    return models_sweep.render(kernel, kernel.constants(spec, Problem(4096, 4096, 4096), config))
-
-
 TUNED = [kernel for kernel in KERNELS if kernel.name in models_sweep.TARGETS]
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", TUNED, ids=lambda kernel: kernel.name)
-def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, tmp_path):
-    config = GemmConfig(64, 64, 128, 4, 4)
-    source, tensors, numbers = rendered(kernel, config)
+def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, card, tmp_path):
+    config = GemmConfig(128, 128, 128, 4, 3)
+    spec = models_sweep.TARGETS[kernel.name][0]()
+    constants = kernel.constants(spec, models_sweep.EVEN, config, card.device())
+    source, tensors, numbers = models_sweep.render(kernel, constants)
     types = {"A": "*i8", "B": "*i8", "A_SCALE": "*fp32", "B_SCALE": "*fp32", "OUT": "*bf16"}
     ones = dict.fromkeys(("A_stride1", "B_stride0", "A_SCALE_stride0", "B_SCALE_stride1"), 1)
+    ones = {name: 1 for name in ones if name in numbers}
     signature = {name: types[name] for name in (*tensors, "OUT")}
     signature |= {name: "i32" for name in numbers if name not in ones}
     blocks = {k: v for k, v in models_sweep.keywords(config).items() if not k.startswith("num")}
     compiled = simulate.compile_jit(
         models_sweep.load_kernel(source, str(tmp_path)),
         signature,
-        {**blocks, **ones},
+        {**blocks, **ones, **models_sweep.numeric(constants)},
         arch=90,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         divisible_by_16=tuple(signature),
     )
     assert compiled.spill_stores == 0
-    assert compiled.shared_bytes == config.num_stages * (64 + 64) * 128
+    staging = 8192 + 32 if kernel.name == "w8a8_persistent" else 0  # of the result; barriers
+    assert compiled.shared_bytes <= config.num_stages * (128 + 128) * 128 + staging
     assert any(name.startswith("wgmma") for name in compiled.matrix_instructions())
 
 
