@@ -118,9 +118,11 @@ def make_table(
     chosen: Iterable[GemmConfig],
     ctas_per_sm: dict[GemmConfig, int],
     samples: Samples,
+    evidence: Samples,
 ) -> Table:
-    """The table of ``chosen``: the model's constants, and the fastest for each measured shape."""
-    fitted = [fit(c, ctas_per_sm[c], samples, card.num_sms) for c in chosen]
+    """The table of ``chosen``: the fastest of ``samples`` for each measured shape, and the model's
+    constants, fitted to ``evidence``."""
+    fitted = [fit(c, ctas_per_sm[c], evidence, card.num_sms) for c in chosen]
     configs = tuple(entry for entry in fitted if entry is not None)
     index = {entry.config: i for i, entry in enumerate(configs)}
     rows = []
@@ -133,19 +135,20 @@ def make_table(
 
 
 def regrets(
-    table: Table, card: Card, samples: Samples, *, leave_out: bool
+    table: Table, card: Card, samples: Samples, leave_out_of: Samples | None = None
 ) -> dict[str, list[float]]:
     """What the model alone, without the measured rows, loses against the best of each shape.
 
     "model": time of its first choice / best time; "first 12": of the best among its first twelve.
-    ``leave_out``: the constants are fitted without the shape that they are judged on.
+    ``leave_out_of``: the constants are fitted to these without the shape that they are judged on.
     """
     found: dict[str, list[float]] = {"model": [], f"first {MODEL_TOPS}": []}
     for shape, times in samples.items():
         configs = table.configs
-        if leave_out:
+        if leave_out_of is not None:
             refits = [
-                fit(c.config, c.ctas_per_sm, samples, card.num_sms, without=shape) for c in configs
+                fit(c.config, c.ctas_per_sm, leave_out_of, card.num_sms, without=shape)
+                for c in configs
             ]
             configs = tuple(entry for entry in refits if entry is not None)
         alone = dataclasses.replace(table, configs=configs, rows=())

@@ -21,6 +21,7 @@ import triton
 import inductor_quant
 from inductor_quant.kernels import Kernel
 from inductor_quant.kernels.config import GemmConfig, Problem
+from inductor_quant.lowering.common import describe_device
 from inductor_quant.ops import w8a8
 from inductor_quant.spec import QuantGemmSpec, ScaleSpec
 
@@ -53,8 +54,10 @@ def w8a8_inputs(m: int, n: int, k: int, weight: torch.Tensor) -> dict[str, torch
     }
 
 
+EVEN = Problem(4096, 4096, 4096, has_aligned_rows=True)  # every BLOCK_K divides K; full tiles
 TARGETS: dict[str, tuple[Callable[[], QuantGemmSpec], Callable[..., dict[str, torch.Tensor]]]] = {
     "w8a8_mm": (w8a8_spec, w8a8_inputs),
+    "w8a8_persistent": (w8a8_spec, w8a8_inputs),
 }
 
 
@@ -90,7 +93,8 @@ def render(kernel: Kernel, constants: dict[str, Any]) -> tuple[str, list[str], l
         ALPHA=1.0,
         **constants,
     )
-    tiles = [f"{name}: tl.constexpr" for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M")]
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", *numeric(constants))
+    tiles = [f"{name}: tl.constexpr" for name in names]
     head = f"""import triton
 import triton.language as tl
 
@@ -100,6 +104,11 @@ def kernel({", ".join([*tensors, "OUT", *numbers, *tiles])}):
     INDEX_DTYPE: tl.constexpr = tl.int32
 """
     return body.replace("<head>", head), tensors, list(numbers)
+
+
+def numeric(constants: dict[str, Any]) -> dict[str, int]:
+    """Those of a template's constants that its kernel uses by name; the others choose its text."""
+    return {name: value for name, value in constants.items() if type(value) is int}
 
 
 def load_kernel(source: str, folder: str) -> Any:
@@ -123,8 +132,8 @@ class Sweep:
     def __init__(self, kernel: Kernel, configs: list[GemmConfig], device: str = "cuda") -> None:
         self.kernel = kernel
         spec, self.make_inputs = TARGETS[kernel.name][0](), TARGETS[kernel.name][1]
-        even = Problem(4096, 4096, 4096)  # a K that every BLOCK_K divides
-        flags = kernel.constants(spec, even, configs[0])
+        self.spec, self.card = spec, describe_device(torch.device(device))
+        flags = kernel.constants(spec, EVEN, configs[0], self.card)
         self.folder = tempfile.TemporaryDirectory()
         source, self.tensors, self.numbers = render(kernel, flags)
         self.jit = load_kernel(source, self.folder.name)
@@ -134,13 +143,15 @@ class Sweep:
         self.resources: dict[GemmConfig, tuple[int, int]] = {}  # registers, shared memory
         if device == "cpu":
             return
-        arguments = self.arguments(even.m, even.n, even.k)[0]
+        # tensor descriptors lie in memory that Triton asks for
+        triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device=device))
+        arguments = self.arguments(EVEN.m, EVEN.n, EVEN.k)[0]
         with ThreadPoolExecutor(16) as executor:
             list(executor.map(lambda config: self._compile(config, arguments), configs))
 
     def _compile(self, config: GemmConfig, arguments: list[Any]) -> None:
         try:
-            self.jit.warmup(*arguments, grid=(1,), **keywords(config))
+            self.jit.warmup(*arguments, grid=(1,), **self.meta(config))
         except Exception as error:
             self.failed[config] = f"{type(error).__name__}: {str(error)[:100]}"
 
@@ -188,9 +199,14 @@ class Sweep:
 
     def launch(self, shape: Shape, config: GemmConfig, arguments: list[Any]) -> Any:
         """Run the kernel once; gives Triton's compiled kernel."""
-        meta = keywords(config)
+        meta = self.meta(config)
         m, n, _ = shape
         return self.jit[self.kernel.grid(m, n, meta, cdiv=triton.cdiv)](*arguments, **meta)
+
+    def meta(self, config: GemmConfig) -> dict[str, int]:
+        """What Triton compiles the kernel for: the tile, and the template's numeric constants."""
+        constants = self.kernel.constants(self.spec, EVEN, config, self.card)
+        return keywords(config) | numeric(constants)
 
     def _capture(self, shape: Shape, config: GemmConfig, arguments: list[list[Any]]) -> Any:
         compiled = self.launch(shape, config, arguments[0])
@@ -215,7 +231,7 @@ def time_compiled(
     bias = torch.randn(n, device="cuda", dtype=spec().out_dtype)
     options = {
         "max_autotune": True,
-        "inductor_quant.configs": tuple(map(str, configs)),
+        "inductor_quant.configs": tuple(f"{kernel.name} {config}" for config in configs),
         "inductor_quant.max_choices": len(configs),
         "inductor_quant.on_error": "raise",
     }

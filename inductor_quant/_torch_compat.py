@@ -11,6 +11,7 @@ torch.
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -231,15 +232,63 @@ def select(
     return node, [timed.get(choice) for choice in choices]
 
 
-def current_node_name() -> str:
-    """The name of the FX node that is being lowered."""
-    node = getattr(__getattr__("V").graph, "current_node", None)
-    return node.name if node is not None else ""
+def keep_rows_in_registers(op: Any, longest: int) -> None:
+    """Reductions that ``op`` was lowered to become persistent up to rows of ``longest`` elements:
+    the row is loaded once, and kept in registers for what else its kernel computes from it.
+
+    For the compilations of this thread, through the object that Inductor asks for such choices.
+    Idempotent. Kernels without ``op`` are treated as before.
+    """
+    virtualized = __getattr__("V")
+    before = virtualized.choices
+    if op in getattr(before, "row_ops", ()):
+        return
+
+    def fits(features: Any) -> bool:
+        size = known_int(features.reduction_numel)
+        nodes = [node.node for node in features.scheduler_nodes()]
+        return (
+            inductor_config().triton.persistent_reductions
+            and size is not None
+            and size <= longest
+            and any(origin.target == op for node in nodes for origin in node.get_origins())
+        )
+
+    class RowChoices(type(before)):  # type: ignore[misc]
+        row_ops = (op, *getattr(before, "row_ops", ()))
+
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            return before.should_use_persistent_reduction(features, cooperative_reduction) or (
+                not cooperative_reduction and fits(features)
+            )
+
+    after = copy.copy(before)
+    after.__class__ = RowChoices
+    virtualized.set_choices_handler(after)
+
+
+def current_node() -> torch.fx.Node | None:
+    """The FX node that is being lowered."""
+    return getattr(__getattr__("V").graph, "current_node", None)
 
 
 def realize(node: Any) -> Any:
     """``node`` as a buffer or a strided view of one, whatever its strides: templates take any."""
     return __getattr__("ExternKernel").realize_input(node)
+
+
+def has_aligned_rows(node: Any, dim: int) -> bool:
+    """Whether the matrix ``node``, a buffer, begins at a multiple of 16 bytes, and so does whatever
+    ``dim`` counts, which is contiguous: certainly, also where sizes are symbolic."""
+    itemsize, strides = node.get_dtype().itemsize, node.get_stride()
+    distances = (node.get_layout().offset, strides[dim])
+    known = [known_int(distance) for distance in distances]
+    return (
+        node.get_name() not in __getattr__("V").graph.unaligned_buffers
+        and known_int(strides[1 - dim]) == 1
+        and all(size is not None and size * itemsize % 16 == 0 for size in known)
+    )
 
 
 def size_hints(sizes: Iterable[Any]) -> list[int]:

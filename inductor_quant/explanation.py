@@ -54,7 +54,15 @@ class Row:
 
     @property
     def shape(self) -> str:
-        size = f"{self.site.m}x{self.site.n}x{self.site.k}"
+        """M x N x K; a symbolic size with what it was in the call, for which a row is timed."""
+        known = self.kernel.sizes if self.kernel is not None else None
+        sizes = [str(size) for size in (self.site.m, self.site.n, self.site.k)]
+        if known is not None:
+            sizes = [
+                text if text == str(size) else f"{text}={size}"
+                for text, size in zip(sizes, known, strict=True)
+            ]
+        size = "x".join(sizes)
         return size if self.site.batch == 1 else f"{self.site.batch}x{size}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +79,7 @@ class Row:
             "reason": self.reason,
             "stopped_at": None,
             "kernel": None,
+            "compiled_sizes": None,
             "us": None,
             "stock_us": None,
             "roofline_share": None,
@@ -84,7 +93,9 @@ class Row:
                     bytes=measure.gemm_bytes(match.spec, m, n, k),
                     operations=measure.gemm_operations(m, n, k),
                 )
-            row["kernel"] = self.kernel.chosen if self.kernel else None
+            if self.kernel is not None:
+                sizes = self.kernel.sizes
+                row.update(kernel=self.kernel.chosen, compiled_sizes=sizes and list(sizes))
         else:
             row.update(code=self.decision.code.value, stopped_at=self.decision.node)
         if self.timing is not None:
@@ -208,9 +219,9 @@ def explain(
     """Compile ``model`` for ``args``, run it once, and say what became of each matrix product.
 
     mode, options   as for ``torch.compile(backend="inductor_quant")``
-    dynamic         likewise; False: the sizes of ``args`` are what is explained, and can be timed
+    dynamic         likewise; False: the sizes of ``args`` are what is explained
     timings         time each matched GEMM and what stock Inductor makes of it, alone on the GPU;
-                    default: where there is one
+                    default: where there is one. A symbolic size is what it was in this call
     verbose         print the table
 
     Caches are off meanwhile: a compilation served from a cache runs no pass and would show nothing.
@@ -250,11 +261,12 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
         kernel = timing = None
         if isinstance(decision, Match):
             kernel = _take_kernel(kernels, decision)
-            key = (decision.spec, decision.m, decision.n, decision.k)
-            if is_timed and kernel is not None and decision.site.device.startswith("cuda"):
+            sizes = kernel.sizes if kernel is not None else None
+            if is_timed and sizes is not None and decision.site.device.startswith("cuda"):
+                key = (decision.spec, sizes)
                 if key not in measured:
                     device = torch.device(decision.site.device)
-                    measured[key] = measure.time_match(decision, device, mode)
+                    measured[key] = measure.time_gemm(decision.spec, *sizes, device, mode)
                 timing = measured[key]
         rows.append(Row(decision.site, decision, kernel, timing))
     rows.sort(key=_order)

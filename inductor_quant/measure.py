@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from inductor_quant.decisions import Match
 from inductor_quant.spec import OperandSpec, QuantGemmSpec
 
 ROUNDS = 9
@@ -66,14 +65,12 @@ def read_bandwidth(index: int) -> float:
     return data.nbytes / (_median_us([lambda: data.max()])[0] / 1e6)
 
 
-def time_match(match: Match, device: torch.device, mode: str | None) -> Timing | None:
-    """Times of the matched GEMM alone, on random operands; None where M is symbolic."""
-    if not all(isinstance(size, int) for size in (match.m, match.n, match.k)):
-        return None
-    m, n, k = int(match.m), int(match.n), int(match.k)
+def time_gemm(
+    spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device, mode: str | None
+) -> Timing | None:
+    """Times of a GEMM alone, on random operands; None where there is nothing to compute."""
     if m * n * k == 0:
         return None
-    spec = match.spec
     inputs = _inputs(spec, m, n, k, device)
     ours = _captured(_canonical(spec), inputs, mode)
     stock: Callable[[], Any] | None = None

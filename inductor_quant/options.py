@@ -15,7 +15,7 @@ FAMILIES = ("w8a8", "weight_only")
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
 # The form that kernels.config.parse_config reads; a pin that is refused there is refused too late.
-_CONFIG = re.compile(r"\d+x\d+x\d+_w\d+_s\d+_g\d+", re.ASCII)
+_CONFIG = re.compile(r"(\w+ )?\d+x\d+x\d+_w\d+_s\d+_g\d+", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Options:
                       shows in the report. "raise": it is raised (for test suites). The same holds
                       for a torch that the plugin does not know.
     configs           configurations to offer, in order, in place of the tables', such as
-                      "64x64x128_w4_s4_g8"; those that a device cannot run are passed over
+                      "64x64x128_w4_s4_g8", or for one kernel alone, as a report names it,
+                      "w8a8_mm 64x64x128_w4_s4_g8"; those that cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)

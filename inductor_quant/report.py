@@ -15,7 +15,8 @@ class KernelChoice:
     """What the lowering of one canonical op offered and took: names are ``kernel config``.
 
     ``node`` is the canonical op's FX node; ``times_us`` are autotuning's, None where not timed (one
-    choice needs no timing).
+    choice needs no timing); ``sizes`` are M, N, K, and where one is symbolic, what it was in the
+    call that was compiled.
     """
 
     family: str
@@ -23,6 +24,7 @@ class KernelChoice:
     offered: tuple[str, ...]
     node: str = ""
     times_us: tuple[float | None, ...] = ()
+    sizes: tuple[int, int, int] | None = None
 
     @property
     def chosen(self) -> str:

@@ -89,6 +89,22 @@ class TestRows:
 
 
 @pytest.mark.compiles
+def test_a_symbolic_size_is_shown_with_what_it_was_in_the_call():
+    """The size that a kernel is chosen for, and timed for where there is a GPU."""
+    with simulate.virtual_gpu(90), FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model, x = Int8Linear(64, 64), torch.empty(20, 64, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 0)
+        explanation = inductor_quant.explain(model, x, dynamic=None, timings=False, verbose=False)
+    [row] = explanation.rows
+    assert isinstance(row.site.m, str)
+    assert row.shape == f"{row.site.m}=20x64x64"
+    raw = json.loads(explanation.to_json())
+    jsonschema.validate(raw, SCHEMA)
+    assert raw["rows"][0]["compiled_sizes"] == [20, 64, 64]
+
+
+@pytest.mark.compiles
 def test_the_json_is_what_the_schema_documents(on_a_gpu):
     raw = json.loads(on_a_gpu.to_json())
     jsonschema.validate(raw, SCHEMA)

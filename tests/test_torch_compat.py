@@ -6,10 +6,13 @@ import importlib
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
+from torch._inductor.choices import InductorChoices
 
 from inductor_quant import _torch_compat as compat
 
@@ -268,3 +271,37 @@ def test_an_int_is_known_and_a_symbol_is_not():
     assert compat.known_int(3) == 3
     assert compat.known_int(sympy.Integer(4)) == 4
     assert compat.known_int(sympy.Symbol("s0")) is None
+
+
+def test_the_choices_of_another_stay_behind_ours():
+    """Inductor asks one object; ours answers for its own kernels and passes the rest on."""
+    virtualized = compat.V
+
+    class Theirs(InductorChoices):
+        asked: ClassVar[list[object]] = []
+
+        @staticmethod
+        def should_use_persistent_reduction(features, cooperative_reduction):
+            Theirs.asked.append(features)
+            return features.wanted
+
+    def features(size, *targets, wanted=False):
+        origins = [SimpleNamespace(target=target) for target in targets]
+        nodes = [SimpleNamespace(node=SimpleNamespace(get_origins=lambda: origins))]
+        return SimpleNamespace(reduction_numel=size, wanted=wanted, scheduler_nodes=lambda: nodes)
+
+    theirs = Theirs()
+    with virtualized.set_choices_handler(theirs):
+        for _ in range(2):
+            compat.keep_rows_in_registers("op", 100)
+        ours = virtualized.choices
+        assert isinstance(ours, Theirs)
+        assert ours.row_ops == ("op",)
+        decide = ours.should_use_persistent_reduction
+        assert decide(features(100, "other", "op"), False)
+        assert not decide(features(101, "op"), False)
+        assert not decide(features(100, "other"), False)
+        assert not decide(features(100, "op"), True)
+        assert decide(features(10**6, "other", wanted=True), False)
+        assert len(Theirs.asked) == 5
+    assert virtualized.choices is not ours

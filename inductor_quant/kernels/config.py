@@ -103,6 +103,11 @@ class Problem:
     # False where K is symbolic: then no configuration may assume that it is a multiple of BLOCK_K.
     k_is_static: bool = True
     weight: Weight | None = None
+    # Both operands lie contiguous along K, and their rows begin at multiples of 16 bytes, whatever
+    # the symbolic sizes are: what a tensor descriptor needs.
+    has_aligned_rows: bool = False
+    # The result is stored in two bytes an element or fewer, by the epilogue if not by the GEMM.
+    is_stored_narrow: bool = True
 
     def is_even_k(self, config: GemmConfig) -> bool:
         return self.k_is_static and self.k % config.block_k == 0

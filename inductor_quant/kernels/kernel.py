@@ -18,9 +18,9 @@ class Kernel:
 
     name       file ``templates/<name>.py.jinja``; its Inductor name is ``inductor_quant_<name>``
     family     the canonical op that it computes
-    grid       (m, n, meta, *, cdiv) -> (x, y, z), on ints and on sympy expressions alike
+    grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike
     supports   (spec, problem, device) -> None, or why the kernel does not apply
-    constants  (spec, problem, config) -> the template's constants beside the tile sizes
+    constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
     configs    (spec, problem, device) -> legal configurations, best guess first
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
     """
@@ -29,7 +29,7 @@ class Kernel:
     family: str
     grid: Callable[..., tuple[Any, Any, Any]]
     supports: Callable[[QuantGemmSpec, Problem, Device], Rejection | None]
-    constants: Callable[[QuantGemmSpec, Problem, GemmConfig], dict[str, Any]]
+    constants: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], dict[str, Any]]
     configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
     legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
 

@@ -98,7 +98,9 @@ def weight_code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> We
     )
 
 
-def constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> dict[str, Any]:
+def constants(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> dict[str, Any]:
     return {
         "WEIGHT": weight_code(spec, problem, config),
         "HAS_BIAS": spec.bias,

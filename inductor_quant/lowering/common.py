@@ -21,6 +21,7 @@ from inductor_quant.kernels.config import (
     Problem,
     parse_config,
 )
+from inductor_quant.lowering.epilogue import is_narrowed
 from inductor_quant.lowering.timing import time_in_graph
 from inductor_quant.options import Options
 from inductor_quant.spec import QuantGemmSpec
@@ -63,11 +64,18 @@ def _describe_cuda(index: int) -> Device:
     )
 
 
-def describe_problem(a: Any, b: Any) -> Problem:
-    """Sizes of ``a [M, K] @ b [K, N]`` from IR nodes; hints where they are symbolic."""
+def describe_problem(a: Any, b: Any, out_dtype: torch.dtype) -> Problem:
+    """Sizes of ``a [M, K] @ b [K, N]`` from buffers; hints where they are symbolic."""
     (m, k), n = a.get_size(), b.get_size()[1]
     hint_m, hint_n, hint_k = compat.size_hints((m, n, k))
-    return Problem(m=hint_m, n=hint_n, k=hint_k, k_is_static=compat.known_int(k) is not None)
+    return Problem(
+        m=hint_m,
+        n=hint_n,
+        k=hint_k,
+        k_is_static=compat.known_int(k) is not None,
+        is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
+        has_aligned_rows=compat.has_aligned_rows(a, 0) and compat.has_aligned_rows(b, 1),
+    )
 
 
 def lower_gemm(
@@ -115,20 +123,23 @@ def _best_kernel(
     for kernel, config in _candidates(family, spec, problem, device, options):
         if len(choices) == limit:
             break
-        if _append_choice(kernel, spec, problem, config, choices, inputs, layout, constants):
+        extra = kernel.constants(spec, problem, config, device) | constants
+        if _append_choice(kernel, config, choices, inputs, layout, extra):
             offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
     for choice in choices:
         time_in_graph(choice)
     result, times = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    node = compat.current_node()
     report.add(
         report.KernelChoice(
             family,
             str(spec),
             tuple(offered),
-            node=compat.current_node_name(),
+            node=node.name if node is not None else "",
             times_us=tuple(None if ms is None else 1000 * ms for ms in times),
+            sizes=(problem.m, problem.n, problem.k),
         )
     )
     return result
@@ -143,19 +154,27 @@ def _candidates(
     family: str, spec: QuantGemmSpec, problem: Problem, device: Device, options: Options
 ) -> Iterator[tuple[Kernel, GemmConfig]]:
     """Legal configurations of the kernels that support the spec: the user's, else the tables'."""
-    pinned = [parse_config(text) for text in options.configs]
+    pinned = [(name, parse_config(text)) for name, text in map(_kernel_and_config, options.configs)]
     for kernel in KERNELS:
         if kernel.family != family or kernel.supports(spec, problem, device) is not None:
             continue
-        for config in pinned or kernel.configs(spec, problem, device):
+        mine = [config for name, config in pinned if name in ("", kernel.name)]
+        for config in mine if pinned else kernel.configs(spec, problem, device):
             if kernel.legal(spec, problem, config, device) is None:
                 yield kernel, config
 
 
+def _kernel_and_config(text: str) -> tuple[str, str]:
+    """``w8a8_mm 64x64x128_w4_s4_g8``, as reports say it; without a kernel's name, for all."""
+    name, _, config = text.rpartition(" ")
+    names = [kernel.name for kernel in KERNELS]
+    if name and name not in names:
+        raise OptionError(f"{text!r} names no kernel; they are {', '.join(names)}")
+    return name, config
+
+
 def _append_choice(
     kernel: Kernel,
-    spec: QuantGemmSpec,
-    problem: Problem,
     config: GemmConfig,
     choices: list[Any],
     inputs: list[Any],
@@ -172,7 +191,6 @@ def _append_choice(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
-        **kernel.constants(spec, problem, config),
         **constants,
     )
     return error is None

@@ -3,7 +3,8 @@
 For few long rows Inductor splits a reduction over several programs. The partial results then need
 a kernel of their own, and the quantization that follows needs another that reads the rows again:
 three launches where one does. A row of an activation is a few ten kilobytes, which one program
-reads quickly.
+reads quickly. And it need read it only once: up to LONGEST elements it stays in registers between
+the reduction and the quantization, and what comes before them (GELU, a norm) is computed once.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from inductor_quant import _torch_compat as compat
 from inductor_quant.lowering.common import lowering_of
 from inductor_quant.ops import row_reduce as op
 
+LONGEST = 16384
+
 
 @compat.register_lowering(op.op, type_promotion_kind=None)
 def lower(x: Any, kind: str, keepdim: bool) -> Any:
+    compat.keep_rows_in_registers(op.op, LONGEST)
     with compat.inductor_config().patch(split_reductions=False):
         return lowering_of(op.KINDS[kind])(x, [-1], keepdim)

@@ -39,7 +39,7 @@ def lower(
     result = lower_gemm(
         "w8a8",
         spec,
-        describe_problem(a, b),
+        describe_problem(inputs[0], inputs[1], out_dtype),
         inputs,
         compat.FixedLayout(device, out_dtype, [m, n]),
         {"ALPHA": alpha},

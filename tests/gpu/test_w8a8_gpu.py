@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
+from inductor_quant import explain
 from inductor_quant.kernels import table
 from inductor_quant.report import collect
 from tests.support.numerics import (
@@ -164,3 +165,20 @@ def test_second_device_is_used():
     got = compiled(gemm(case))(*inputs)
     assert got.device == torch.device("cuda:1")
     assert_close(got, reference(inputs))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_explain_times_every_match(dynamic):
+    """Also where M is symbolic: at what it was in the call."""
+    case = Case(40, 256, 128)
+    a, *others = make_inputs(case, "cuda")
+    if dynamic:
+        torch._dynamo.mark_dynamic(a, 0)
+        torch._dynamo.mark_dynamic(others[1], 0)
+    explanation = explain(gemm(case), a, *others, dynamic=None if dynamic else False)
+    [row] = explanation.rows
+    assert isinstance(row.site.m, str) == dynamic
+    assert row.timing is not None
+    assert row.timing.us > 0
+    assert row.timing.stock_us is not None
+    assert 0 < row.timing.share < 1

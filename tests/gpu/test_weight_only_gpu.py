@@ -80,12 +80,14 @@ def test_odd_sizes_types_and_layouts(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cuda")
     got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
-    assert_close(got, reference(case, inputs))
+    # A tensor core adds up fp32 in an order of its own, and truncates.
+    assert_close(got, reference(case, inputs), slack=4 if got.dtype == f32 else 1)
     assert len(kernels_of(code)) == 1
 
 
-# A product and a difference of it may be one instruction, rounded once: then all but equal.
-CONTRACTED = ("int8_folded",)
+# All but equal: a product and a difference of it may be one instruction, rounded once; and torch
+# divides by a number on a GPU by multiplying with its reciprocal.
+CONTRACTED = ("int8_folded", "int8_divisor")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,7 +111,7 @@ def test_the_reference_is_the_same_on_both_devices():
         packed = Case(name, 1, 64, 64).packed
         weight = packed.make("cuda")
         on_gpu = weight_only.dequantize(packed.format, weight, torch.float64)
-        assert torch.equal(on_gpu.cpu(), packed.dequantized(weight)), name
+        torch.testing.assert_close(on_gpu.cpu(), packed.dequantized(weight), rtol=1e-15, atol=0)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "hqq", "int8_channel", "fp8_block"])

@@ -11,7 +11,7 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import ConfigTableError
 from inductor_quant.kernels import table
-from inductor_quant.kernels.config import Device, legal
+from inductor_quant.kernels.config import Device, GemmConfig, legal
 from inductor_quant.report import collect
 from tests.support.numerics import Case, gemm, make_inputs
 
@@ -136,6 +136,21 @@ def test_offsets_are_64_bit_only_where_the_tensors_need_it():
         [(name, source)] = generated.kernels.items()
         assert f"INDEX_DTYPE : tl.constexpr = {dtype}" in source
         assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "is_masked"),
+    [(1, 512, True), (15, 512, True), (16, 512, False), (100, 512, False), (1, 1, False)],
+)
+def test_a_tile_with_more_rows_than_m_reads_those_that_exist(m, n, is_masked):
+    """One row, read by 16 rows of every tile, would come from the same lines of the L2 cache. The
+    one element of a 1x1 result is stored by the whole tile, which must hold the same value."""
+    case = Case(m, n, 512)
+    config = GemmConfig(16, 64, 128, num_warps=4, num_stages=4)
+    generated = generate(gemm(case), lambda d: make_inputs(case, d), config=config)
+    [source] = generated.kernels.values()
+    load = source[source.index("a = tl.load(") : source.index("b = tl.load(")]
+    assert ("mask=rm[:, None] < M" in load) == is_masked
 
 
 def test_an_empty_result_launches_no_gemm():

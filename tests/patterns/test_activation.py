@@ -59,6 +59,32 @@ def test_long_rows_are_quantized_in_one_kernel(fn, m):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("k", [1280, 16384])
+def test_a_row_is_read_and_its_gelu_computed_once(k):
+    """It stays in registers between the reduction and the quantization."""
+
+    def fn(x, w, w_scale):
+        return linear(torch.nn.functional.gelu(x), w, w_scale)
+
+    name, source = next(iter(generate(fn, 256, k).kernels.items()))
+    assert name.startswith("triton_per")
+    assert source.count("tl.load(") == 1
+    assert source.count("erf(") == 1
+    assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@pytest.mark.compiles
+def test_longer_rows_and_other_reductions_are_treated_as_before():
+    def fn(x, w, w_scale):
+        return linear(x, w, w_scale), w.float().exp().amax(-1)
+
+    names = [name.split("_fused")[0] for name in generate(fn, 512, 4096).kernels]
+    assert sorted(names) == ["triton_per", "triton_red", "triton_tem"]
+    names = list(generate(linear, 512, 20480).kernels)
+    assert names[0].startswith("triton_red")
+
+
+@pytest.mark.compiles
 def test_a_norm_before_it_is_in_the_same_kernel():
     def fn(x, w, w_scale):
         x = torch.nn.functional.rms_norm(x, x.shape[-1:])

@@ -1,0 +1,151 @@
+"""The persistent W8A8 kernel on a real GPU: numerics, fusion, CUDA graphs, dynamic M."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant.kernels import table
+from inductor_quant.report import collect
+from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+# More than four tiles an SM on every card that there is; M and N end within a tile.
+M, N, K = 5000, 3000, 272
+
+CASES = [
+    Case(M, N, K),
+    Case(M, N, 64),
+    Case(M, N, K, out_dtype=torch.float16, bias=False),
+    Case(M, N, K, scale_dtype=torch.bfloat16),
+    Case(M, N, K, a_scale="tensor"),
+    Case(M, N, K, b_scale="tensor"),
+    Case(M, N, K, a_scale="none"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+    torch.compiler.reset()
+
+
+def run(fn, *inputs, options=OPTIONS, **kwargs):
+    """The result, and the name of the kernel that computed it. Compiled anew each time: dynamo
+    would reuse what it has, or take a size that changes for a symbol."""
+    torch.compiler.reset()
+    with collect() as report, torch.no_grad():
+        got = torch.compile(fn, backend="inductor_quant", options=options, **kwargs)(*inputs)
+    [choice] = report.kernels
+    return got, choice.chosen
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result_is_close_to_fp64(case):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    got, kernel = run(gemm(case), *inputs)
+    assert kernel.startswith("w8a8_persistent ")
+    assert_close(got, reference(inputs))
+
+
+CONFIGS = [c.config for c in table.load("w8a8_persistent", 90).configs]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_integers_are_exact_with_every_configuration(config):
+    """Scales that are powers of two and sums of few bits: bf16 holds every result exactly."""
+    torch.manual_seed(0)
+    a = torch.randint(-1, 2, (M, 64), dtype=torch.int8, device="cuda")
+    w = torch.randint(-1, 2, (N, 64), dtype=torch.int8, device="cuda")
+    a_scale = 2.0 ** torch.randint(-3, 4, (M, 1), device="cuda")
+    b_scale = 2.0 ** torch.randint(-3, 4, (N,), device="cuda")
+    inputs = (a, w, a_scale, b_scale, None)
+    options = {**OPTIONS, "inductor_quant.configs": (f"w8a8_persistent {config}",)}
+    fn = gemm(Case(M, N, 64, bias=False))
+    got, kernel = run(fn, *inputs, options=options)
+    assert kernel == f"w8a8_persistent {config}"
+    assert torch.equal(got.double(), reference(inputs))
+    again, _ = run(fn, *inputs, options=options)
+    assert torch.equal(again, got)
+
+
+def test_epilogue_is_fused():
+    case = Case(M, N, K)
+    inputs = make_inputs(case, "cuda")
+    residual = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+
+    def fn(residual, *inputs):
+        return F.gelu(gemm(case)(*inputs)) + residual
+
+    got, kernel = run(fn, residual, *inputs)
+    assert kernel.startswith("w8a8_persistent ")
+    assert_close(got, F.gelu(reference(inputs)) + residual.double(), slack=2)
+
+
+def test_cuda_graphs_replay_it():
+    """Its descriptors are made anew by each launch, in memory that the graph keeps."""
+    case = Case(M, N, K)
+    inputs = make_inputs(case, "cuda")
+    fn = torch.compile(gemm(case), backend="inductor_quant", options=OPTIONS)
+    with torch.no_grad():
+        fn(*inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = [fn(*inputs) for _ in range(3)]
+        for _ in range(2):
+            for tensor in out:
+                tensor.fill_(float("nan"))
+            inputs[0].copy_(make_inputs(case, "cuda")[0])
+            graph.replay()
+            for tensor in out:
+                assert_close(tensor, reference(inputs))
+
+
+def test_max_autotune_offers_both_kernels():
+    case = Case(M, N, K)
+    inputs = make_inputs(case, "cuda")
+    with collect() as report, torch.no_grad():
+        run = torch.compile(gemm(case), backend="inductor_quant", mode="max-autotune")
+        for _ in range(3):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(run(*inputs).clone(), reference(inputs))
+    [choice] = report.kernels
+    assert {name.split()[0] for name in choice.offered} == {"w8a8_persistent", "w8a8_mm"}
+    assert all(us is not None for us in choice.times_us)
+
+
+def test_one_kernel_serves_every_dynamic_m():
+    case = Case(M, N, K)
+    fn = torch.compile(gemm(case), backend="inductor_quant", options=OPTIONS)
+    with torch.no_grad(), collect() as report:
+        for m in (M, 1, 17, 9000):
+            inputs = make_inputs(Case(m, N, K), "cuda")
+            if m == M:
+                torch._dynamo.mark_dynamic(inputs[0], 0)
+                torch._dynamo.mark_dynamic(inputs[2], 0)
+            assert_close(fn(*inputs), reference(inputs))
+    assert report.kernels[0].chosen.startswith("w8a8_persistent ")
+
+
+@pytest.mark.parametrize("layout", ["columns", "sliced", "every_second", "unaligned"])
+@pytest.mark.parametrize("operand", ["a_layout", "w_layout"])
+def test_what_no_descriptor_describes_goes_to_the_other_kernel(operand, layout):
+    case = Case(M, N, K, **{operand: layout})
+    inputs = make_inputs(case, "cuda")
+    got, kernel = run(gemm(case), *inputs)
+    assert kernel.startswith("w8a8_mm ")
+    assert_close(got, reference(inputs))
+
+
+def test_a_kernel_that_was_compiled_for_aligned_rows_gets_them():
+    """An input that is not aligned, after one that was: Inductor copies it."""
+    case = Case(M, N, K)
+    fn = torch.compile(gemm(case), backend="inductor_quant", options=OPTIONS, dynamic=False)
+    with torch.no_grad():
+        for layout in ("rows", "unaligned"):
+            inputs = make_inputs(Case(M, N, K, a_layout=layout, w_layout=layout), "cuda")
+            assert_close(fn(*inputs), reference(inputs))

@@ -1,0 +1,175 @@
+"""The persistent W8A8 kernel without a GPU: when it applies, what it compiles to, its numerics."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.decisions import RejectionCode
+from inductor_quant.kernels import table, w8a8
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.lowering import common
+from inductor_quant.ops.w8a8 import make_spec
+from inductor_quant.report import collect
+from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
+
+H200 = Device(arch=90, num_sms=132, shared_memory=232448)
+A100 = Device(arch=80, num_sms=108, shared_memory=166912)
+LARGE = Problem(4096, 4096, 4096, has_aligned_rows=True)
+SPEC = make_spec(a_scale=None, b_scale=None, out_dtype=torch.bfloat16, bias=False)
+WIDE = dataclasses.replace(LARGE, is_stored_narrow=False)
+CONFIGS = [c.config for c in table.load("w8a8_persistent", 90).configs]
+
+
+def test_it_applies_to_many_tiles_of_aligned_rows_from_sm_90_on():
+    assert w8a8.persistent_supports(SPEC, LARGE, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "says"),
+    [
+        (Problem(4096, 4096, 4096), H200, "contiguous along K"),
+        (Problem(1024, 4096, 4096, has_aligned_rows=True), H200, "too few"),
+        (LARGE, A100, "sm_80 has no tensor descriptors"),
+        (WIDE, H200, "32 KiB"),
+    ],
+)
+def test_what_it_does_not_apply_to_is_rejected_with_the_reason(problem, device, says):
+    rejection = w8a8.persistent_supports(SPEC, problem, device)
+    assert rejection is not None
+    assert rejection.code == RejectionCode.NO_KERNEL
+    assert says in rejection.detail
+
+
+def test_as_many_programs_as_fit_on_the_chip():
+    """By registers and by shared memory: 264 is two for each SM of an H200."""
+    assert w8a8.programs(GemmConfig(128, 128, 128, 4, 3), H200) == 264
+    assert w8a8.programs(GemmConfig(128, 128, 128, 4, 4), H200) == 132
+    assert w8a8.programs(GemmConfig(128, 128, 128, 8, 3), H200) == 132
+
+
+def chosen(case: Case, arch: int = 90, **options: object) -> tuple[str, simulate.Trace]:
+    with collect() as report:
+        generated = simulate.generate(
+            gemm(case),
+            lambda device: make_inputs(case, device),
+            arch=arch,
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": "raise", **options},
+        )
+    return report.kernels[0].chosen, generated
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_configurations_use_tma_and_wgmma_and_leave_room_for_the_other_programs(config):
+    pinned = (f"w8a8_persistent {config}",)
+    kernel, generated = chosen(Case(4100, 4000, 272), **{"inductor_quant.configs": pinned})
+    assert kernel == pinned[0]
+    [(name, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(name, source)
+    assert "cp.async.bulk.tensor" in compiled.ptx
+    assert all(opcode.startswith("wgmma") for opcode in compiled.matrix_instructions())
+    assert compiled.spill_stores == 0
+    together = w8a8.programs(config, H200) // H200.num_sms
+    assert together * (compiled.shared_bytes + 1024) <= 228 * 1024
+    assert together * compiled.registers * 32 * config.num_warps <= 65536
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"a_layout": "columns"},
+        {"a_layout": "every_second"},
+        {"w_layout": "sliced"},
+        {"w_layout": "columns"},
+        {"out_dtype": torch.float32},
+        {"k": 264},
+        {"m": 1000},
+    ],
+    ids=str,
+)
+def test_what_no_descriptor_describes_goes_to_the_other_kernel(change):
+    kernel, _ = chosen(Case(**{"m": 4096, "n": 4096, "k": 256, **change}))
+    assert kernel.startswith("w8a8_mm ")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("epilogue", "kernel"),
+    [
+        (lambda out, residual: F.gelu(out).to(residual.dtype) + residual, "w8a8_persistent"),
+        (lambda out, residual: F.gelu(out), "w8a8_mm"),
+        (lambda out, residual: out.softmax(-1).to(residual.dtype), "w8a8_mm"),
+    ],
+)
+def test_an_fp32_result_counts_as_it_is_stored(epilogue, kernel):
+    """In bf16 models too the op may give fp32: Inductor drops casts to bf16 and back."""
+    case = Case(4096, 4096, 256, out_dtype=torch.float32)
+
+    def make(device):
+        residual = torch.empty(4096, 4096, dtype=torch.bfloat16, device=device)
+        return residual, *make_inputs(case, device)
+
+    with collect() as report:
+        generated = simulate.generate(
+            lambda residual, *inputs: epilogue(gemm(case)(*inputs), residual),
+            make,
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": "raise"},
+        )
+    assert report.kernels[0].chosen.startswith(f"{kernel} ")
+    if kernel == "w8a8_persistent":
+        [(name, source)] = generated.kernels.items()
+        assert simulate.compile_kernel(name, source).shared_bytes + 1024 <= 114 * 1024
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", [80, 89, 100])
+def test_other_architectures_take_the_other_kernel(arch):
+    """sm_100 has descriptors, but its accumulators are not those that the table's tiles need."""
+    assert chosen(Case(8192, 8192, 256), arch)[0].startswith("w8a8_mm ")
+
+
+@pytest.mark.compiles
+def test_a_pin_may_name_its_kernel():
+    config = "128x128x128_w4_s3_g8"
+    for name in ("w8a8_mm", "w8a8_persistent"):
+        options = {"inductor_quant.configs": (f"{name} {config}",)}
+        assert chosen(Case(4096, 4096, 256), **options)[0] == f"{name} {config}"
+    with pytest.raises(Exception, match="names no kernel; they are w8a8_persistent, w8a8_mm"):
+        chosen(Case(64, 64, 64), **{"inductor_quant.configs": (f"w8a8_nn {config}",)})
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 200, 144),
+        Case(257, 140, 128),
+        Case(300, 200, 32, bias=False, out_dtype=torch.float16),
+        Case(300, 200, 144, a_scale="tensor", scale_dtype=torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_result_is_close_to_fp64(case, monkeypatch):
+    """On a chip of one SM, so that few tiles are many: two programs take three and more each."""
+    chip = Device(90, num_sms=1, shared_memory=232448)
+    monkeypatch.setattr(common, "describe_device", lambda device: chip)
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    with collect() as report:
+        generated = simulate.generate(
+            gemm(case),
+            lambda device: make_inputs(case, device),
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": "raise"},
+        )
+    assert report.kernels[0].chosen.startswith("w8a8_persistent ")
+    assert_close(simulate.interpret(generated, inputs), reference(inputs))
