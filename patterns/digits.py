@@ -230,6 +230,8 @@ class Space:
         """Quotient and remainder of an index >= 0; splits a digit where that is what it takes."""
         if size == 1:
             return index, ZERO
+        if size == 0:
+            raise Unsupported("an empty dimension")
         while True:
             index = self.leaves(index)
             quotient, rest = _parts(index, size)

@@ -95,6 +95,10 @@ class Op:
     args: tuple[Any, ...]
     dtype: torch.dtype
     at: tuple[fx.Node, tuple[Index, ...]] | None = dataclasses.field(default=None, compare=False)
+    size: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + sum(map(size_of, self.args)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +108,18 @@ class Choice:
     digit: Digit
     cases: tuple[Any, ...]
     dtype: torch.dtype
+    size: int = dataclasses.field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", 1 + sum(map(size_of, self.cases)))
 
 
 Expr = Load | Bits | Number | Position | Undefined | Op | Choice
+
+
+def size_of(expr: Any) -> int:
+    """How many operations an expression has, those that it shares with itself counted again."""
+    return expr.size if isinstance(expr, (Op, Choice)) else 0
 
 
 def _operands(expr: Op) -> list[Any]:

@@ -97,6 +97,8 @@ def is_mutated(node: fx.Node) -> bool:
 
 
 def _writes_to(user: fx.Node, node: fx.Node) -> bool:
+    if str(user.target) == "triton_kernel_wrapper_mutation":
+        return True  # which of its arguments it writes to is not looked at
     schema = getattr(user.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return False

@@ -336,9 +336,9 @@ class _Decoder:
         index = self.space.leaves(index)
         linear, tables = [], []
         for digit, term in index.terms:
-            name = self.names[digit]
+            name = self.names.get(digit)
             if not name:
-                continue  # part of a coarser digit
+                continue  # part of a coarser digit, or of a batch that has all in common
             if isinstance(term, tuple):
                 tables.append((name, term))
             else:

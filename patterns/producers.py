@@ -19,6 +19,7 @@ def _dequantize_per_channel(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quantized_decomposed.dequantize_per_channel``: (q - zero_point[c]) * scale[c]."""
     names = ("input", "scales", "zero_points", "axis")
     source, scales, zeros, axis = graph.arguments(node, *names)
+    _check_no_wrap(source, zeros)
     channel = (index[dimension(axis, len(index))],)
     return _dequantized(reader, node, reader.read(source, index), scales, zeros, channel)
 
@@ -27,9 +28,12 @@ def _dequantize_per_channel(reader: Reader, node: fx.Node, index: At) -> Expr:
 def _dequantize_per_channel_group(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quantized_decomposed.dequantize_per_channel_group``: groups along the last dimension."""
     source, scales, zeros, *_, size = graph.arguments(node, *_GROUP_ARGUMENTS)
+    _check_no_wrap(source, zeros)
     rows, columns = sizes(source)
+    size = min(size, columns)
     for item in (scales, zeros):  # the op takes them in any shape, row by row
-        if item is not None and sizes(item) not in ([rows, columns // size], [1]):
+        shape = [rows, columns // size] if item is None else sizes(item)
+        if shape != [rows, columns // size] and math.prod(shape) != 1:
             raise Unsupported("scales in a shape of their own")
     group = (index[0], reader.space.divmod(index[1], size)[0])
     return _dequantized(reader, node, reader.read(source, index), scales, zeros, group)
@@ -38,6 +42,13 @@ def _dequantize_per_channel_group(reader: Reader, node: fx.Node, index: At) -> E
 _GROUP_ARGUMENTS = (
     *("w_int8", "scales", "zero_points", "quant_min", "quant_max", "dtype", "group_size"),
 )
+
+
+def _check_no_wrap(source: fx.Node, zeros: fx.Node | None) -> None:
+    """Integers are subtracted in the wider of both types."""
+    small = (torch.int8, torch.uint8, torch.int16)
+    if zeros is not None and {graph.value(source).dtype, graph.value(zeros).dtype} <= {*small}:
+        raise Unsupported("a zero point whose subtraction may wrap around")
 
 
 @handles(
@@ -52,8 +63,6 @@ def _dequantize_per_tensor(reader: Reader, node: fx.Node, index: At) -> Expr:
 
 def _dequantized(reader: Reader, node: fx.Node, q: Expr, scale: Any, zero: Any, index: At) -> Expr:
     """In fp32, as these ops compute; tensors are read at ``index``, those of one element at 0."""
-    if isinstance(zero, fx.Node) and graph.value(zero).dtype in _SMALL and q.dtype in _SMALL:
-        raise Unsupported("a zero point whose subtraction may wrap around")
 
     def number(item: Any) -> Expr:
         if not isinstance(item, fx.Node):
@@ -74,14 +83,11 @@ def _dequantized(reader: Reader, node: fx.Node, q: Expr, scale: Any, zero: Any, 
     return arithmetic.cast(value, graph.value(node).dtype)
 
 
-_SMALL = (torch.int8, torch.uint8, torch.int16)
-
-
 @handles("quanto.unpack.default")
 def _quanto_unpack(reader: Reader, node: fx.Node, index: At) -> Expr:
     """``quanto.unpack(packed, bits)``: the fields of a byte lie in blocks along the first
     dimension, the lowest bits first."""
-    source, bits = graph.arguments(node, "packed", "bits")
+    source, bits = graph.arguments(node, "self", "bits")
     if not isinstance(bits, int) or graph.value(source).dtype != torch.uint8:
         raise Unsupported("an unknown packing")
     block, row = reader.space.divmod(index[0], sizes(source)[0])

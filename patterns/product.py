@@ -16,7 +16,7 @@ from torch import fx
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import arithmetic, graph
 from inductor_quant.patterns.digits import Index, Unsupported
-from inductor_quant.patterns.expression import Expr, Load, Op, digits
+from inductor_quant.patterns.expression import FLOAT8, Bits, Expr, Load, Op, digits
 from inductor_quant.patterns.graph import aten
 from inductor_quant.patterns.reader import sizes
 from inductor_quant.patterns.symbolic import Reader
@@ -71,6 +71,8 @@ def _matrix(
     """A product with a weight [K, N], or [N, K] where it is ``transposed``."""
     if not graph.is_tensor_node(x) or not graph.is_tensor_node(w):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    if graph.value(w).dim() != 2:
+        return Rejection(RejectionCode.WEIGHT_FORM, "it is no matrix", w.name)
     n, k = sizes(w) if transposed else reversed(sizes(w))
     row, column = _axes(reader, k, n)
     weight = reader.read(w, (column, row) if transposed else (row, column))
@@ -102,7 +104,7 @@ def _plain_bias(anchor: fx.Node, bias: Any) -> Rejection | None:
         return Rejection(RejectionCode.BIAS, "the terms have factors", anchor.name)
     if not graph.is_tensor_node(bias):
         return Rejection(RejectionCode.BIAS, "the bias is no tensor", anchor.name)
-    *lead, last = graph.value(bias).shape
+    *lead, last = graph.value(bias).shape or [0]
     if not all(map(graph.is_one, lead)) or not graph.same_size(last, graph.value(anchor).shape[-1]):
         shape = list(graph.value(bias).shape)
         return Rejection(RejectionCode.BIAS, f"a bias of shape {shape}", bias.name)
@@ -163,21 +165,36 @@ def _sum(anchor: fx.Node, reader: Reader) -> Product | Rejection | None:
     # The factor without n is the activation.
     factors = [(node, reader.operand(node, terms, position)) for node in (left, right)]
     for (_, x), (node, w) in (factors, reversed(factors)):
-        found = _source_of_rows(reader, x, position)
+        found = _source_of_rows(reader, x, w, position, (m, k))
         if found is not None and not any(d.axis == "m" for d in digits(w, reader.space)):
             return Product(anchor, found, w, node, reader, k, n)
     return None
 
 
-def _source_of_rows(reader: Reader, x: Expr, position: tuple[Index, ...]) -> fx.Node | None:
-    """The tensor [M, K] of which ``x`` is the element (m, k), behind a widening cast."""
-    while isinstance(x, Op) and x.name == "cast" and x.dtype == torch.float32:
-        (x,) = x.args
-    if not isinstance(x, Load):
+def _source_of_rows(
+    reader: Reader, x: Expr, w: Expr, position: tuple[Index, ...], shape: tuple[int, int]
+) -> fx.Node | None:
+    """The tensor [M, K] (``shape``) of which ``x`` is the element (m, k).
+
+    It is taken as it was before a widening cast where ``w`` has no more digits than its type: the
+    weight is rounded to the type of the activation.
+    """
+    narrow, number = _unwidened(x), _unwidened(w)
+    if number.dtype == narrow.dtype or isinstance(number, Bits) or number.dtype in FLOAT8:
+        x = narrow
+    place = (x.node, x.index) if isinstance(x, Load) else x.at if isinstance(x, Op) else None
+    if place is None:
         return None
+    node, index = place
     leaves = reader.space.leaves
-    wanted = tuple(map(leaves, position[:2]))
-    return x.node if tuple(map(leaves, x.index)) == wanted else None
+    is_here = tuple(map(leaves, index)) == tuple(map(leaves, position[:2]))
+    return node if is_here and sizes(node) == list(shape) else None
+
+
+def _unwidened(expr: Expr) -> Expr:
+    while isinstance(expr, Op) and expr.name == "cast" and expr.dtype == torch.float32:
+        (expr,) = expr.args
+    return expr
 
 
 # ------------------------------------------------------------------------------------------

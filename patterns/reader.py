@@ -24,6 +24,7 @@ from inductor_quant.patterns.expression import (
     integer,
     join,
     normalized,
+    size_of,
     whole,
 )
 
@@ -33,8 +34,9 @@ _HANDLERS: dict[Any, Handler] = {}
 CONSTANT = "get_attr"  # stands for tensors of the graph itself among the targets
 # The longest dequantization that we know has 60 nodes, and reads some of them once for each field
 # of a word. What is longer than this is no weight.
-MAX_DEPTH = 200
+MAX_DEPTH = 100
 MAX_READS = 20_000
+MAX_SIZE = 5_000
 
 
 def handles(*targets: Any) -> Callable[[Handler], Handler]:
@@ -72,7 +74,10 @@ class Reader:
                 return self.leaf(node, index)
             self._depth += 1
             try:
-                found = self._memo[key] = self._read(node, index)
+                found = self._read(node, index)
+                if size_of(found) > MAX_SIZE:
+                    found = self.leaf(node, index)
+                self._memo[key] = found
             finally:
                 self._depth -= 1
         return found

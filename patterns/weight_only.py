@@ -27,10 +27,20 @@ FAMILY = "weight_only"
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: one of the ops that ``product`` knows."""
-    found = attempt(lambda reader: _read(anchor, reader), lambda found: isinstance(found, tuple))
+    try:
+        found = attempt(
+            lambda reader: _read(anchor, reader), lambda found: isinstance(found, tuple)
+        )
+    except RecursionError:
+        if anchor.target == torch.ops.aten.sum.dim_IntList:
+            return None
+        return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
     if not isinstance(found, tuple):
         return found
     product, weight = found
+    for node in _dequantization(product):
+        if graph.is_mutated(node):
+            return Rejection(RejectionCode.MUTATED_OPERAND, f"{node.name} is written to", node.name)
     epilogue = _read_epilogue(anchor, product, weight)
     for operand in (product.x, *weight.sources, product.bias, epilogue.column_scale, epilogue.bias):
         rejection = operand and _check_operand(operand, anchor)
