@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
@@ -15,12 +16,14 @@ from tests.support.producers import PRODUCERS, Producer, need
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 K, N = 1024, 512
+# optimum-quanto packs these for Marlin as soon as they are on a GPU.
+REPACKED = ("quanto_qfloat8_wo", "quanto_qint4_wo")
 OPTIONS: dict[str, Any] = {"inductor_quant.on_error": "raise"}
 
 
 def move(module: nn.Module) -> nn.Module:
     """The module on the GPU, with the tensors that are plain attributes (or in lists)."""
-    module = module.cuda()
+    module = module._apply(lambda tensor: tensor.cuda())  # HQQ's cuda() is a method of its own
     for part in module.modules():
         for name, value in list(vars(part).items()):
             vars(part)[name] = _moved(value)
@@ -32,6 +35,8 @@ def _moved(value: Any) -> Any:
         return value.cuda()
     if isinstance(value, list):
         return [_moved(item) for item in value]
+    if type(value) is dict:
+        return {key: _moved(item) for key, item in value.items()}
     return value
 
 
@@ -43,8 +48,8 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
 def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     need(producer)
-    if producer.name.startswith("hqq"):
-        pytest.importorskip("termcolor")
+    if producer.name in REPACKED:
+        pytest.skip("its layout for a GPU is another one")
     if producer.max_rows is not None and rows > producer.max_rows:
         pytest.skip("this form is for few rows")
     torch._dynamo.reset()
@@ -52,8 +57,8 @@ def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     dense = producer.dense(module).cuda().t()
     module = move(module)
     x = torch.randn(rows, K, device="cuda").to(producer.dtypes[0])
-    # Some make their shift tables in forward, without a device.
-    with torch.no_grad(), collect() as report, torch.device("cuda"):
+    # A graph from the cache is not seen by the pass, so nothing would be reported.
+    with torch.no_grad(), collect() as report, config.patch(force_disable_caches=True):
         compiled = torch.compile(module, backend=inductor_quant_backend, options=OPTIONS)
         y = compiled(x)
         eager = module(x)

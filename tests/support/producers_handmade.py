@@ -30,7 +30,7 @@ class K32Arange(PackedLinear):
         self.keep(packed=words(n, k // 8), scale=scales(n, bits=4, dtype=dtype))
 
     def weight(self) -> Tensor:
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.packed.device)
         codes = (self.packed[:, :, None] >> shifts[None, None]) & 0xF
         codes = ((codes ^ 8) - 8).reshape(self.n, self.k)
         return codes.to(self.dtype) * self.scale[:, None]
@@ -56,7 +56,7 @@ class K32Strided(K32Arange):
         self.keep(packed=words(n, k // 8), scale=scales(n, k // 64, bits=4, dtype=dtype))
 
     def weight(self) -> Tensor:
-        codes = torch.zeros(self.n, self.k, dtype=torch.int32)
+        codes = torch.zeros(self.n, self.k, dtype=torch.int32, device=self.packed.device)
         for position in range(8):
             codes[:, position::8] = (self.packed >> 4 * position) & 15
         codes = (codes - 8).to(torch.int8).unflatten(1, (-1, 64))
@@ -75,7 +75,7 @@ class Ternary(PackedLinear):
         self.keep(packed=octets(n // 4, k), scale=scales(1, bits=2, dtype=dtype))
 
     def weight(self) -> Tensor:
-        codes = torch.zeros(self.n, self.k, dtype=torch.uint8)
+        codes = torch.zeros(self.n, self.k, dtype=torch.uint8, device=self.packed.device)
         rows = self.n // 4
         for block in range(4):
             part = (self.packed & (3 << 2 * block)) >> 2 * block
@@ -188,7 +188,7 @@ class EvenOdd(Symmetric):
     """Written into a new tensor, one column in two; the high nibble first."""
 
     def codes(self) -> Tensor:
-        codes = torch.empty(self.n, self.k, dtype=torch.int8)
+        codes = torch.empty(self.n, self.k, dtype=torch.int8, device=self.packed.device)
         codes[:, ::2] = (self.packed >> 4).to(torch.int8) - 8
         codes[:, 1::2] = (self.packed & 0xF).to(torch.int8) - 8
         return codes

@@ -135,7 +135,9 @@ class GptqList(Gptq):
         pass
 
     def weight(self) -> Tensor:
-        table = torch.tensor([0, 4, 8, 12, 16, 20, 24, 28], dtype=torch.int32)
+        table = torch.tensor(
+            [0, 4, 8, 12, 16, 20, 24, 28], dtype=torch.int32, device=self.qweight.device
+        )
         zeros = (self.qzeros.unsqueeze(2) >> table[None, None]) & 15
         zeros = zeros.reshape(-1, 1, self.n)
         codes = (self.qweight.unsqueeze(1) >> table[None, :, None]) & 15
@@ -198,10 +200,14 @@ class Awq(PackedLinear):
         return shifted.to(torch.int8).view(packed.shape[0], -1)
 
     def weight(self) -> Tensor:
-        shifts = torch.arange(0, 32, 4)
+        shifts = torch.arange(0, 32, 4, device=self.qweight.device)
         codes = self.unpacked(self.qweight, shifts)
         zeros = self.unpacked(self.qzeros, shifts)
-        order = torch.arange(self.n, dtype=torch.int32).view(-1, 8)[:, AWQ_ORDER].view(-1)
+        order = (
+            torch.arange(self.n, dtype=torch.int32, device=self.qweight.device)
+            .view(-1, 8)[:, AWQ_ORDER]
+            .view(-1)
+        )
         codes = torch.bitwise_and(codes[:, order], 15)
         zeros = torch.bitwise_and(zeros[:, order], 15)
         scale = self.scales.repeat_interleave(self.group, dim=0)
@@ -226,7 +232,9 @@ class AwqShiftTable(Awq):
     """The order is in the shifts, which are a constant of the graph."""
 
     def weight(self) -> Tensor:
-        shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32)
+        shifts = torch.tensor(
+            [0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=self.qweight.device
+        )
         codes = (self.qweight.unsqueeze(-1) >> shifts) & 0xF
         zeros = (self.qzeros.unsqueeze(-1) >> shifts) & 0xF
         codes = codes.reshape(-1, self.group, self.n)
@@ -247,7 +255,7 @@ class AwqGemv(Awq):
         )
 
     def weight(self) -> Tensor:
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.qweight.device)
         codes = (self.qweight.unsqueeze(-1) >> shifts & 15).reshape(self.n, -1, self.group)
         zeros = (self.qzeros.unsqueeze(-1) >> shifts & 15).reshape(self.n, -1)
         zeros = zeros[:, : self.scales.shape[1]].unsqueeze(-1)
@@ -272,7 +280,7 @@ class AlongN(Awq):
         )
 
     def weight(self) -> Tensor:
-        up = torch.arange(28, -1, -4, dtype=torch.int32)
+        up = torch.arange(28, -1, -4, dtype=torch.int32, device=self.qweight.device)
         codes = ((self.qweight.unsqueeze(2) << up) >> 28).reshape(self.k, self.n)
         return codes.to(self.dtype) * self.scales.repeat_interleave(self.group, 0)
 
