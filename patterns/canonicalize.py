@@ -86,8 +86,22 @@ def _check_same_value(old: fx.Node, new: fx.Node) -> None:
 
 
 def _erase_if_dead(node: fx.Node) -> None:
-    for user in list(node.users):
-        if user.target in graph.ASSERTIONS:
-            user.graph.erase_node(user)
-    if not node.users:
-        node.graph.erase_node(node)
+    """Erase ``node`` if nobody uses it, and then what only it used: such as the slices of a tensor
+    in parts, to which they were written."""
+    todo, seen = [node], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node._erased:
+            continue
+        for user in list(node.users):
+            if user.target in graph.ASSERTIONS or (_is_pure(user) and not user.users):
+                user.graph.erase_node(user)
+        if not node.users:
+            seen.add(node)
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            todo += filter(_is_pure, inputs)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.is_impure()

@@ -55,7 +55,7 @@ class QuantGemmPass(compat.CustomGraphPass):
         matches: Counter[str] = Counter()
         has_products = False
         for node in list(graph.nodes):
-            if node.op != "call_function":
+            if node.op != "call_function" or node._erased:  # with a rewrite before it
                 continue
             candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
             if not candidates and not (report.is_open() and survey.is_matrix_product(node)):

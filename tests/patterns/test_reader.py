@@ -165,6 +165,10 @@ CASES: dict[str, Case] = {
             "overlapping": lambda g, a, b: g.mask(
                 g(aten.bitwise_or.Tensor, g.mask(a, 15), g.mask(b, 56)), 15
             ),
+            "on top of each other": lambda g, a, b: g(
+                aten.bitwise_or.Tensor, g.mask(a, 15), g.mask(b, 15)
+            ),
+            "and masked": lambda g, a, b: g.mask(g(aten.bitwise_or.Tensor, a, b), 15),
             "both of them": lambda g, a, b: g(aten.bitwise_or.Tensor, g.mask(a, 15), g.mask(b, 48)),
         },
     ),
