@@ -178,7 +178,22 @@ def test_brackets_in_a_reason_are_printed(capsys):
     assert "[torch.uint8, torch.int8]" in capsys.readouterr().out
 
 
-def test_a_weight_that_is_dequantized_first_is_a_near_miss():
+def test_a_weight_that_is_dequantized_and_clamped_is_a_near_miss():
+    weight = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
+    scale = torch.rand(48, 1)
+
+    def model(x, weight, scale):
+        return x @ (weight.to(x.dtype) * scale).clamp(-1, 1).t()
+
+    explanation = inductor_quant.explain(model, torch.randn(20, 64), weight, scale, verbose=False)
+    [row] = explanation.rows
+    assert row.is_near_miss
+    assert row.decision.code == RejectionCode.WEIGHT_FORM
+    assert row.site.source == "i8"
+
+
+def test_a_weight_that_is_dequantized_first_is_recognised():
+    """On a CPU it stays as it is, and the device is why."""
     weight = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
     scale = torch.rand(48, 1)
 
@@ -187,6 +202,27 @@ def test_a_weight_that_is_dequantized_first_is_a_near_miss():
 
     explanation = inductor_quant.explain(model, torch.randn(20, 64), weight, scale, verbose=False)
     [row] = explanation.rows
+    assert row.decision.code == RejectionCode.DEVICE
+    assert "weight_only" in row.reason
+
+
+def test_an_op_of_another_package_that_takes_a_quantized_weight_is_opaque():
+    @torch.library.custom_op("inductor_quant_tests::int8_linear", mutates_args=())
+    def int8_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.to(x.dtype).t()
+
+    @int8_linear.register_fake
+    def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(x.shape[0], weight.shape[0])
+
+    weight = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
+    explanation = inductor_quant.explain(int8_linear, torch.randn(20, 64), weight, verbose=False)
+    [row] = explanation.rows
     assert row.is_near_miss
-    assert row.decision.code == RejectionCode.NO_PATTERN
-    assert row.site.source == "i8"
+    assert row.decision.code == RejectionCode.OPAQUE
+    assert "int8_linear" in row.reason
+    # without a quantized operand it is none of ours
+    plain = inductor_quant.explain(
+        int8_linear, torch.randn(20, 64), torch.randn(48, 64), verbose=False
+    )
+    assert not plain.rows

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 
 from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.patterns.operand import Weight
 from tests.support.reading import CPU, Body, Graph, read
 
-aten = torch.ops.aten
+aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
 f32 = torch.float32
 K, N = 16, 8
@@ -105,6 +106,7 @@ def wrapped_iota(size: int) -> Body:
 
 
 Q, WORDS, BYTES = ints(K, N), ints(2, N, dtype=i32), ints(K, N, dtype=u8)
+POWERS = torch.exp2(torch.arange(2 * K) % 5)
 AMOUNTS = torch.arange(0, 32, 4, dtype=i32)
 ORDER = (0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15)
 F8 = torch.float8_e4m3fn
@@ -348,6 +350,36 @@ CASES: dict[str, Case] = {
             "to a power": lambda g, q, a, b: g(aten.pow.Tensor_Scalar, g.cast(q), 2),
             "by itself": lambda g, q, a, b: g(aten.mul.Tensor, g.cast(q), g.cast(q)),
             "as a divisor": lambda g, q, a, b: g(aten.div.Tensor, a, g.cast(q)),
+        },
+    ),
+    # ops that dequantize
+    "a channel dequantized": (
+        [Q, POWERS[:N], ints(N)],
+        lambda g, q, s, z: g(
+            QD.dequantize_per_channel.default, q, s, g.cast(z, i64), 1, -128, 127, i8
+        ),
+        {
+            "where the difference wraps": lambda g, q, s, z: g(
+                QD.dequantize_per_channel.default, q, s, z, 1, -128, 127, i8
+            ),
+        },
+    ),
+    "groups dequantized": (
+        [Q, POWERS.reshape(K, 2), ints(K, 2)],
+        lambda g, q, s, z: g(
+            QD.dequantize_per_channel_group.default, q, s, g.cast(z, i32), -128, 127, i8, 4, f32
+        ),
+        {
+            "where the difference wraps": lambda g, q, s, z: g(
+                QD.dequantize_per_channel_group.default, q, s, z, -128, 127, i8, 4, f32
+            ),
+            "by scales in another shape": lambda g, q, s, z: g(
+                QD.dequantize_per_channel_group.default,
+                q,
+                g(aten.reshape.default, s, [2, K]),
+                g.cast(z, i32),
+                *(-128, 127, i8, 4, f32),
+            ),
         },
     ),
 }

@@ -19,6 +19,7 @@ from tests.support.graphs import INT_MM, W8A8, EagerBackend, Float64Epilogue, ca
 from tests.support.numerics import assert_close
 from tests.support.quantizers import GptFastLinear, TenLines, TorchaoLinear
 
+WEIGHT_ONLY = torch.ops.inductor_quant.weight_only.default
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default
 M, N, K = 6, 24, 40
 
@@ -273,7 +274,10 @@ def test_a_straight_through_gemm_is_matched_in_training() -> None:
     forward, backward = backend.rewrites
     assert_all_rewritten(forward.before, forward.after, 1)
     assert backward.is_backward
-    assert backward.is_untouched
+    # the gradient is a product with the int8 weight as well
+    [match] = backward.report.matches
+    assert (match.family, match.n, match.k) == ("weight_only", K, N)
+    assert count(backward.after, WEIGHT_ONLY) == 1
 
 
 # ------------------------------------------------------------------------------------------

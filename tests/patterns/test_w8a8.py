@@ -129,14 +129,11 @@ x4: bf16[24]
 v0: i8[6, 40] = reshape(x0, [-1, 40])
 v1: i8[40, 24] = permute(x1, [1, 0])
 v2: f32[6, 1] = reshape(x2, [-1, 1])
-v3: f32[6, 24] = expand(v2, [6, 24])
-v4: f32[24] = reshape(x3, [-1])
-v5: f32[6, 1] = reshape(v2, [-1, 1])
-v6: f32[1, 24] = reshape(v4, [1, -1])
-v7: bf16[24] = reshape(x4, [-1])
-v8: bf16[6, 24] = inductor_quant.w8a8(v0, v1, v5, v6, v7, alpha=1.0, out_dtype=bf16)
-v9: bf16[2, 3, 24] = reshape(v8, [2, 3, 24])
-return [v9]""",
+v3: f32[24] = reshape(x3, [-1])
+v4: f32[1, 24] = reshape(v3, [1, -1])
+v5: bf16[6, 24] = inductor_quant.w8a8(v0, v1, v2, v4, x4, alpha=1.0, out_dtype=bf16)
+v6: bf16[2, 3, 24] = reshape(v5, [2, 3, 24])
+return [v6]""",
     )
 
 
