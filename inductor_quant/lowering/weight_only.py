@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from inductor_quant import _torch_compat as compat
+from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
 from inductor_quant.lowering.common import lower_gemm, lowering_of
 from inductor_quant.ops import weight_only as op
@@ -15,6 +16,8 @@ from inductor_quant.spec import ScaleSpec
 from inductor_quant.weight_format import WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
+# What a report shows where no kernel of ours is taken: many rows, or a format without a kernel.
+UNFUSED = "dequantize once, then aten.mm"
 
 
 @compat.register_lowering(op.op, type_promotion_kind=None)
@@ -62,6 +65,10 @@ def lower(
     )
     if result is not None:
         return result
+    if compat.runs_triton(device):
+        node = compat.current_node()
+        name = node.name if node is not None else ""
+        report.add(report.KernelChoice("weight_only", str(spec), (UNFUSED,), node=name))
     return _unfused(x, weight, column_scale, bias, parsed, out_dtype)
 
 

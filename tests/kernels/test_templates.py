@@ -27,7 +27,7 @@ W8A8_FLAGS = (
     "EVEN_K",
     "FEW_ROWS",
 )
-WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS")
+WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS", "FEW_ROWS")
 
 
 def render(source: str, **constants: object) -> tuple[str, list[str]]:
@@ -80,7 +80,8 @@ def test_every_format_parses_and_uses_what_it_declares(name, config):
         assert declared[: len(weight.sources) + 1] == ["X", *weight.sources]
         assert set(declared) <= names_in(text)
         assert ("BIAS" in declared) == flags["HAS_BIAS"]
-        assert ("mask=" in text) == (weight.k % weight.block["k"] != 0)
+        is_uneven = weight.k % weight.block["k"] != 0
+        assert ("mask=" in text) == (is_uneven or flags["FEW_ROWS"])
 
 
 def code_of(packed: formats.Packed, config: str) -> WeightCode:

@@ -18,6 +18,7 @@ from inductor_quant.kernels.config import (
     Weight,
     WeightTensor,
 )
+from inductor_quant.lowering.weight_only import UNFUSED
 from inductor_quant.ops.weight_only import make_spec
 from inductor_quant.report import collect
 from tests.support.formats import FORMATS
@@ -60,7 +61,7 @@ def described(case):
     return spec, Problem(case.m, n, k, weight=Weight(packed.format, tensors))
 
 
-@pytest.mark.parametrize("m", [1, 16, 33, 64, 300, 10**5])
+@pytest.mark.parametrize("m", [1, 16, 33, 64, kernels.MAX_ROWS])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gets_several_legal_configurations(name, arch, m):
@@ -73,12 +74,26 @@ def test_every_format_gets_several_legal_configurations(name, arch, m):
             assert kernels.is_legal(spec, problem, config, device(arch)) is None
 
 
-def test_no_block_is_longer_than_a_group():
+@pytest.mark.parametrize(
+    ("name", "most"), [("gptq", 128), ("nf4", 128), ("int8_channel", 512), ("fp8_row", 512)]
+)
+def test_for_many_rows_the_weight_is_dequantized_once(name, most):
+    for m, has_kernel in ((most, True), (most + 1, False)):
+        spec, problem = described(Case(name, m, 512, 1024))
+        assert bool(kernels.configs(spec, problem, device(90))) == has_kernel
+    with collect() as report:
+        generated = generate_case(Case(name, most + 1, 512, 1024))
+    assert [choice.chosen for choice in report.kernels] == [UNFUSED]
+    assert "extern_kernels.mm" in generated.wrapper
+    assert not any("weight_only_mm" in source for source in generated.kernels.values())
+
+
+def test_no_block_is_longer_than_four_groups():
     for name in ("gptq", "awq", "hqq", "int8_group"):
         spec, problem = described(Case(name, 16, 4096, 4096))
-        assert {c.block_k for c in kernels.configs(spec, problem, device(90))} == {32}
+        assert max(c.block_k for c in kernels.configs(spec, problem, device(90))) <= 128
     spec, problem = described(Case("int8_channel", 16, 4096, 4096))
-    assert max(c.block_k for c in kernels.configs(spec, problem, device(90))) == 128
+    assert max(c.block_k for c in kernels.configs(spec, problem, device(90))) == 256
 
 
 def test_a_tile_that_holds_too_many_numbers_is_refused():
@@ -136,7 +151,7 @@ COMPILED = [
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
     done = set()
-    for m in (16, 64, 300):
+    for m in (16, 64, 128):
         case = Case(name, m, 512, 1024)
         spec, problem = described(case)
         for config in kernels.configs(spec, problem, device(arch)):
@@ -179,7 +194,7 @@ def test_the_sum_is_rounded_once(out_dtype):
 def test_offsets_are_64_bit_only_where_the_tensors_need_it():
     for case, dtype in (
         (Case("gptq", 64, 512, 256), "tl.int32"),
-        (Case("gptq", 66000, 32768, 32), "tl.int64"),
+        (Case("gptq", 128, 2**20, 2**14), "tl.int64"),
         (Case("int8_group", 33, 66000, 32768), "tl.int64"),
     ):
         [(name, source)] = generate_case(case).kernels.items()
