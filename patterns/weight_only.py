@@ -129,9 +129,10 @@ def _assemble(product: Product, weight: Weight, found: Epilogue) -> RecognizedGe
             bias and Operand(bias, (-1,)),
         ),
         kwargs={"format": weight.format.encode(), "out_dtype": found.out_dtype},
-        m=_rows(product),
+        m=graph.size_name(_rows(product)),
         n=product.n,
         k=product.k,
+        too_many_rows=_has_too_many_rows(product, weight, dtypes),
         shape=found.reshape.args[1] if found.reshape is not None else product.shape,  # type: ignore[arg-type]
     )
 
@@ -142,11 +143,17 @@ def _dequantization(product: Product) -> list[fx.Node]:
     return sorted(node for node in inside if node.op == "call_function")
 
 
-def _rows(product: Product) -> int | str:
+def _rows(product: Product) -> Any:
     rows: Any = 1
     for size in graph.value(product.x).shape[:-1]:
         rows = rows * size
-    return graph.size_name(rows)
+    return rows
+
+
+def _has_too_many_rows(product: Product, weight: Weight, dtypes: list[torch.dtype]) -> bool:
+    rows = graph.size_hint(_rows(product))
+    dtype = graph.value(product.x).dtype
+    return rows is not None and rows > op.preferred_rows(weight.format, dtype, dtypes)
 
 
 PATTERN = Pattern(name="weight_only", family=FAMILY, anchors=anchors(), recognize=recognize)

@@ -16,7 +16,7 @@ from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.w8a8 import grid
 from inductor_quant.kernels.weight_code import TRITON_TYPES, WeightCode
-from inductor_quant.ops.weight_only import split_steps
+from inductor_quant.ops.weight_only import preferred_rows, split_steps
 from inductor_quant.spec import QuantGemmSpec, dtype_name
 from inductor_quant.weight_format import Field
 
@@ -67,12 +67,6 @@ _CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
     ),
 )
 WIDE_N = 16384
-# With more rows it takes less time to dequantize the weight once and to multiply with cuBLAS than
-# to dequantize it for each tile of rows. Same measurement: GPTQ at 64 rows 43 and 95 us against 47
-# and 166, at 256 rows 76 and 216 against 56 and 195; int8 per channel, which is converted and no
-# more, at 256 rows 45 and 141 against 53 and 196.
-MAX_ROWS = 128
-MAX_ROWS_CONVERTED = 512
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -147,7 +141,9 @@ def is_legal(
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-    if problem.m > _most_rows(spec, problem):
+    assert problem.weight is not None
+    dtypes = [tensor.dtype for tensor in problem.weight.tensors]
+    if problem.m > preferred_rows(problem.weight.format, spec.a.dtype, dtypes):
         return []
     narrow, wide, *others = next(entries for most, entries in _CONFIGS if problem.m <= most)
     listed = (wide, narrow, *others) if problem.n >= WIDE_N else (narrow, wide, *others)
@@ -162,16 +158,6 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
             fitted.append(config)
     fitted.sort(key=lambda config: not problem.is_even_k(config))
     return fitted
-
-
-def _most_rows(spec: QuantGemmSpec, problem: Problem) -> int:
-    """With more rows than these the weight is dequantized once, see ``MAX_ROWS``."""
-    assert problem.weight is not None
-    format = problem.weight.format
-    element = problem.weight.tensors[format.element.source]
-    loop_steps, _ = split_steps(format, spec.a.dtype, element.dtype)
-    is_converted = not loop_steps and not format.element.width and not spec.b.lut
-    return MAX_ROWS_CONVERTED if is_converted else MAX_ROWS
 
 
 def _group(spec: QuantGemmSpec, problem: Problem) -> int:

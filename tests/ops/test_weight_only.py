@@ -308,3 +308,26 @@ def test_the_op_compiles_on_cpu_without_a_kernel_of_ours():
         want = reference(case, args)
         # the product is rounded before what follows, as in an unfused program
         assert_close(got, want, slack=4)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e-9])
+def test_two_levels_of_scales_do_not_leave_fp16_between_them(size):
+    """Groups scaled by ``size``, columns by its inverse: only the whole is a number of fp16."""
+    k, n, groups = 64, 32, 4
+    q = torch.randint(-128, 128, (k, n), dtype=torch.int8)
+    group = torch.full((groups, n), size)
+    column = torch.rand(n) / (128 * size)
+    fmt = WeightFormat(
+        (groups, k // groups),
+        (n,),
+        Field(0, (Form(0, (("k0", k // groups), ("k1", 1))), Form(0, (("n0", 1),)))),
+        (
+            Step("mul", Field(1, (Form(0, (("k0", 1),)), Form(0, (("n0", 1),))))),
+            Step("mul", Field(2, (Form(0, (("n0", 1),)),))),
+        ),
+    )
+    x = torch.randn(8, k).to(f16)
+    tensors = [q, group, column]
+    got = weight_only.op(x, tensors, None, None, format=fmt.encode(), out_dtype=f16)
+    want = x.double() @ dequantize(fmt, tensors, torch.float64)
+    assert_close(got, want, slack=2)

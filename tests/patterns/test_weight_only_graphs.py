@@ -432,3 +432,18 @@ def test_fewer_matches_than_required_are_an_error() -> None:
     torch._dynamo.reset()
     # a graph without matrix products is not asked for any
     capture(lambda x: x + 1, [small(M, K)], options=more)
+
+
+@pytest.mark.parametrize(("rows", "is_grouped"), [(128, True), (512, False)])
+def test_for_many_rows_the_graph_stays(rows: int, is_grouped: bool) -> None:
+    """With more, to dequantize the weight once, as the graph does, takes less time."""
+    q, scale = ints(N, K), powers(N, 2 if is_grouped else 1)
+
+    def model(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x @ (q.to(f32) * scale.repeat_interleave(K // scale.shape[1], dim=1)).t()
+
+    for count, matches in ((rows, 1), (rows + 1, 0)):
+        torch._dynamo.reset()
+        _, [rewrite] = capture(model, (small(count, K), q, scale))
+        assert len(rewrite.report.matches) == matches
+    assert_refused(rewrite, RejectionCode.MANY_ROWS)

@@ -84,8 +84,9 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """W [K, N] in fp64, rounded where the op says that it is: before the scales of columns."""
     format = case.packed.format
-    columns = format.column_steps
-    kept = dataclasses.replace(format, steps=format.steps[: len(format.steps) - len(columns)])
+    element = weight[format.element.source].dtype
+    steps, columns = weight_only.split_steps(format, case.dtype, element)
+    kept = dataclasses.replace(format, steps=steps)
     used = [weight[i] for i in range(kept.num_sources)]
     value = weight_only.dequantize(kept, used).to(case.dtype).double()
     one = dataclasses.replace(format, steps=())
