@@ -129,7 +129,9 @@ def attribute(node: fx.Node) -> torch.Tensor | None:
     for name in str(node.target).split("."):
         found = getattr(found, name, None)
     is_plain = type(found) in (torch.Tensor, torch.nn.Parameter)
-    return found if is_plain and not is_mutated(node) else None
+    # Inductor's cache knows a frozen parameter by its shape alone: models may share an entry.
+    is_frozen = getattr(found, "_is_frozen_param", False)
+    return found if is_plain and not is_frozen and not is_mutated(node) else None
 
 
 def is_stored(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.operand import Weight
+from inductor_quant.patterns.operand import Weight, read_weight
 from tests.support.reading import CPU, Body, Graph, read
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
@@ -416,3 +416,17 @@ def test_a_near_miss_is_not_read(name: str) -> None:
         sources = [graph.values[node] for node in found.sources]
         assert dequantize(found.format, sources, torch.float64).equal(want.double()), found.format
         assert any(node.op == "call_function" for node in found.sources), found.format
+
+
+def test_a_frozen_table_is_not_known_by_its_values() -> None:
+    """Inductor's cache tells frozen parameters apart by their shapes alone."""
+    g = Graph()
+    order = g.constant(1, 0, 3, 2)
+    weight = g.cast(g(aten.index.Tensor, g.input(torch.ones(4, 8, dtype=torch.int8)), [order]))
+    known = read_weight(weight)
+    assert isinstance(known, Weight)
+    assert len(known.sources) == 1
+    g.values[order]._is_frozen_param = True
+    unknown = read_weight(weight)
+    assert isinstance(unknown, Weight)
+    assert order in unknown.sources
