@@ -42,6 +42,8 @@ _QUANTIZED = (
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Their ops are known one by one; those of other packages may multiply.
 _OWN_NAMESPACES = ("aten", "prims", "prim", "inductor", "inductor_quant", "quantized_decomposed")
+# Its weight lies in an order of the kernel's own, which differs between devices and versions.
+_REPACKED = (aten._weight_int4pack_mm.default,)
 _TRITON_KERNELS = ("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation")
 # How far to look for the data behind an operand: the longest dequantization of a known producer
 # takes about 40 nodes, and other products end the search.
@@ -130,7 +132,7 @@ def describe_found(found: RecognizedGemm) -> Site:
 
 def decline(node: fx.Node, site: Site | None) -> Rejection:
     """The rejection of a matrix product that no pattern is anchored at."""
-    if is_opaque(node):
+    if is_opaque(node) or node.target in _REPACKED:
         return Rejection(
             RejectionCode.OPAQUE, f"{node.target}", node.name, graph.module_path(node), site
         )

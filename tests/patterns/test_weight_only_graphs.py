@@ -15,6 +15,7 @@ import torch
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.errors import InductorQuantError, RequirementError
 from inductor_quant.options import Options
+from inductor_quant.patterns import survey
 from tests.support.graphs import CAST, EagerBackend, Rewrite, calls, capture
 from tests.support.handmade import Call, results, rewritten
 
@@ -447,3 +448,11 @@ def test_for_many_rows_the_graph_stays(rows: int, is_grouped: bool) -> None:
         _, [rewrite] = capture(model, (small(count, K), q, scale))
         assert len(rewrite.report.matches) == matches
     assert_refused(rewrite, RejectionCode.MANY_ROWS)
+
+
+def test_a_weight_that_a_kernel_has_repacked_is_opaque() -> None:
+    graph = torch.fx.Graph()
+    x, w, scales = (graph.placeholder(name) for name in ("x", "w", "scales"))
+    product = graph.call_function(aten._weight_int4pack_mm.default, (x, w, 128, scales))
+    assert survey.is_matrix_product(product)
+    assert survey.decline(product, None).code == RejectionCode.OPAQUE
