@@ -27,6 +27,14 @@ from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 log = logging.getLogger(__name__)
 
 SLOT = "post_grad_custom_pre_pass"
+# What is said of a product of floats as well, where it tells nothing.
+_OF_ANY_PRODUCT = (
+    RejectionCode.NOT_QUANTIZED,
+    RejectionCode.WEIGHT_FORM,
+    RejectionCode.COMPUTED_WEIGHT,
+    RejectionCode.BATCHED_WEIGHT,
+    RejectionCode.BIAS,
+)
 
 
 class QuantGemmPass(compat.CustomGraphPass):
@@ -124,8 +132,9 @@ def _treat(
         found = _first_recognition(anchor, candidates)
         if found is None:
             return None
-        if isinstance(found, Rejection) and site is not None and not site.source:
-            return survey.decline(anchor, site)  # an ordinary product
+        is_ordinary = isinstance(found, Rejection) and found.code in _OF_ANY_PRODUCT
+        if is_ordinary and site is not None and not site.source:
+            return survey.decline(anchor, site)
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
             where = refusal.node or anchor.name
@@ -152,13 +161,14 @@ def _first_recognition(
     anchor: fx.Node, candidates: list[Pattern]
 ) -> RecognizedGemm | Rejection | None:
     """What the first pattern that recognises ``anchor`` says; if none does, what the first says
-    that takes it for a matrix product."""
+    that takes it for a quantized matrix product, or else for a matrix product."""
     first: Rejection | None = None
     for pattern in candidates:
         found = pattern.recognize(anchor)
         if isinstance(found, RecognizedGemm):
             return found
-        first = first or found
+        if first is None or first.code is RejectionCode.NOT_QUANTIZED:
+            first = found or first
     return first
 
 
