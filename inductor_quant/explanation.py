@@ -262,7 +262,8 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
         if isinstance(decision, Match):
             kernel = _take_kernel(kernels, decision)
             sizes = kernel.sizes if kernel is not None else None
-            if is_timed and sizes is not None and decision.site.device.startswith("cuda"):
+            is_timed_here = is_timed and decision.family in measure.TIMED_FAMILIES
+            if is_timed_here and sizes is not None and decision.site.device.startswith("cuda"):
                 key = (decision.spec, sizes)
                 if key not in measured:
                     device = torch.device(decision.site.device)

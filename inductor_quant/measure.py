@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from inductor_quant.spec import OperandSpec, QuantGemmSpec
+from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec
 
+# A spec says all that a W8A8 GEMM is. A weight-only one needs its tensors and format too, which a
+# report does not keep: its rows have no times.
+TIMED_FAMILIES = ("w8a8",)
 ROUNDS = 9
 MAX_COPIES = 32
 # Dense int8 operations a second (1e12) from the vendor's datasheets: A100 SXM, L40S, H100/H200 SXM,
@@ -34,12 +38,16 @@ class Timing:
 
 
 def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
-    """Bytes that must move: each operand read once, the result written once."""
-    total = m * k * spec.a.dtype.itemsize + k * n * spec.b.dtype.itemsize
+    """Bytes that must move at least: operands and scales read once, the result written once.
+
+    Zero points, bias and the scales of groups that a tensor lists are left out.
+    """
+    total = (m * k * spec.a.element_bits + k * n * spec.b.element_bits + 7) // 8
     total += m * n * spec.out_dtype.itemsize
-    for operand, size in ((spec.a, m), (spec.b, n)):
-        if operand.scale is not None:
-            count = 1 if operand.scale.block == (-1, -1) else size
+    for operand, shape in ((spec.a, (m, k)), (spec.b, (k, n))):
+        if operand.scale is not None and GATHERED not in operand.scale.block:
+            sizes = zip(shape, operand.scale.block, strict=True)
+            count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
             total += count * operand.scale.dtype.itemsize
     return total
 

@@ -28,8 +28,7 @@ from inductor_quant.patterns.digits import (
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# Integers up to this magnitude survive the conversion.
-EXACT = {torch.float64: 2**53, torch.float32: 2**24, torch.bfloat16: 2**8, torch.float16: 2**11}
+EXACT_IN_FP32 = 2**24  # integers up to this magnitude survive the conversion
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -21,7 +22,7 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.digits import Digit, Index, Torn, Unsupported
 from inductor_quant.patterns.expression import (
-    EXACT,
+    EXACT_IN_FP32,
     FLOAT8,
     FLOATS,
     INTEGERS,
@@ -198,7 +199,7 @@ class _Decoder:
 
     def _check_exact(self, expr: Expr) -> None:
         low, high = interval(expr)
-        if max(-low, high) > EXACT[torch.float32]:
+        if max(-low, high) > EXACT_IN_FP32:
             raise self._blame(expr, f"{low} ... {high} is not exact in fp32")
 
     def _is_element(self, expr: Expr, *, by_data: bool = False) -> bool:
@@ -325,7 +326,7 @@ class _Decoder:
                     groups[-1].append(digit)
                 else:
                     groups.append([digit])
-            radices[axis] = tuple(_product(group) for group in groups)
+            radices[axis] = tuple(math.prod(d.radix for d in group) for group in groups)
             for number, group in enumerate(groups):
                 # the last digit of a group carries its coefficient
                 self.names.update(dict.fromkeys(group[:-1], ""))
@@ -380,7 +381,7 @@ def _stripped(expr: Expr) -> Expr:
         (inner,) = expr.args
         if inner.dtype in INTEGERS:
             low, high = interval(inner)  # the kernel converts to fp32 as well
-            if max(-low, high) > EXACT[torch.float32] and expr.dtype != torch.float32:
+            if max(-low, high) > EXACT_IN_FP32 and expr.dtype != torch.float32:
                 break
         elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in _WIDER.get(inner.dtype, ()):
             break
@@ -401,10 +402,3 @@ def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:
     """Whether the two digits appear in a form as one: ``coef * (low.radix * high + low)``."""
     above, below = terms.get(high, 0), terms.get(low, 0)
     return isinstance(above, int) and isinstance(below, int) and above == below * low.radix
-
-
-def _product(digits: list[Digit]) -> int:
-    result = 1
-    for digit in digits:
-        result *= digit.radix
-    return result

@@ -27,8 +27,8 @@ MIN_ARCH_E4M3 = 89
 MAX_TILE_REGISTERS = 32
 
 # (largest M, configurations). The first is for few columns, the second for WIDE_N and more, the
-# rest are for autotuning. Measured on an H200 (torch 2.11, Triton 3.6) among 21 or 22 for each M,
-# at K = 4096 and N = 6144 and 28672, for GPTQ, AWQ and int8.
+# rest are for autotuning. By rule: for few rows small tiles, so that there are enough programs to
+# keep the memory busy.
 _CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
     (
         16,
@@ -151,7 +151,6 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     fitted: list[GemmConfig] = []
     for entry in listed:
         # Few rows of scales a step, but no block shorter than two units of the matrix instruction.
-        # Measured with groups of 64: blocks of 128 and 256 take the least time at 16 rows.
         block_k = max(32, min(entry.block_k, 4 * group))
         config = dataclasses.replace(entry, block_k=block_k)
         if config not in fitted and is_legal(spec, problem, config, device) is None:

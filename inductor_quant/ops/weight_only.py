@@ -111,9 +111,8 @@ def preferred_rows(
     """The most rows of x for which the op is to be preferred to a dequantized weight and a GEMM.
 
     With more it takes less time to dequantize the weight once and to multiply with cuBLAS than to
-    dequantize it for each tile of rows. H200, torch 2.11, K = 4096, N = 6144 and 28672: GPTQ at 64
-    rows 43 and 95 us against 47 and 166, at 256 rows 76 and 216 against 56 and 195; int8 per
-    channel, which is converted and no more, at 256 rows 45 and 141 against 53 and 196.
+    dequantize it for each tile of rows; a weight that is converted and no more costs less a tile.
+    The limits are guesses between few and many rows, until a benchmark of the family sets them.
     """
     kept, _ = split_steps(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code

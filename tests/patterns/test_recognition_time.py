@@ -20,9 +20,8 @@ PRODUCTS = (
     *((1024, 3584), (1024, 3584), (3584, 1024)),  # gate, up, down
 )
 LAYERS = 32
-# Seconds of CPU time; a machine that is busy with something else is no reason to fail. The aim is
-# 2 s on two cores.
-LIMIT = 2.5
+# Seconds of CPU time: a machine that is busy with something else is no reason to fail.
+LIMIT = 2.0
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._higher_order_ops.triton_kernel_wrap  # defines the op
 
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.errors import InductorQuantError, RequirementError
@@ -456,3 +457,20 @@ def test_a_weight_that_a_kernel_has_repacked_is_opaque() -> None:
     product = graph.call_function(aten._weight_int4pack_mm.default, (x, w, 128, scales))
     assert survey.is_matrix_product(product)
     assert survey.decline(product, None).code == RejectionCode.OPAQUE
+
+
+def test_a_kernel_of_the_users_that_takes_a_quantized_weight_is_opaque() -> None:
+    graph = torch.fx.Graph()
+    values = {"x": small(M, K), "w": ints(N, K), "out": small(M, N)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, value in values.items():
+        nodes[name].meta["val"] = value
+    target = torch.ops.higher_order.triton_kernel_wrapper_functional
+    options = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [], "tma_descriptor_metadata": {}}
+    call = graph.call_function(target, (), {**options, "kwargs": nodes})
+    site = survey.describe(call)
+    assert site is not None
+    assert (site.m, site.k, site.source) == (M, K, "i8")
+    assert survey.decline(call, site).code == RejectionCode.OPAQUE
+    plain = graph.call_function(target, (), {**options, "kwargs": {"x": nodes["x"]}})
+    assert not survey.is_matrix_product(plain)

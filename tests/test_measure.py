@@ -1,0 +1,56 @@
+"""What a report says of a GEMM: the bytes of packed operands, and which families are timed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import explanation, measure
+from inductor_quant.decisions import Match, Site
+from inductor_quant.report import KernelChoice, Report
+from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
+
+bf16, f32 = torch.bfloat16, torch.float32
+
+
+def spec(a: OperandSpec, b: OperandSpec) -> QuantGemmSpec:
+    return QuantGemmSpec(a, b, bf16, f32)
+
+
+@pytest.mark.parametrize(
+    ("b", "weight_bytes"),
+    [
+        (OperandSpec(torch.int8, ScaleSpec(f32, (-1, 1))), 512 * 256 + 4 * 256),
+        (OperandSpec(torch.int8, ScaleSpec(f32, (-1, -1))), 512 * 256 + 4),
+        (OperandSpec(torch.uint8, ScaleSpec(bf16, (64, 1)), bits=4), 512 * 128 + 2 * 8 * 256),
+        (OperandSpec(torch.float8_e4m3fn, ScaleSpec(f32, (128, 128))), 512 * 256 + 4 * 4 * 2),
+        (OperandSpec(torch.uint8, ScaleSpec(bf16, (0, 1)), bits=4), 512 * 128),
+    ],
+    ids=str,
+)
+def test_packed_weights_count_by_their_bits(b: OperandSpec, weight_bytes: int) -> None:
+    activation, result = 2 * 16 * 512, 2 * 16 * 256
+    found = measure.gemm_bytes(spec(OperandSpec(bf16), b), 16, 256, 512)
+    assert found == activation + weight_bytes + result
+
+
+def test_only_what_a_spec_describes_whole_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = []
+
+    def time_gemm(*arguments: object) -> measure.Timing:
+        timed.append(arguments)
+        return measure.Timing(1.0, 2.0, 0.5)
+
+    monkeypatch.setattr(measure, "time_gemm", time_gemm)
+    int8 = OperandSpec(torch.int8, ScaleSpec(f32, (-1, 1)))
+    site = Site("mm", "aten.mm", 1, 16, 256, 512, "bf16", "bf16", "cuda:0")
+    specs = {"w8a8": spec(int8, int8), "weight_only": spec(OperandSpec(bf16), int8)}
+    report = Report()
+    for family, of in specs.items():
+        report.decisions.append(Match(family, of, 16, 256, 512, "mm", call=family, site=site))
+        choice = KernelChoice(family, str(of), ("a kernel",), node=family, sizes=(16, 256, 512))
+        report.kernels.append(choice)
+    rows = explanation._explanation(report, None, True).rows
+    assert len(timed) == 1
+    has_timing = {row.decision.family: row.timing is not None for row in rows}  # type: ignore[union-attr]
+    assert has_timing == {"w8a8": True, "weight_only": False}
