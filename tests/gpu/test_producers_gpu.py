@@ -44,7 +44,7 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
     return float((y.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("rows", [1, 16, 130])
+@pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
 def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     need(producer)
@@ -66,5 +66,5 @@ def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     assert len(report.kernels) == producer.expected_matches
     exact = x.double() @ dense.double()
     # A single row has N samples of the rounding of the result, which is most of the error.
-    slack = 1.02 if rows > 100 else 1.10
+    slack = 1.02 if rows > 16 else 1.10
     assert relative_error(y, exact) <= slack * relative_error(eager, exact) + 1e-6
