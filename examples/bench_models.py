@@ -5,8 +5,9 @@
 
 SAM's ViT-H image encoder (batch 16, 1024x1024), Llama-3-8B decoding (batch 1, 16 and 64 behind 1023
 tokens) and prefill of 4096 tokens, a layer of DeepSeek-V3 on 4096 tokens. Every nn.Linear but
-lm_head is quantized to int8, weights per channel and activations per token as they come, by a few
-lines of plain PyTorch (models_quantize.py) or by torchao.
+lm_head is quantized by a few lines of plain PyTorch (models_quantize.py), to int8 with weights per
+channel and activations per token as they come, or with --quantizer int4 the weights alone, in
+groups of 128; or to int8 by torchao.
 
 Each system runs in its own process; they are timed in turn, as CUDA graphs where the model can be
 captured. The error is that of the compiled model against the same model run eagerly, relative RMS
@@ -57,13 +58,14 @@ def with_best_bf16(row: Row) -> Row:
 def cells(reply: Row) -> list[str]:
     """One system's line of the table."""
     if "ms" not in reply:
-        return ["fails", *["-"] * 6]
+        return ["fails", *["-"] * 7]
     low, median, high = reply["ms"]
     errors = [reply["error"], reply["error_bf16"]]
     texts = [f"{e['rms']:.2e} [{e['max']:.2f}]" for e in errors]
     return [
         f"{median:.3f} [{low:.3f}, {high:.3f}]" + ("" if reply["graph"] else " no graph"),
         f"{reply['peak_gb']:.2f}",
+        f"{reply['weights_gb']:.2f}",
         f"{reply['compile_s']:.1f}",
         texts[0] + (" WRONG" if reply["wrong"] else ""),
         texts[1],
@@ -77,6 +79,7 @@ COLUMNS = (
     "system",
     "ms [quartiles]",
     "peak GB",
+    "weights GB",
     "compile s",
     "error vs eager",
     "error vs bf16",
@@ -138,7 +141,7 @@ def main() -> int:
     )
     parser.add_argument("--models", choices=list(MODELS), nargs="+", default=list(MODELS))
     parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS)
-    parser.add_argument("--quantizer", choices=("plain", "torchao"), default="plain")
+    parser.add_argument("--quantizer", choices=("plain", "int4", "torchao"), default="plain")
     parser.add_argument("--per-layer", action="store_true", help="compile a layer, not the model")
     parser.add_argument("--apart", action="store_true", help="compile one system after the other")
     parser.add_argument("--rounds", type=int, default=7)

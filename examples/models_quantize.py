@@ -1,11 +1,13 @@
-"""int8 W8A8 with dynamic activation scales, in a few lines of plain PyTorch.
+"""Quantizers of a few lines of plain PyTorch: W8A8 with dynamic activation scales, W4A16 in groups.
 
 This is what a user writes or a package does; nothing in it knows of inductor_quant, which finds the
-product and its scales in the compiled graph."""
+products, their scales and packed weights in the compiled graph."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -38,6 +40,48 @@ class Int8Linear(nn.Module):
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
+class Int4Linear(nn.Module):
+    """nn.Linear with a weight of 4 bits, a scale and a zero point for each group of 128 along K.
+
+    Packed as GPTQ does: qweight int32 [K / 8, N], eight weights along K in a word; qzeros int32
+    [K / group, N / 8], eight zero points along N in a word; scales [K / group, N].
+    """
+
+    group = 128
+    bits = 4
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        n, k = linear.weight.shape
+        group = math.gcd(self.group, k)
+        grouped = linear.weight.t().float().reshape(k // group, group, n)
+        low, high = grouped.amin(1), grouped.amax(1)
+        scales = ((high - low) / 15).clamp_min(1e-8).to(linear.weight.dtype)
+        zeros = (-low / scales).round().clamp(0, 15)
+        levels = (grouped / scales[:, None]).round().add(zeros[:, None]).clamp(0, 15)
+        self.register_buffer("qweight", pack(levels.reshape(k // 8, 8, n), 1))
+        self.register_buffer("qzeros", pack(zeros.reshape(k // group, n // 8, 8), 2))
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifts = torch.arange(0, 32, self.bits, device=x.device, dtype=torch.int32)
+        levels = (self.qweight[:, None] >> shifts[:, None]) & 15
+        zeros = ((self.qzeros[:, :, None] >> shifts) & 15).flatten(1)
+        levels = levels.reshape(len(self.scales), -1, levels.shape[-1])
+        weight = ((levels - zeros[:, None]) * self.scales[:, None]).flatten(0, 1)
+        out = x @ weight
+        return out if self.bias is None else out + self.bias
+
+
+def pack(levels: Tensor, dim: int) -> Tensor:
+    """int32 words of eight numbers from 0 to 15 along ``dim``, the first in the lowest bits."""
+    shape = [1] * levels.dim()
+    shape[dim] = 8
+    shifts = torch.arange(0, 32, 4, device=levels.device).reshape(shape)
+    return (levels.long() << shifts).sum(dim).to(torch.int32)
+
+
 def padded_int_mm(a: Tensor, b: Tensor) -> Tensor:
     """``torch._int_mm``, which on CUDA takes more than 16 rows only."""
     return torch._int_mm(F.pad(a, (0, 0, 0, max(0, 32 - a.shape[0]))), b)[: a.shape[0]]
@@ -58,12 +102,12 @@ def is_quantized(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.split(".")[-1] not in SKIP
 
 
-def plain(model: nn.Module) -> None:
+def replace(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
     """Replace each nn.Linear; its bf16 weight is freed before the next one is made."""
     for name, module in list(model.named_modules()):
         if is_quantized(module, name):
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Int8Linear(module))
+            setattr(model.get_submodule(parent), attribute, kind(module))
 
 
 def torchao(model: nn.Module) -> None:
@@ -72,4 +116,8 @@ def torchao(model: nn.Module) -> None:
     quantize_(model, Int8DynamicActivationInt8WeightConfig(), filter_fn=is_quantized)
 
 
-QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {"plain": plain, "torchao": torchao}
+QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {
+    "plain": functools.partial(replace, kind=Int8Linear),
+    "int4": functools.partial(replace, kind=Int4Linear),
+    "torchao": torchao,
+}

@@ -46,6 +46,13 @@ def error(out: Tensor, reference: Tensor) -> dict[str, float]:
     return {"rms": rms.item(), "max": (difference.max() / scale).item()}
 
 
+def weights_gb(model: nn.Module) -> float:
+    """What the parameters and buffers take, without the cache of keys and values."""
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    caches = {id(t) for name, t in model.named_buffers() if name.endswith("_cache")}
+    return sum(t.nbytes for key, t in tensors.items() if key not in caches) / 1e9
+
+
 def compile_model(
     model: nn.Module, backend: str, mode: str | None, *, per_layer: bool
 ) -> nn.Module:
@@ -79,6 +86,7 @@ class Worker:
             with any_number_of_rows():
                 reference = model(*inputs)
             found["quantization"] = error(reference, plain)
+        found["weights_gb"] = weights_gb(model)
         self._free()
 
         start = time.perf_counter()

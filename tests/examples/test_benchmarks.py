@@ -176,24 +176,28 @@ def test_references_of_exact_and_requantizing_systems_agree_up_to_their_bounds()
 # models
 
 
+# Two layers of random weights in groups of 128: 15 levels cost far more than 255.
+KINDS = {"plain": (models_quantize.Int8Linear, 0.05), "int4": (models_quantize.Int4Linear, 0.3)}
+
+
+@pytest.mark.parametrize("quantizer", KINDS)
 @pytest.mark.parametrize("case", [name for name in models_build.CASES if name != "sam"])
 @torch.no_grad()
-def test_a_quantized_model_is_near_its_bf16_model(case):
+def test_a_quantized_model_is_near_its_bf16_model(case, quantizer):
+    kind, bound = KINDS[quantizer]
     model, inputs = models_build.CASES[case]("cpu", True)
     again, same_inputs = models_build.CASES[case]("cpu", True)
     plain = model(*inputs)
     assert torch.equal(plain, again(*same_inputs)), "not the same in every process"
     assert torch.isfinite(plain).all()
     linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    models_quantize.plain(model)
-    quantized = [
-        name for name, m in model.named_modules() if isinstance(m, models_quantize.Int8Linear)
-    ]
+    models_quantize.QUANTIZERS[quantizer](model)
+    quantized = [name for name, m in model.named_modules() if isinstance(m, kind)]
     assert quantized == [name for name in linears if name != "lm_head"]
     with models_quantize.any_number_of_rows():
         out = model(*inputs)
     error = (out - plain).float().square().mean().sqrt() / plain.float().square().mean().sqrt()
-    assert 0 < error < 0.05
+    assert 0 < error < bound
 
 
 @torch.no_grad()
@@ -206,7 +210,7 @@ def test_sam_is_built_from_transformers_and_its_positions_are_theirs(monkeypatch
     assert torch.equal(ours, original(None, 14, 14, table))
     model, inputs = models_build.CASES["sam"]("cpu", True)
     plain = model(*inputs)
-    models_quantize.plain(model)
+    models_quantize.QUANTIZERS["plain"](model)
     error = (model(*inputs) - plain).float().square().mean().sqrt()
     assert 0 < error < 0.05 * plain.float().square().mean().sqrt()
 
@@ -226,6 +230,31 @@ def test_int8_linear_is_the_product_of_what_it_stores():
     assert (weight - linear.weight.double()).abs().max() <= 0.51 * quantized.scale.max()
     with models_quantize.any_number_of_rows():
         assert torch.equal(quantized(x[:1, :1]), quantized(x)[:1, :1])
+
+
+@torch.no_grad()
+def test_int4_linear_is_the_product_of_what_it_stores():
+    torch.manual_seed(0)
+    linear = nn.Linear(256, 64, dtype=torch.bfloat16)
+    quantized = models_quantize.Int4Linear(linear)
+    weight = quantized(torch.eye(256, dtype=torch.bfloat16)) - linear.bias  # decoded, [K, N]
+    scales = quantized.scales.float().repeat_interleave(128, 0)
+    assert quantized.qweight.shape == (32, 64)
+    assert quantized.qzeros.shape == (2, 8)
+    # half a step of rounding, and what bf16 rounds
+    assert ((weight - linear.weight.t()).float().abs() <= 0.6 * scales + 2**-8).all()
+    word, zero = int(quantized.qweight[1, 5]), int(quantized.qzeros[0, 0])
+    level, zero_point = word >> 12 & 15, zero >> 20 & 15
+    decoded = (level - zero_point) * quantized.scales[0, 5].double()
+    assert abs(decoded - linear.weight[5, 11]) <= 0.6 * scales[0, 5]
+
+
+def test_the_weights_of_a_model_are_counted_without_its_cache():
+    import models_worker
+
+    model, _ = models_build.CASES["llama-decode-1"]("cpu", True)
+    kept = sum(p.nbytes for p in model.parameters()) + model.cos.nbytes + model.sin.nbytes
+    assert models_worker.weights_gb(model) == kept / 1e9
 
 
 def test_ours_is_compared_with_the_faster_bf16():
