@@ -37,6 +37,7 @@ _EXPORTS = {
     "FixedLayout": "torch._inductor.ir",
     "get_algorithm_selector_cache": "torch._inductor.select_algorithm",
     "lowerings": "torch._inductor.lowering",
+    "make_pointwise": "torch._inductor.lowering",
     "register_lowering": "torch._inductor.lowering",
 }
 
@@ -45,6 +46,7 @@ _PARAMETERS = {
     "TritonTemplate": ("name", "grid", "source"),
     "compile_fx": ("model_", "example_inputs_", "config_patches"),
     "FixedLayout": ("device", "dtype", "size"),
+    "make_pointwise": ("fn", "override_return_dtype"),
     "register_lowering": ("aten_fn", "type_promotion_kind"),
 }
 
@@ -266,6 +268,11 @@ def keep_rows_in_registers(op: Any, longest: int) -> None:
     after = copy.copy(before)
     after.__class__ = RowChoices
     virtualized.set_choices_handler(after)
+
+
+def ops() -> Any:
+    """What a pointwise lowering is written in (``ops.add``, ``ops.fma``, ...)."""
+    return importlib.import_module("torch._inductor.virtualized").ops
 
 
 def current_node() -> torch.fx.Node | None:

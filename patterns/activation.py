@@ -9,6 +9,7 @@ from inductor_quant.ops import row_reduce
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.graph import aten
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = {aten.amax.default: "amax", aten.amin.default: "amin"}
 # From a scale up to its amax: the longest recipe of a known producer has about 15 nodes.
 _SEARCH_LIMIT = 60
@@ -49,11 +50,11 @@ def _mark(node: fx.Node) -> None:
     length = graph.value(x).shape[-1]
     if graph.is_symbolic(length) or length > _MAX_ROW:
         return
+    kind = _KINDS[node.target]  # type: ignore[index]
+    if kind == "amax" and x.target == aten.abs.default and graph.value(x).dtype in FLOATS:
+        kind, x = "absmax", x.args[0]
     with node.graph.inserting_before(node):
-        marked = node.graph.call_function(
-            row_reduce.op,
-            (x, _KINDS[node.target], bool(keepdim)),  # type: ignore[index]
-        )
+        marked = node.graph.call_function(row_reduce.op, (x, kind, bool(keepdim)))
     marked.meta = dict(node.meta)
     node.replace_all_uses_with(marked)
     node.graph.erase_node(node)

@@ -54,7 +54,7 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
         raise
     found.end.replace_all_uses_with(result)
     for node in reversed(found.interior):
-        _erase_if_dead(node)
+        erase_if_dead(node)
     return call
 
 
@@ -85,7 +85,7 @@ def _check_same_value(old: fx.Node, new: fx.Node) -> None:
         )
 
 
-def _erase_if_dead(node: fx.Node) -> None:
+def erase_if_dead(node: fx.Node) -> None:
     """Erase ``node`` if nobody uses it, and then what only it used: such as the slices of a tensor
     in parts, to which they were written."""
     todo, seen = [node], set()

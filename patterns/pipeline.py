@@ -23,6 +23,7 @@ from inductor_quant.patterns import survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
+from inductor_quant.patterns.quantize import simplify_quantization
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,8 @@ class QuantGemmPass(compat.CustomGraphPass):
             report.add(decision)
             has_products = True
             matches[decision.family if isinstance(decision, Match) else ""] += 1
+        if matches.keys() - {""}:
+            _finish(graph, options)
         for family, least in dict(options.require).items():
             if has_products and matches[family] < least:
                 raise RequirementError(family, least, matches[family])
@@ -155,6 +158,16 @@ def _treat(
         log.warning("failed at %s", anchor.name, exc_info=True)
         _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
         return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
+
+
+def _finish(graph: fx.Graph, options: Options) -> None:
+    """What is better done when every GEMM is known."""
+    try:
+        simplify_quantization(graph)
+    except Exception as error:
+        if options.on_error == "raise":
+            raise InductorQuantError("inductor_quant failed after its rewrites") from error
+        log.warning("failed after the rewrites", exc_info=True)
 
 
 def _first_recognition(

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from inductor_quant import _torch_compat as compat
 from inductor_quant.lowering.common import lowering_of
 from inductor_quant.ops import row_reduce as op
@@ -22,4 +24,25 @@ LONGEST = 16384
 def lower(x: Any, kind: str, keepdim: bool) -> Any:
     compat.keep_rows_in_registers(op.op, LONGEST)
     with compat.inductor_config().patch(split_reductions=False):
+        if kind == "absmax":
+            return _absmax(x, keepdim)
         return lowering_of(op.KINDS[kind])(x, [-1], keepdim)
+
+
+def _absmax(x: Any, keepdim: bool) -> Any:
+    """The largest absolute value, by comparing bits: those of numbers without a sign compare like
+    the numbers, NaN is above them all, and a maximum of integers is one instruction where one that
+    keeps NaN takes three."""
+    ops = compat.ops()
+
+    def bits(x: Any) -> Any:
+        return ops.to_dtype_bitcast(ops.abs(x), torch.int32, torch.float32)
+
+    def number(x: Any) -> Any:
+        return ops.to_dtype_bitcast(x, torch.float32, torch.int32)
+
+    cast = lowering_of(torch.ops.prims.convert_element_type.default)
+    as_bits = compat.make_pointwise(bits, override_return_dtype=torch.int32)
+    as_number = compat.make_pointwise(number, override_return_dtype=torch.float32)
+    largest = lowering_of(op.KINDS["amax"])(as_bits(cast(x, torch.float32)), [-1], keepdim)
+    return cast(as_number(largest), x.get_dtype())

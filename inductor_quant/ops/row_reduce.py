@@ -1,19 +1,23 @@
-"""``torch.ops.inductor_quant.row_reduce``: the largest or smallest value of each row."""
+"""``torch.ops.inductor_quant.row_reduce``: the largest or smallest of each row."""
 
 from __future__ import annotations
 
 import torch
 
 SCHEMA = "row_reduce(Tensor x, str kind, bool keepdim) -> Tensor"
-KINDS = {"amax": torch.ops.aten.amax.default, "amin": torch.ops.aten.amin.default}
+aten = torch.ops.aten
+KINDS = {"amax": aten.amax.default, "amin": aten.amin.default}
 
 
 def reference(x: torch.Tensor, kind: str, keepdim: bool) -> torch.Tensor:
-    """``aten.amax`` (kind "amax") or ``aten.amin`` ("amin") over the last dimension of ``x``.
+    """``aten.amax`` (kind "amax") or ``aten.amin`` ("amin") over the last dimension of ``x``, or
+    the amax of its absolute value ("absmax").
 
     The same value; a name of its own tells the lowering that the reduction feeds the quantization
     of the very rows it reduces, see ``lowering/row_reduce.py``.
     """
+    if kind == "absmax":
+        return aten.amax.default(x.abs(), [-1], keepdim)
     return KINDS[kind](x, [-1], keepdim)
 
 

@@ -1,0 +1,27 @@
+"""``torch.ops.inductor_quant.round_to_int8``: the last steps of quantizing an activation."""
+
+from __future__ import annotations
+
+import torch
+
+SCHEMA = "round_to_int8(Tensor x, Tensor? scale=None, int low=-128, int high=127) -> Tensor"
+
+
+def reference(
+    x: torch.Tensor, scale: torch.Tensor | None = None, low: int = -128, high: int = 127
+) -> torch.Tensor:
+    """``x / scale`` rounded to the nearest integer, ties to even, within [low, high], as int8; NaN
+    gives 0.
+
+    x: fp32, bf16 or fp16, of any shape. scale: fp32, of a shape that broadcasts to x's, one value
+    for each row; None: 1. -128 <= low <= high <= 127.
+    """
+    quotient = x.float() if scale is None else x.float() / scale
+    return quotient.round().clamp(low, high).nan_to_num(0.0).to(torch.int8)
+
+
+_library = torch.library.Library("inductor_quant", "FRAGMENT")
+_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("round_to_int8", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("inductor_quant::round_to_int8", reference, lib=_library)
+op = torch.ops.inductor_quant.round_to_int8.default
