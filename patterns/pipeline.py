@@ -24,6 +24,7 @@ from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
+from inductor_quant.patterns.sharing import share
 
 log = logging.getLogger(__name__)
 
@@ -163,6 +164,7 @@ def _treat(
 def _finish(graph: fx.Graph, options: Options) -> None:
     """What is better done when every GEMM is known."""
     try:
+        log.info("%d nodes before quantized GEMMs were there twice", share(graph))
         simplify_quantization(graph)
     except Exception as error:
         if options.on_error == "raise":
