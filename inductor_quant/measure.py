@@ -113,9 +113,17 @@ def _inputs(
         return torch.rand(size, device=device).to(operand.scale.dtype)
 
     a = integers(m, k)
+
+    def zero(operand: OperandSpec, shape: tuple[int, int]) -> torch.Tensor | None:
+        if not operand.zero:
+            return None
+        point = integers(*(shape if operand.zero != "const" else (1, 1)))
+        return point.float() if operand.zero == "float" else point
+
     a_scale, b_scale = scale(spec.a, (m, 1)), scale(spec.b, (1, n))
     bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
-    return [(a, integers(n, k).t(), a_scale, b_scale, bias) for _ in range(copies)]
+    more = (a_scale, b_scale, bias, zero(spec.a, (m, 1)), zero(spec.b, (1, n)))
+    return [(a, integers(n, k).t(), *more) for _ in range(copies)]
 
 
 def _canonical(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
@@ -132,8 +140,15 @@ def _plain(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
         a_scale: torch.Tensor | None,
         b_scale: torch.Tensor | None,
         bias: torch.Tensor | None,
+        a_zero: torch.Tensor | None,
+        b_zero: torch.Tensor | None,
     ) -> torch.Tensor:
         out = torch._int_mm(a, b).float()
+        if a_zero is not None:
+            out = out - a_zero.float() * b.sum(0, keepdim=True)
+        if b_zero is not None:
+            total = a.sum(1, keepdim=True) - (0 if a_zero is None else a.shape[1] * a_zero.float())
+            out = out - total * b_zero.float()
         for factor in (a_scale, b_scale):
             out = out if factor is None else out * factor
         return (out if bias is None else out + bias).to(spec.out_dtype)

@@ -108,6 +108,8 @@ class Problem:
     has_aligned_rows: bool = False
     # The result is stored in two bytes an element or fewer, by the epilogue if not by the GEMM.
     is_stored_narrow: bool = True
+    # A tile has to have a row beyond the last one, which is used for the sums of the columns of b.
+    needs_spare_row: bool = False
 
     def is_even_k(self, config: GemmConfig) -> bool:
         return self.k_is_static and self.k % config.block_k == 0

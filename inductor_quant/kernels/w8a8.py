@@ -82,6 +82,8 @@ def persistent_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -
             RejectionCode.NO_KERNEL,
             "an fp32 tile on its way out takes 32 KiB of shared memory: a program an SM, not two",
         )
+    if problem.needs_spare_row:
+        return Rejection(RejectionCode.NO_KERNEL, "tiles are read without a mask")
     tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / 128)
     if tiles < 4 * device.num_sms:
         return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles are too few for a second round")
@@ -114,6 +116,9 @@ def constants(
         "HAS_B_SCALE": b_scale is not None,
         "B_SCALE_PER_CHANNEL": b_scale is not None and b_scale.block == (-1, 1),
         "HAS_BIAS": spec.bias,
+        "HAS_A_ZERO_POINT": spec.a.zero in ("int", "float"),
+        "HAS_B_ZERO_POINT": spec.b.zero in ("int", "float"),
+        "SUM_B": problem.needs_spare_row,
         "EVEN_K": problem.is_even_k(config),
         # H200, 1x4096x14336: 18.1 us with the mask, 32.6 without; 4 rows 18.0 and 23.6; 16 the same
         # (but a result of one element Inductor stores without a mask, from each place of the tile)
@@ -132,6 +137,10 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
+    if problem.needs_spare_row and config.block_m <= problem.m:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} has no row beyond the {problem.m} of a"
+        )
     return legal(config, device, element_bytes=ELEMENT_BYTES)
 
 

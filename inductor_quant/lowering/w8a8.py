@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from inductor_quant.ops import w8a8 as op
 from inductor_quant.spec import ScaleSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
+# Up to so many rows a tile has one to spare for the sums of the columns of b. They are then free;
+# a kernel of their own reads the weight once more, and a GEMM of so few rows takes as long as that.
+MAX_SPARE_ROW = 63
 
 
 @compat.register_lowering(op.op, type_promotion_kind=None)
@@ -21,8 +25,12 @@ def lower(
     a_scale: Any,
     b_scale: Any,
     bias: Any,
+    a_zero_point: Any = None,
+    b_zero_point: Any = None,
+    b_sum: Any = None,
     *,
     alpha: float = 1.0,
+    a_zero: int = 0,
     out_dtype: torch.dtype,
 ) -> Any:
     m, n = a.get_size()[0], b.get_size()[1]
@@ -34,26 +42,69 @@ def lower(
         b_scale=_scale_spec(b_scale, (-1, 1), dim=1),
         out_dtype=out_dtype,
         bias=bias is not None,
+        a_zero=op.zero_kind(_dtype(a_zero_point), a_zero),
+        b_zero=op.zero_kind(_dtype(b_zero_point)),
     )
-    inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
-    result = lower_gemm(
-        "w8a8",
-        spec,
-        describe_problem(inputs[0], inputs[1], out_dtype),
-        inputs,
-        compat.FixedLayout(device, out_dtype, [m, n]),
-        {"ALPHA": alpha},
-    )
+    layout = compat.FixedLayout(device, out_dtype, [m, n])
+    a, b = compat.realize(a), compat.realize(b)
+    problem = describe_problem(a, b, out_dtype)
+    constants: dict[str, Any] = {
+        "ALPHA": alpha,
+        "A_ZERO": a_zero,
+        "A_ZERO_PER_TOKEN": _is_long(a_zero_point, 0),
+        "B_ZERO_PER_CHANNEL": _is_long(b_zero_point, 1),
+        "EXACT_A_ZERO": spec.a.zero in ("const", "int")
+        and (b_sum is None or b_sum.get_dtype() == torch.int32),
+        "EXACT_B_ZERO": spec.b.zero == "int" and spec.a.zero != "float",
+    }
+    a_sum = None
+    if b_zero_point is not None:
+        a_sum = _sum_of_rows(a, a_zero_point if a_zero_point is not None else a_zero)
+
+    def attempt(column_sum: Any, problem: Any) -> Any | None:
+        parts = (a, b, a_scale, b_scale, bias, a_zero_point, column_sum, b_zero_point, a_sum)
+        inputs = [compat.realize(t) for t in parts if t is not None]
+        given = constants | {"HAS_B_SUM": column_sum is not None}
+        return lower_gemm("w8a8", spec, problem, inputs, layout, given)
+
+    result = None
+    if spec.a.zero and b_sum is None:
+        rows = compat.known_int(m)
+        if rows is not None and rows <= MAX_SPARE_ROW and problem.m * problem.n > 1:
+            result = attempt(None, dataclasses.replace(problem, needs_spare_row=True))
+        if result is None:
+            b_sum = lowering_of(aten.sum.dim_IntList)(b, [0], True, dtype=torch.int32)
+    if result is None:
+        result = attempt(b_sum, problem)
     if result is not None:
         return result
-    return _unfused(a, b, a_scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
+    zeros = (a_zero_point if a_zero_point is not None else a_zero, b_sum, b_zero_point, a_sum)
+    return _unfused(a, b, a_scale, b_scale, bias, zeros, alpha=alpha, out_dtype=out_dtype)
 
 
 def _scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
     if scale is None:
         return None
-    is_full = compat.known_int(scale.get_size()[dim]) != 1
-    return ScaleSpec(scale.get_dtype(), full if is_full else (-1, -1))
+    return ScaleSpec(scale.get_dtype(), full if _is_long(scale, dim) else (-1, -1))
+
+
+def _dtype(tensor: Any) -> torch.dtype | None:
+    return None if tensor is None else tensor.get_dtype()
+
+
+def _is_long(tensor: Any, dim: int) -> bool:
+    return tensor is not None and compat.known_int(tensor.get_size()[dim]) != 1
+
+
+def _sum_of_rows(a: Any, zero: Any) -> Any:
+    """The sum over k of a[m, k] - zero[m], as IR [M, 1]: int32, or fp32 where zero is a float."""
+    total = lowering_of(aten.sum.dim_IntList)(a, [1], True, dtype=torch.int32)
+    k = a.get_size()[1]
+    if isinstance(zero, int):
+        return lowering_of(aten.sub.Tensor)(total, k * zero) if zero else total
+    dtype = torch.float32 if zero.get_dtype().is_floating_point else torch.int32
+    cast, multiply = lowering_of(prims.convert_element_type.default), lowering_of(aten.mul.Tensor)
+    return lowering_of(aten.sub.Tensor)(cast(total, dtype), multiply(cast(zero, dtype), k))
 
 
 def _unfused(
@@ -62,14 +113,31 @@ def _unfused(
     a_scale: Any,
     b_scale: Any,
     bias: Any,
+    zeros: tuple[Any, Any, Any, Any],
     *,
     alpha: float,
     out_dtype: torch.dtype,
 ) -> Any:
     """The graph that was matched, in Inductor's own lowerings: for a device without a kernel."""
     cast = lowering_of(prims.convert_element_type.default)
-    multiply = lowering_of(aten.mul.Tensor)
-    out = cast(lowering_of(aten._int_mm.default)(a, b), torch.float32)
+    multiply, subtract = lowering_of(aten.mul.Tensor), lowering_of(aten.sub.Tensor)
+    out = lowering_of(aten._int_mm.default)(a, b)
+    a_zero, b_sum, b_zero, a_sum = zeros
+    for zero, total in ((a_zero, b_sum), (b_zero, a_sum)):
+        if total is None:
+            continue
+        is_exact = not any(
+            dtype.is_floating_point
+            for dtype in (
+                out.get_dtype(),
+                total.get_dtype(),
+                torch.int8 if isinstance(zero, int) else zero.get_dtype(),
+            )
+        )
+        dtype = torch.int32 if is_exact else torch.float32
+        factor = zero if isinstance(zero, int) else cast(zero, dtype)
+        out = subtract(cast(out, dtype), multiply(cast(total, dtype), factor))
+    out = cast(out, torch.float32)
     if alpha != 1.0:
         out = multiply(out, alpha)
     for scale in (a_scale, b_scale):

@@ -11,12 +11,24 @@ from inductor_quant.errors import SpecError
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
-    "w8a8(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, *, "
-    "float alpha=1.0, ScalarType out_dtype) -> Tensor"
+    "w8a8(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, "
+    "Tensor? a_zero_point=None, Tensor? b_zero_point=None, Tensor? b_sum=None, *, "
+    "float alpha=1.0, int a_zero=0, ScalarType out_dtype) -> Tensor"
 )
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ZERO_DTYPES = (torch.int8, *SCALE_DTYPES)
+SUM_DTYPES = (torch.int32, *SCALE_DTYPES)
 # |a * b| <= 2**14 for int8, so the sum of K products stays within int32 up to this K.
 MAX_K = (2**31 - 1) // 2**14
+
+
+def max_k(a_zero: str, b_zero: str) -> int:
+    """The longest K whose sums fit in int32; ``a_zero`` and ``b_zero`` as in OperandSpec.zero.
+
+    With a zero point among the integers, a - zero reaches 255. (Sums may wrap around on the way.)
+    """
+    a, b = (255 if zero in ("const", "int") else 128 for zero in (a_zero, b_zero))
+    return (2**31 - 1) // (a * b)
 
 
 def reference(
@@ -25,28 +37,49 @@ def reference(
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    a_zero_point: torch.Tensor | None = None,
+    b_zero_point: torch.Tensor | None = None,
+    b_sum: torch.Tensor | None = None,
     *,
     alpha: float = 1.0,
+    a_zero: int = 0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``out[m, n] = alpha * a_scale[m] * b_scale[n] * (sum over k of a[m, k] * b[k, n]) +
-    bias[n]``.
+    """``out[m, n] = alpha * a_scale[m] * b_scale[n] * (sum over k of
+    (a[m, k] - a_zero_point[m]) * (b[k, n] - b_zero_point[n])) + bias[n]``.
 
     Shapes and dtypes:
-        a        [M, K]            int8
-        b        [K, N]            int8
-        a_scale  [M, 1] or [1, 1]  fp32, bf16 or fp16; per token or per tensor; None: 1
-        b_scale  [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
-        bias     [N]               fp32, bf16 or fp16; None: 0
+        a             [M, K]            int8
+        b             [K, N]            int8
+        a_scale       [M, 1] or [1, 1]  fp32, bf16 or fp16; per token or per tensor; None: 1
+        b_scale       [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
+        bias          [N]               fp32, bf16 or fp16; None: 0
+        a_zero_point  [M, 1] or [1, 1]  int8, fp32, bf16 or fp16; None: the number ``a_zero``, in
+                                        int8's range
+        b_zero_point  [1, N] or [1, 1]  int8, fp32, bf16 or fp16; None: 0
+        b_sum         [1, N]            int32, fp32, bf16 or fp16; what the zero point of a is
+                                        multiplied by. None: it is computed, the sum over k of
+                                        b[k, n]. Not together with b_zero_point
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
-    The sum over K is exact; everything after it is fp32, in the order of the formula, rounded once.
-    Raises SpecError where shapes or dtypes are others, or K exceeds MAX_K = 131071, beyond which
-    full-range operands overflow int32.
+    With the sums of rows and columns that is a product of the stored integers and two terms of
+    rank 1: ``sum of a * b - a_zero_point * b_sum - b_zero_point * (sum of a - K * a_zero_point)``.
+    Whatever is an integer there is exact (in int32, which may wrap around on the way); everything
+    else and after it is fp32, in the order of the formula, rounded once.
+    Raises SpecError where shapes or dtypes are others, or K exceeds ``max_k`` (131071; 65793 and
+    33025 with integer zero points of one or both), beyond which full-range operands overflow int32.
     """
-    spec_of(a, b, a_scale, b_scale, bias, out_dtype)
+    spec_of(
+        a, b, a_scale, b_scale, bias, out_dtype, a_zero_point, b_zero_point, b_sum, a_zero=a_zero
+    )
     # Integers in fp64 are exact up to 2**53, and every device has a fast fp64 matmul for any shape.
-    out = (a.double() @ b.double()).float()
+    out = a.double() @ b.double()
+    zero = a_zero if a_zero_point is None else a_zero_point.double()
+    if a_zero_point is not None or a_zero:
+        out = out - zero * (b.double().sum(0, keepdim=True) if b_sum is None else b_sum.double())
+    if b_zero_point is not None:
+        out = out - b_zero_point.double() * (a.double() - zero).sum(1, keepdim=True)
+    out = out.float()
     if alpha != 1.0:
         out = out * alpha
     for scale in (a_scale, b_scale):
@@ -63,8 +96,12 @@ def fake(
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    a_zero_point: torch.Tensor | None = None,
+    b_zero_point: torch.Tensor | None = None,
+    b_sum: torch.Tensor | None = None,
     *,
     alpha: float = 1.0,
+    a_zero: int = 0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
@@ -73,6 +110,9 @@ def fake(
         ("a_scale", a_scale, ((m, 1), (1, 1))),
         ("b_scale", b_scale, ((1, n), (1, 1))),
         ("bias", bias, ((n,),)),
+        ("a_zero_point", a_zero_point, ((m, 1), (1, 1))),
+        ("b_zero_point", b_zero_point, ((1, n), (1, 1))),
+        ("b_sum", b_sum, ((1, n),)),
     )
     for name, given, shapes in allowed:
         shape = given.shape if isinstance(given, torch.Tensor) else given
@@ -96,6 +136,11 @@ def spec_of(
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
+    a_zero_point: torch.Tensor | None = None,
+    b_zero_point: torch.Tensor | None = None,
+    b_sum: torch.Tensor | None = None,
+    *,
+    a_zero: int = 0,
 ) -> QuantGemmSpec:
     """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM."""
     if a.dtype != torch.int8 or b.dtype != torch.int8:
@@ -103,27 +148,50 @@ def spec_of(
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise SpecError(f"w8a8 takes a [M, K] and b [K, N]; a is {_size(a)}, b is {_size(b)}")
     (m, k), n = a.shape, b.shape[1]
-    if k > MAX_K:
-        raise SpecError(
-            f"w8a8: K={k} may overflow int32, the most is {MAX_K}; split the sum over K in two"
-        )
-    for name, scale, full in (("a_scale", a_scale, (m, 1)), ("b_scale", b_scale, (1, n))):
-        if scale is None:
+    rows, columns = [(m, 1), (1, 1)], [(1, n), (1, 1)]
+    for name, given, shapes, dtypes in (
+        ("a_scale", a_scale, rows, SCALE_DTYPES),
+        ("b_scale", b_scale, columns, SCALE_DTYPES),
+        ("bias", bias, [(n,)], SCALE_DTYPES),
+        ("a_zero_point", a_zero_point, rows, ZERO_DTYPES),
+        ("b_zero_point", b_zero_point, columns, ZERO_DTYPES),
+        ("b_sum", b_sum, columns[:1], SUM_DTYPES),
+    ):
+        if given is None:
             continue
-        if tuple(scale.shape) not in (full, (1, 1)):
-            raise SpecError(f"w8a8: {name} is {_size(scale)}, it must be {list(full)} or [1, 1]")
-        if scale.dtype not in SCALE_DTYPES:
-            raise SpecError(f"w8a8: {name} is {scale.dtype}, it must be one of {SCALE_DTYPES}")
-    if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype not in SCALE_DTYPES):
+        if tuple(given.shape) not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise SpecError(f"w8a8: {name} is {_size(given)}, it must be {wanted}")
+        if given.dtype not in dtypes:
+            raise SpecError(f"w8a8: {name} is {given.dtype}, it must be one of {dtypes}")
+    if not -128 <= a_zero <= 127 or (a_zero and a_zero_point is not None):
+        raise SpecError(f"w8a8: a_zero={a_zero}; it must be in -128 ... 127, or a_zero_point given")
+    has_zero = a_zero_point is not None or a_zero != 0
+    if b_sum is not None and (b_zero_point is not None or not has_zero):
+        raise SpecError("w8a8: b_sum goes with a zero point of a, and with none of b")
+    zeros = (
+        zero_kind(None if a_zero_point is None else a_zero_point.dtype, a_zero),
+        zero_kind(None if b_zero_point is None else b_zero_point.dtype),
+    )
+    if k > max_k(*zeros):
         raise SpecError(
-            f"w8a8: bias is {bias.dtype} {_size(bias)}, it must be [{n}] of one of {SCALE_DTYPES}"
+            f"w8a8: K={k} may overflow int32, the most is {max_k(*zeros)}; split the sum over K"
         )
     return make_spec(
         a_scale=scale_spec(a_scale, (1, -1), is_full=a_scale is not None and a_scale.shape[0] != 1),
         b_scale=scale_spec(b_scale, (-1, 1), is_full=b_scale is not None and b_scale.shape[1] != 1),
         out_dtype=out_dtype,
         bias=bias is not None,
+        a_zero=zeros[0],
+        b_zero=zeros[1],
     )
+
+
+def zero_kind(dtype: torch.dtype | None, number: int = 0) -> str:
+    """OperandSpec.zero of a zero point: a tensor of ``dtype``, or if that is None a number."""
+    if dtype is None:
+        return "const" if number else ""
+    return "float" if dtype.is_floating_point else "int"
 
 
 def scale_spec(
@@ -141,11 +209,13 @@ def make_spec(
     b_scale: ScaleSpec | None,
     out_dtype: torch.dtype,
     bias: bool,
+    a_zero: str = "",
+    b_zero: str = "",
 ) -> QuantGemmSpec:
-    """The spec of a w8a8 GEMM with these scales."""
+    """The spec of a w8a8 GEMM with these scales and kinds of zero points."""
     return QuantGemmSpec(
-        a=OperandSpec(torch.int8, a_scale),
-        b=OperandSpec(torch.int8, b_scale),
+        a=OperandSpec(torch.int8, a_scale, zero=a_zero),
+        b=OperandSpec(torch.int8, b_scale, zero=b_zero),
         out_dtype=out_dtype,
         acc_dtype=torch.int32,
         bias=bias,

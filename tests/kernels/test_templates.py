@@ -11,7 +11,7 @@ import torch
 
 from inductor_quant.kernels import KERNELS
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor, parse_config
-from inductor_quant.kernels.w8a8 import W8A8_MM
+from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
 from inductor_quant.kernels.weight_code import WeightCode
 from inductor_quant.kernels.weight_only import WEIGHT_ONLY_MM, weight_code
 from inductor_quant.ops import weight_only
@@ -27,6 +27,25 @@ W8A8_FLAGS = (
     "EVEN_K",
     "FEW_ROWS",
 )
+# One by one: a zero point of a as a number or a tensor, of b; sums given or not; exact or not.
+ZEROS = [
+    dict.fromkeys(
+        (
+            *("HAS_A_ZERO_POINT", "A_ZERO_PER_TOKEN", "EXACT_A_ZERO", "HAS_B_SUM", "SUM_B"),
+            *("HAS_B_ZERO_POINT", "B_ZERO_PER_CHANNEL", "EXACT_B_ZERO"),
+        ),
+        False,
+    )
+    | dict.fromkeys(flags, True)
+    for flags in (
+        (),
+        *(("HAS_B_SUM", f"EXACT_{x}_ZERO") for x in "AB"),
+        *(("HAS_A_ZERO_POINT", "HAS_B_SUM", *more) for more in ((), ("EXACT_A_ZERO",))),
+        *(("HAS_A_ZERO_POINT", "A_ZERO_PER_TOKEN", x) for x in ("HAS_B_SUM", "SUM_B")),
+        *(("HAS_B_ZERO_POINT", *more) for more in ((), ("B_ZERO_PER_CHANNEL", "EXACT_B_ZERO"))),
+        ("HAS_A_ZERO_POINT", "HAS_B_SUM", "HAS_B_ZERO_POINT"),
+    )
+]
 WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS", "FEW_ROWS")
 
 
@@ -61,12 +80,19 @@ def names_in(text: str) -> set[str]:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_every_combination_parses_and_uses_what_it_declares(alpha):
-    for flags in combinations(W8A8_FLAGS):
-        text, declared = render(W8A8_MM.source(), ALPHA=alpha, **flags)
+    for kernel, flags, zeros in [
+        *((W8A8_MM, flags, ZEROS[0]) for flags in combinations(W8A8_FLAGS)),
+        *itertools.product((W8A8_MM, W8A8_PERSISTENT), combinations(W8A8_FLAGS)[::21], ZEROS[1:]),
+    ]:
+        if kernel is W8A8_PERSISTENT and zeros["SUM_B"]:
+            continue
+        number = 3 if zeros["HAS_B_SUM"] or zeros["SUM_B"] else 0
+        text, declared = render(kernel.source(), ALPHA=alpha, A_ZERO=number, **flags, **zeros)
         names = names_in(text)
         assert set(declared) <= names
         assert ("ALPHA" in names) == (alpha != 1.0)
         assert ("BIAS" in declared) == flags["HAS_BIAS"]
+        assert ("B_SUM" in declared) == zeros["HAS_B_SUM"]
 
 
 @pytest.mark.parametrize("name", FORMATS)

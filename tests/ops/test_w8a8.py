@@ -106,3 +106,93 @@ def test_the_op_compiles_on_cpu_without_a_kernel_of_ours():
     inputs = make_inputs(Case(33, 48, 64), "cpu")
     got = torch.compile(call)(inputs, out_dtype=torch.bfloat16)
     assert_close(got, reference(inputs))
+
+
+# ------------------------------------------------------------------------------------------
+# zero points
+
+
+i8, f32 = torch.int8, torch.float32
+ZEROS = {
+    "int": (i8, None, 0),
+    "const": (None, None, -77),
+    "float": (f32, None, 0),
+    "both int": (i8, i8, 0),
+    "const and int": (None, i8, 9),
+    "float and int": (f32, i8, 0),
+    "int and float": (i8, f32, 0),
+    "of b alone": (None, i8, 0),
+}
+
+
+def with_zeros(kinds, m=9, n=12, k=16):
+    """Arguments of the op, and what they mean in fp64."""
+    a_dtype, b_dtype, number = kinds
+    a, w, a_scale, b_scale, bias = make_inputs(Case(m, n, k), "cpu")
+    b_scale = b_scale.reshape(1, -1)
+    za = None if a_dtype is None else torch.randint(-128, 128, (m, 1)).to(a_dtype)
+    zb = None if b_dtype is None else torch.randint(-128, 128, (1, n)).to(b_dtype)
+    left = a.double() - (number if za is None else za.double())
+    right = w.double().t() - (0 if zb is None else zb.double())
+    want = (left @ right) * a_scale.double() * b_scale.double() + bias.double()
+    return (a, w.t(), a_scale, b_scale, bias, za, zb), {"a_zero": number}, want
+
+
+@pytest.mark.parametrize("kinds", ZEROS.values(), ids=ZEROS.keys())
+def test_zero_points_are_subtracted(kinds):
+    arguments, numbers, want = with_zeros(kinds)
+    assert_close(w8a8.op(*arguments, **numbers, out_dtype=f32), want)
+    torch.library.opcheck(w8a8.op, arguments, {**numbers, "out_dtype": torch.bfloat16})
+
+
+@pytest.mark.parametrize("kinds", ZEROS.values(), ids=ZEROS.keys())
+def test_zero_points_compile_on_cpu_without_a_kernel_of_ours(kinds):
+    import inductor_quant.backend  # noqa: F401  registers the lowering
+
+    arguments, numbers, want = with_zeros(kinds)
+
+    def fn(*arguments):
+        return w8a8.op(*arguments, **numbers, out_dtype=f32)
+
+    quick = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
+    with torch._inductor.config.patch(quick):
+        assert_close(torch.compile(fn)(*arguments), want)
+
+
+def test_given_sums_stand_for_those_of_the_columns():
+    (a, b, *_, za, _), _, _ = with_zeros(ZEROS["int"])
+    sums = torch.randint(-999, 999, (1, 12)).int()
+    got = w8a8.op(a, b, None, None, None, za, None, sums, out_dtype=f32)
+    assert torch.equal(got.double(), a.double() @ b.double() - za.double() * sums.double())
+
+
+def test_the_longest_k_at_full_range_with_zero_points():
+    for a_zero, b_zero, k in (("int", "", 65793), ("const", "int", 33025), ("float", "", 131071)):
+        assert w8a8.max_k(a_zero, b_zero) == k
+    k = w8a8.max_k("int", "int")
+    a, zero = torch.full((1, k), -128, dtype=i8), torch.full((1, 1), 127, dtype=i8)
+    got = w8a8.op(a, a.t(), None, None, None, zero, zero, out_dtype=f32)
+    assert got.item() == torch.tensor(k * 255.0**2).item()
+    a = torch.zeros(1, k + 1, dtype=i8)
+    with pytest.raises(SpecError, match="overflow"):
+        w8a8.op(a, a.t(), None, None, None, zero, zero, out_dtype=f32)
+
+
+@pytest.mark.parametrize(
+    ("zeros", "message"),
+    [
+        ({"a_zero_point": torch.zeros(1, 6)}, "[4, 1] or [1, 1]"),
+        ({"a_zero_point": torch.zeros(4, 1).int()}, "int32"),
+        ({"b_zero_point": torch.zeros(6, 1)}, "[1, 6] or [1, 1]"),
+        ({"b_sum": torch.zeros(1, 6), "a_zero": 1, "b_zero_point": torch.zeros(1, 1)}, "none of b"),
+        ({"b_sum": torch.zeros(1, 6)}, "goes with"),
+        ({"b_sum": torch.zeros(1, 1), "a_zero": 1}, "[1, 6]"),
+        ({"a_zero": 128}, "-128 ... 127"),
+        ({"a_zero": 1, "a_zero_point": torch.zeros(4, 1)}, "a_zero=1"),
+    ],
+)
+def test_what_is_no_zero_point_is_refused(zeros, message):
+    a, b = torch.zeros(4, 8, dtype=i8), torch.zeros(8, 6, dtype=i8)
+    with pytest.raises(SpecError) as error:
+        w8a8.op(a, b, None, None, None, **zeros, out_dtype=f32)
+    assert message in str(error.value)

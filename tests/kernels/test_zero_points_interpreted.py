@@ -1,0 +1,142 @@
+"""Zero points in the generated kernels, run by Triton's interpreter: integers exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.kernels.config import Device
+from inductor_quant.lowering import common
+from inductor_quant.ops import w8a8
+from inductor_quant.report import collect
+
+pytestmark = pytest.mark.interp
+
+f32, bf16, i8 = torch.float32, torch.bfloat16, torch.int8
+
+
+@dataclasses.dataclass(frozen=True)
+class Zeros:
+    """One GEMM. ``a`` and ``b``: "" no zero point, "const" a number, or the dtype of one; a
+    ``*_tensor`` one is of one element. ``sums``: the dtype of given sums of columns."""
+
+    m: int
+    n: int = 50
+    k: int = 72
+    a: Any = i8
+    b: Any = ""
+    a_tensor: bool = False
+    b_tensor: bool = False
+    sums: torch.dtype | None = None
+    config: str = ""
+    out_dtype: torch.dtype = f32
+
+    def __str__(self) -> str:
+        given = [f"{self.m}x{self.n}x{self.k}", f"a={self.a}", f"b={self.b}"]
+        given += ["tensor"] * (self.a_tensor + self.b_tensor) + [self.config] * bool(self.config)
+        return "-".join([*given, f"sums={self.sums}"]).replace("torch.", "")
+
+    def inputs(self, device: str) -> tuple[torch.Tensor | None, ...]:
+        def integers(*shape: int, limit: int = 128) -> torch.Tensor:
+            if device != "cpu":
+                return torch.empty(shape, dtype=i8, device=device)
+            return torch.randint(-limit, limit, shape, dtype=torch.int64).to(i8)
+
+        def zero(dtype: Any, *shape: int) -> torch.Tensor | None:
+            return integers(*shape).to(dtype) if isinstance(dtype, torch.dtype) else None
+
+        a, w = integers(self.m, self.k), integers(self.n, self.k)
+        a_zero = zero(self.a, 1 if self.a_tensor else self.m, 1)
+        b_zero = zero(self.b, 1, 1 if self.b_tensor else self.n)
+        sums = None
+        if self.sums is not None:
+            sums = torch.empty(1, self.n, dtype=self.sums, device=device)
+            if device == "cpu":
+                sums.copy_(w.sum(1)[None])
+        return a, w, a_zero, b_zero, sums
+
+    @property
+    def number(self) -> int:
+        return -77 if self.a == "const" else 0
+
+    def call(self) -> Callable[..., torch.Tensor]:
+        def run(a: Any, w: Any, a_zero: Any, b_zero: Any, sums: Any) -> torch.Tensor:
+            zeros = (a_zero, b_zero, sums)
+            factors: dict[str, Any] = {"alpha": 0.5, "a_zero": number}
+            result: torch.Tensor = w8a8.op(
+                a, w.t(), None, None, None, *zeros, **factors, out_dtype=out_dtype
+            )
+            return result
+
+        number, out_dtype = self.number, self.out_dtype
+        return run
+
+
+SIZES = [1, 2, 15, 16, 17, 33, 63, 64, 130]
+CASES = [
+    *(Zeros(m) for m in SIZES),
+    *(Zeros(m, a="const") for m in SIZES[::2]),
+    *(Zeros(m, a=f32) for m in SIZES[::3]),
+    *(Zeros(m, a=i8, b=i8) for m in SIZES[::3]),
+    *(Zeros(17, n=n, k=k) for n, k in ((1, 33), (77, 57), (64, 64), (130, 260))),
+    Zeros(1, n=1, k=1),
+    Zeros(17, a_tensor=True),
+    Zeros(17, a=bf16, a_tensor=True),
+    Zeros(17, b=i8, a=""),
+    Zeros(17, b=f32, a=""),
+    Zeros(17, b=i8, a=f32, b_tensor=True),
+    Zeros(17, b=f32, a="const"),
+    Zeros(17, b=bf16, a=i8, a_tensor=True, b_tensor=True),
+    Zeros(17, sums=torch.int32),
+    Zeros(17, sums=f32),
+    Zeros(17, a=f32, sums=torch.int32),
+    Zeros(65, a="const", sums=torch.int32),
+    # no row to spare in the only configuration: the sums are a kernel of their own
+    Zeros(16, config="16x64x64_w4_s3_g8"),
+    Zeros(15, config="16x64x64_w4_s3_g8"),
+]
+# On a chip of one SM, where few tiles are many.
+PERSISTENT = [
+    Zeros(300, n=200, k=144, a=a, b=b, out_dtype=bf16)
+    for a, b in ((i8, ""), ("const", ""), (f32, i8), ("", bf16), (i8, i8))
+]
+
+
+@pytest.mark.parametrize("case", [*CASES, *PERSISTENT], ids=str)
+def test_integers_are_exact(case: Zeros, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At full range, with sums below 2**24: fp32 holds every result exactly."""
+    if case in PERSISTENT:
+        chip = Device(90, num_sms=1, shared_memory=232448)
+        monkeypatch.setattr(common, "describe_device", lambda device: chip)
+    torch.manual_seed(0)
+    pinned = {"inductor_quant.configs": (case.config,)} if case.config else {}
+    with collect() as report:
+        generated = simulate.generate(
+            case.call(),
+            case.inputs,
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": "raise", **pinned},
+        )
+    [kernel] = report.kernels
+    assert kernel.chosen.startswith("w8a8_persistent" if case in PERSISTENT else "w8a8_mm")
+    assert sum("triton_tem" in name for name in generated.kernels) == 1, list(generated.kernels)
+    # Sums of rows are a kernel; sums of columns are one where no tile has a row to spare.
+    has_spare = case.m < (16 if case.config else 64) and case.m * case.n > 1
+    sums = (case.a != "" and case.sums is None and not has_spare) + (case.b != "")
+    assert len(generated.kernels) == 1 + sums, list(generated.kernels)
+    inputs = case.inputs("cpu")
+    got = simulate.interpret(generated, inputs)
+    a, w, a_zero, b_zero, _ = inputs
+    assert a is not None
+    assert w is not None
+    left = a.double() - (case.number if a_zero is None else a_zero.double())
+    right = w.double() - (0 if b_zero is None else b_zero.double().t())
+    want = 0.5 * (left @ right.t())
+    assert want.abs().max() < 2**24
+    assert torch.equal(got, want.to(case.out_dtype))
