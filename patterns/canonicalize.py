@@ -9,7 +9,7 @@ from torch import fx
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.pattern import Operand, RecognizedGemm
+from inductor_quant.patterns.pattern import Derived, Operand, RecognizedGemm
 
 # What tells a user or a profiler where a node comes from; the value's own metadata is computed
 # anew.
@@ -35,11 +35,14 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
         return node
 
     def argument(item: Any) -> Any:
+        if isinstance(item, Derived):
+            return build(item.target, tuple(map(argument, item.args)), dict(item.kwargs))
         if not isinstance(item, Operand):
             return item
-        if _is_already(graph.value(item.node).shape, item.shape):
-            return item.node
-        return build(graph.aten.reshape.default, (item.node, list(item.shape)))
+        node = argument(item.node)
+        if _is_already(graph.value(node).shape, item.shape):
+            return node
+        return build(graph.aten.reshape.default, (node, list(item.shape)))
 
     try:
         with owner.inserting_before(found.end):

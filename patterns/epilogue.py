@@ -9,12 +9,15 @@ nothing has to be understood twice, and stopping early is always right.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import graph
+from inductor_quant.patterns.correction import Correction, read_correction
 from inductor_quant.patterns.graph import aten
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -25,8 +28,8 @@ _OUTER_PRODUCTS = ({"row", "column"}, {"row", "tensor"}, {"column", "tensor"})
 
 @dataclasses.dataclass
 class Epilogue:
-    """``(acc * alpha * row_scale * column_scale) + bias``, cast to ``out_dtype``, in the shape of
-    ``end``.
+    """``((acc - correction) * alpha * row_scale * column_scale) + bias``, cast to ``out_dtype``, in
+    the shape of ``end``.
 
     ``row_scale`` and ``column_scale`` may also be of one element. ``interior`` lists the nodes
     read, anchor and ``end`` included; ``reshape`` is the last of them that changes the shape.
@@ -40,6 +43,7 @@ class Epilogue:
     row_scale: fx.Node | None = None
     column_scale: fx.Node | None = None
     bias: fx.Node | None = None
+    correction: Correction | None = None
 
     @property
     def is_scaled(self) -> bool:
@@ -110,8 +114,11 @@ class _Reader:
             return self._cast(node)
         if node.target == aten.mul.Tensor:
             return self._multiply(node)
-        if node.target == aten.add.Tensor:
-            return self._add(node)
+        if node.target in (aten.add.Tensor, aten.sub.Tensor):
+            if self._correct(node):
+                return None
+            if node.target == aten.add.Tensor:
+                return self._add(node)
         return Rejection(RejectionCode.NO_SCALE, f"{node.target} is no scale", node.name)
 
     def _advance(self, node: fx.Node, *, commit: bool) -> None:
@@ -132,6 +139,9 @@ class _Reader:
 
     def _cast(self, node: fx.Node) -> Rejection | None:
         before, after = graph.value(self.last).dtype, graph.value(node).dtype
+        if (before, after) == (torch.int32, torch.int64):
+            self._advance(node, commit=False)
+            return None
         if after not in FLOATS:
             return Rejection(RejectionCode.SCALE_DTYPE, f"a cast to {after}", node.name)
         is_narrowing = before.is_floating_point and after.itemsize < before.itemsize
@@ -228,27 +238,46 @@ class _Reader:
         "row" or "column".
         """
         assert isinstance(operand, fx.Node)
-        # of what will be stored: behind a cast there may be a second expand
+        target = graph.value(self.last).shape
+        axis = _axis_of(operand, target)
+        if axis is not None:
+            return axis
         shape = list(graph.value(_source(operand)).shape)
-        target = list(graph.value(self.last).shape)
-        if len(shape) > len(target):
-            if any(not graph.is_one(size) for size in shape[: -len(target)]):
-                return Rejection(
-                    RejectionCode.SCALE_AXIS, f"a scale of shape {shape}", operand.name
-                )
-            shape = shape[-len(target) :]
-        shape = [1] * (len(target) - len(shape)) + shape
-        if all(graph.is_one(size) for size in shape):
-            return "tensor"
-        lead, last = shape[:-1], shape[-1]
-        if graph.same_size(last, target[-1]) and all(graph.is_one(size) for size in lead):
-            return "column"
-        leads_agree = all(graph.same_size(a, b) for a, b in zip(lead, target, strict=False))
-        if graph.is_one(last) and leads_agree:
-            return "row"
         is_unknown = any(graph.is_symbolic(size) for size in shape)
         code = RejectionCode.SCALE_DYNAMIC_SHAPE if is_unknown else RejectionCode.SCALE_AXIS
-        return Rejection(code, f"a scale of shape {shape} against {target}", operand.name)
+        return Rejection(code, f"a scale of shape {shape} against {list(target)}", operand.name)
+
+    def _correct(self, node: fx.Node) -> bool:
+        """Whether ``node`` subtracts what a zero point has added, and is read as that."""
+        left, right = graph.arguments(node, "self", "other")
+        is_sub = node.target == aten.sub.Tensor
+        term = right if left is self.last else left
+        now = self.current
+        is_free = not (self.columns_only or self.has_bias or now.bias or now.correction)
+        if not is_free or node.kwargs.get("alpha", 1) != 1 or (is_sub and left is not self.last):
+            return False
+        if not graph.is_tensor_node(term) or term is self.last or not self._keeps_shape(node):
+            return False
+        if graph.value(term).device != graph.value(self.anchor).device or now.alpha == 0:
+            return False
+        if graph.value(node).dtype not in (*FLOATS, torch.int32, torch.int64):
+            return False
+        scales = [scale for scale in (now.row_scale, now.column_scale) if scale is not None]
+        found = read_correction(
+            term,
+            1 if is_sub else -1,
+            graph.value(self.last).shape,
+            _axis_of,
+            scales,
+            now.alpha,
+            self.anchor.args[1],  # type: ignore[arg-type]
+            graph.value(node).dtype,
+        )
+        if found is None:
+            return False
+        now.correction = found
+        self._advance(node, commit=now.is_scaled and graph.value(node).dtype in FLOATS)
+        return True
 
     def _add(self, node: fx.Node) -> Rejection | None:
         left, right = graph.arguments(node, "self", "other")
@@ -267,6 +296,25 @@ class _Reader:
         self.current.bias = _source(other)
         self._advance(node, commit=True)
         return None
+
+
+def _axis_of(operand: fx.Node, target: Sequence[Any]) -> str | None:
+    """Along what ``operand`` varies when it is broadcast to ``target``: "tensor", "row" or
+    "column"; None: along neither alone."""
+    # of what will be stored: behind a cast there may be a second expand
+    shape = list(graph.value(_source(operand)).shape)
+    if len(shape) > len(target):
+        if any(not graph.is_one(size) for size in shape[: -len(target)]):
+            return None
+        shape = shape[-len(target) :]
+    shape = [1] * (len(target) - len(shape)) + shape
+    if all(graph.is_one(size) for size in shape):
+        return "tensor"
+    lead, last = shape[:-1], shape[-1]
+    if graph.same_size(last, target[-1]) and all(graph.is_one(size) for size in lead):
+        return "column"
+    leads_agree = all(graph.same_size(a, b) for a, b in zip(lead, target, strict=False))
+    return "row" if graph.is_one(last) and leads_agree else None
 
 
 def _unexpanded(node: fx.Node) -> fx.Node:

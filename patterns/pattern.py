@@ -47,8 +47,18 @@ class RecognizedGemm:
 class Operand:
     """``node`` reshaped to ``shape`` (-1: what remains), as an argument of a canonical op."""
 
-    node: fx.Node
+    node: fx.Node | Derived
     shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """``target(*args, **kwargs)``, a node that the rewrite adds; its arguments may be Operands and
+    Derived ones themselves."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

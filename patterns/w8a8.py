@@ -32,7 +32,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
     if isinstance(epilogue, Rejection):
         return epilogue
     # The canonical op reads everything where the epilogue ends.
-    for operand in (a, b, epilogue.row_scale, epilogue.column_scale, epilogue.bias):
+    zeros = epilogue.correction.reads if epilogue.correction else ()
+    for operand in (a, b, epilogue.row_scale, epilogue.column_scale, epilogue.bias, *zeros):
         if operand is not None and graph.is_mutated(operand):
             return Rejection(
                 RejectionCode.MUTATED_OPERAND, f"{operand.name} is written to", operand.name
@@ -52,16 +53,25 @@ def _check_operands(anchor: fx.Node, a: fx.Node, b: fx.Node) -> Rejection | None
     return None
 
 
-def _assemble(anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue) -> RecognizedGemm:
+def _assemble(
+    anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue
+) -> RecognizedGemm | Rejection:
     m, n = graph.value(anchor).shape
     k = graph.value(a).shape[1]
     row, column, bias = found.row_scale, found.column_scale, found.bias
+    zero = found.correction
+    longest = op.max_k(zero.kind if zero else "", "")
+    if k > longest:
+        detail = f"K={k}, with this zero point the most is {longest}"
+        return Rejection(RejectionCode.K_TOO_LONG, detail, anchor.name)
+    is_tensor = zero is not None and isinstance(zero.zero, Operand)
     is_per_token, is_per_channel = (_varies(scale) for scale in (row, column))
     spec = op.make_spec(
         a_scale=op.scale_spec(_value(row), (1, -1), is_full=is_per_token),
         b_scale=op.scale_spec(_value(column), (-1, 1), is_full=is_per_channel),
         out_dtype=found.out_dtype,
         bias=bias is not None,
+        a_zero=zero.kind if zero else "",
     )
     return RecognizedGemm(
         family=FAMILY,
@@ -76,8 +86,10 @@ def _assemble(anchor: fx.Node, a: fx.Node, b: fx.Node, found: Epilogue) -> Recog
             row and Operand(row, (-1, 1) if is_per_token else (1, 1)),
             column and Operand(column, (1, -1) if is_per_channel else (1, 1)),
             bias and Operand(bias, (-1,)),
+            *((zero.zero if is_tensor else None, None, zero.sums) if zero else ()),
         ),
-        kwargs={"alpha": found.alpha, "out_dtype": found.out_dtype},
+        kwargs={"alpha": found.alpha, "out_dtype": found.out_dtype}
+        | ({"a_zero": zero.zero} if zero and not is_tensor else {}),
         m=graph.size_name(m),
         n=graph.size_name(n),
         k=graph.size_name(k),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from inductor_quant.decisions import RejectionCode
-from tests.support.cases import bf16, f32, f64, gemm, i32, i64, mm, scale
+from tests.support.cases import bf16, f32, f64, gemm, i64, mm, scale
 from tests.support.graphs import Float64Epilogue, calls, capture
 from tests.support.numerics import assert_close
 
@@ -122,10 +122,10 @@ REFUSED: dict[str, tuple[RejectionCode, Fn, list[torch.Tensor]]] = {
     "a factor of one": (RejectionCode.NO_SCALE, lambda a, w: mm(a, w).float() * 2 * 0.5, []),
     "a division": (RejectionCode.NO_SCALE, lambda a, w, s: mm(a, w) / s, [scale(N)]),
     "a subtraction first": (RejectionCode.NO_SCALE, lambda a, w, s: (mm(a, w) - 1) * s, [scale(N)]),
-    "an integer bias first": (
+    "a wide integer bias first": (
         RejectionCode.NO_SCALE,
         lambda a, w, b, s: (mm(a, w) + b) * s,
-        [torch.arange(N, dtype=i32), scale(N)],
+        [torch.arange(N, dtype=i64), scale(N)],
     ),
     "a float bias first": (
         RejectionCode.NO_SCALE,

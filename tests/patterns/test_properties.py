@@ -193,10 +193,16 @@ def assert_right(rewrite: Rewrite) -> None:
 
 def assert_arguments_are_those_of_the_program(rewrite: Rewrite, program: Program) -> None:
     [call] = calls(rewrite.after)
-    a, b, a_scale, b_scale, bias = call.args
+    a, b, a_scale, b_scale, bias, *zeros = call.args
+    # An integer bias is in the place of the sums of columns, times a zero point of -1.
+    integer_bias = zeros[-1] if zeros else None
+    assert call.kwargs.get("a_zero", 0) == (-1 if zeros else 0)
+    if integer_bias is not None:
+        assert integer_bias.meta["val"].dtype == torch.int32
     inputs = rewrite.after.graph.find_nodes(op="placeholder")
     assert (a, b) == tuple(inputs[:2])
-    used = [inputs.index(source(arg)) for arg in (a_scale, b_scale, bias) if source(arg) in inputs]
+    given = (a_scale, b_scale, bias, integer_bias)
+    used = [inputs.index(source(arg)) for arg in given if source(arg) in inputs]
     assert len(used) == len(set(used)), "one input in two places"
     for arg, full in ((a_scale, [program.m, 1]), (b_scale, [1, program.n]), (bias, [program.n])):
         if arg is not None:

@@ -1,0 +1,279 @@
+"""The zero point of an activation behind an integer product: ``acc - zero[m] * sum[n]``.
+
+The term of rank 1 is read as a product of factors of one axis each. Where it is subtracted behind
+scales (``acc * s[m] - (zero * s)[m] * sum[n]``), these must be among its factors: they are taken
+out, and what remains is the zero point, and the sums of the weight's columns. Nothing else has to
+be known of the two; that the sums are those of the weight is found out, since they may then be
+computed where it costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant.patterns import graph
+from inductor_quant.patterns.bounds import bounds, constant
+from inductor_quant.patterns.digits import Unsupported
+from inductor_quant.patterns.expression import FLOATS, INTEGERS, Bits
+from inductor_quant.patterns.graph import aten
+from inductor_quant.patterns.pattern import Derived, Operand
+from inductor_quant.patterns.reader import Reader, sizes
+from inductor_quant.patterns.sharing import Numbering
+
+CAST = torch.ops.prims.convert_element_type.default
+FLOAT32 = torch.float32
+_MAX_DEPTH = 20
+_VECTOR_VIEWS = (
+    *graph.RESHAPES,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.expand.default,
+)
+# The axis of a tensor broadcast to a shape: "row", "column", "tensor", or None.
+AxisOf = Callable[[fx.Node, Sequence[Any]], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Correction:
+    """``- zero * sums``. ``zero`` [M, 1] or [1, 1], or a number; ``sums`` [1, N], None: of the
+    weight's columns. ``reads``: the nodes of the graph among them."""
+
+    zero: Operand | int
+    sums: Operand | None
+    kind: str  # as OperandSpec.zero
+    reads: tuple[fx.Node, ...]
+
+
+def read_correction(
+    term: fx.Node,
+    sign: int,
+    target: Sequence[Any],
+    axis_of: AxisOf,
+    scales: Sequence[fx.Node],
+    alpha: float,
+    weight: fx.Node,
+    dtype: torch.dtype,
+) -> Correction | None:
+    """The zero point in ``value - sign * term``, where value, of shape ``target`` and ``dtype``, is
+    the product with ``weight`` [K, N] times ``scales`` times ``alpha``; None if it is none."""
+    reader = _Reader(axis_of, list(scales))
+    if not reader.read_full(term, target) or reader.scales:
+        return None
+    number = sign * reader.number / alpha
+    column = [node for node, axis in reader.factors if axis == "column"]
+    rows = [(node, axis) for node, axis in reader.factors if axis != "column"]
+    if len(column) != 1 or len(rows) > 1 or number * alpha != sign * reader.number:
+        return None
+    [sums] = column
+    is_sum = is_sum_of_columns(sums, weight)
+    if not is_sum and graph.value(sums).dtype not in (*INTEGERS, *FLOATS):
+        return None
+    zero: Operand | int
+    if rows:
+        zero, kind = _zero_tensor(*rows[0], number, is_exact=is_sum)
+    elif number in range(-128, 128) and number and (is_sum or _is_integer_bias(sums, dtype)):
+        zero, kind = int(number), "const"
+    else:
+        return None
+    given = None
+    if not is_sum:
+        given = _as_float(Operand(sums, (1, -1)), sums, keep=kind == "const")
+    reads = (sums, *(node for node, _ in rows))
+    return Correction(zero, given, kind, () if is_sum and not rows else reads)
+
+
+def _is_integer_bias(sums: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a row of the graph's own is added to the integers, as such: int32 that may wrap."""
+    return graph.value(sums).dtype == dtype == torch.int32
+
+
+def _zero_tensor(node: fx.Node, axis: str, number: float, *, is_exact: bool) -> tuple[Operand, str]:
+    shape = (-1, 1) if axis == "row" else (1, 1)
+    dtype = graph.value(node).dtype
+    if number == 1 and is_exact and dtype in INTEGERS and bounds(node).is_within(-128, 127):
+        int8 = node if dtype == torch.int8 else Derived(CAST, (node, torch.int8))
+        return Operand(int8, shape), "int"
+    zero = _as_float(Operand(node, shape), node)
+    if number != 1:
+        zero = Operand(Derived(aten.mul.Tensor, (zero, number)), shape)
+    return zero, "float"
+
+
+def _as_float(operand: Operand, node: fx.Node, *, keep: bool = False) -> Operand:
+    dtype = graph.value(node).dtype
+    if keep or dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return operand
+    return Operand(Derived(CAST, (operand.node, FLOAT32)), operand.shape)
+
+
+class _Reader:
+    """Takes a product apart. ``scales`` are still to be found among the factors."""
+
+    def __init__(self, axis_of: AxisOf, scales: list[fx.Node]) -> None:
+        self.axis_of = axis_of
+        self.scales = scales
+        self.number = 1.0
+        self.factors: list[tuple[fx.Node, str]] = []
+        self.numbering = Numbering()
+
+    def read_full(self, node: Any, target: Sequence[Any], depth: int = 0) -> bool:
+        """A factor that is broadcast to ``target``."""
+        if depth > _MAX_DEPTH:
+            return False
+        if isinstance(node, (int, float)) and not isinstance(node, bool):
+            self.number *= node
+            return True
+        if not graph.is_tensor_node(node):
+            return False
+        axis = self.axis_of(node, target)
+        if axis is not None:
+            return self.read_vector(node, axis, depth)
+        if node.target == aten.mul.Tensor:
+            return all(self.read_full(arg, target, depth + 1) for arg in node.args)
+        if node.target == aten.neg.default:
+            self.number = -self.number
+            return self.read_full(node.args[0], target, depth + 1)
+        if is_widening(node) or node.target == aten.expand.default:
+            return self.read_full(node.args[0], target, depth + 1)
+        if node.target in graph.RESHAPES and graph.is_tensor_node(node.args[0]):
+            source = graph.value(node.args[0]).shape
+            if len(source) >= 2 and graph.same_size(source[-1], target[-1]):
+                is_whole = len(graph.value(node).shape) == len(target)
+                return is_whole and self.read_full(node.args[0], source, depth + 1)
+        return False
+
+    def read_vector(self, node: fx.Node, axis: str, depth: int) -> bool:
+        """A factor of one axis: a scale, a product that one is part of, or something of its own."""
+        node = peeled(node)
+        if axis == "tensor" and (value := constant(node)) is not None:
+            self.number *= value
+            return True
+        for scale in self.scales:
+            if self.numbering.equal(node, peeled(scale)):
+                self.scales.remove(scale)
+                return True
+        if self.scales and node.target in (aten.mul.Tensor, aten.neg.default):
+            saved = (list(self.scales), self.number, list(self.factors))
+            if self._read_parts(node, axis, depth) and len(self.scales) < len(saved[0]):
+                return True
+            self.scales, self.number, self.factors = saved
+        self.factors.append((node, axis))
+        return True
+
+    def _read_parts(self, node: fx.Node, axis: str, depth: int) -> bool:
+        if depth > _MAX_DEPTH:
+            return False
+        if node.target == aten.neg.default:
+            self.number = -self.number
+        for part in node.args:
+            if isinstance(part, (int, float)) and not isinstance(part, bool):
+                self.number *= part
+                continue
+            if not graph.is_tensor_node(part):
+                return False
+            assert isinstance(part, fx.Node)
+            if not is_single(part) and not _is_same_length(part, node):
+                return False
+            inner = "tensor" if is_single(part) else axis
+            if not self.read_vector(part, inner, depth + 1):
+                return False
+        return True
+
+
+def is_single(node: fx.Node) -> bool:
+    return all(graph.is_one(size) for size in graph.value(node).shape)
+
+
+def peeled(node: fx.Node) -> fx.Node:
+    """Where the values of a vector lie: behind views that keep their order, and casts to a type
+    that holds them, or to a float."""
+    while True:
+        source = node.args[0] if node.args else None
+        if not graph.is_tensor_node(source):
+            return node
+        assert isinstance(source, fx.Node)
+        is_view = node.target in _VECTOR_VIEWS and _is_same_length(source, node)
+        if not is_view and not is_widening(node):
+            return node
+        node = source
+
+
+def _is_same_length(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two views hold the same elements: the same sizes but for those that are 1, or one
+    size in the place of several."""
+    sizes_of = [[s for s in graph.value(n).shape if not graph.is_one(s)] for n in (a, b)]
+    short, long = sorted(sizes_of, key=len)
+    if len(short) == len(long):
+        return all(map(graph.same_size, short, long))
+    if len(short) != 1:
+        return False
+    total = long[0]
+    for size in long[1:]:
+        total = operator.mul(total, size)
+    return graph.same_size(short[0], total)
+
+
+def is_widening(node: fx.Node) -> bool:
+    """Whether it is a cast that keeps what the value means: between floats, from an integer to a
+    float, or to an integer type that holds it. (What a 16-bit float rounds off is kept.)"""
+    if node.target != CAST or not graph.is_tensor_node(node.args[0]):
+        return False
+    before = graph.value(node.args[0]).dtype  # type: ignore[arg-type]
+    after = graph.value(node).dtype
+    if after in FLOATS:
+        return before in (*FLOATS, *INTEGERS)
+    if before not in INTEGERS or after not in INTEGERS:
+        return False
+    low, high = (torch.iinfo(before).min, torch.iinfo(before).max)
+    return torch.iinfo(after).min <= low and high <= torch.iinfo(after).max
+
+
+def is_sum_of_columns(node: fx.Node, weight: fx.Node) -> bool:
+    """Whether a vector is the sum over k of ``weight`` [K, N], exactly."""
+    node = peeled(node)
+    if node.target not in (aten.sum.dim_IntList, aten.sum.default):
+        return False
+    source, dims = graph.arguments(node, "self", "dim")
+    if not graph.is_tensor_node(source) or graph.value(node).dtype not in _WIDE:
+        return False
+    shape = graph.value(source).shape
+    if len(shape) != 2 or not isinstance(dims, (list, tuple)) or len(dims) != 1:
+        return False
+    along = dims[0] % 2
+    reader = Reader()
+    try:
+        k, n = sizes(weight)
+        if list(shape) != ([k, n] if along == 0 else [n, k]):
+            return False
+        index = (reader.space.variable("k", k), reader.space.variable("n", n))
+        want = reader.read(weight, index)
+        got = reader.read(_uncast(source), index if along == 0 else index[::-1])
+        leaves = reader.space.leaves
+        return (
+            isinstance(want, Bits)
+            and isinstance(got, Bits)
+            and want.node is got.node
+            and (want.width, want.signed) == (got.width, got.signed) == (8, True)
+            and [leaves(i) for i in (*want.index, want.offset)]
+            == [leaves(i) for i in (*got.index, got.offset)]
+        )
+    except Unsupported:
+        return False
+
+
+_WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)
+
+
+def _uncast(node: fx.Node) -> fx.Node:
+    """Before a cast of int8 to a type that holds it; all of these do."""
+    while is_widening(node) and graph.value(node.args[0]).dtype in INTEGERS:  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
