@@ -44,6 +44,8 @@ class Epilogue:
     column_scale: fx.Node | None = None
     bias: fx.Node | None = None
     correction: Correction | None = None
+    # of the scales, the one that is divided by
+    divisor: fx.Node | None = None
 
     @property
     def is_scaled(self) -> bool:
@@ -114,6 +116,8 @@ class _Reader:
             return self._cast(node)
         if node.target == aten.mul.Tensor:
             return self._multiply(node)
+        if node.target == aten.div.Tensor and node.args[0] is self.last:
+            return self._divide(node)
         if node.target in (aten.add.Tensor, aten.sub.Tensor):
             if self._correct(node):
                 return None
@@ -168,6 +172,24 @@ class _Reader:
         self._advance(node, commit=True)
         return None
 
+    def _divide(self, node: fx.Node) -> Rejection | None:
+        """A scale that is divided by, if it is the first: behind others the division is left to the
+        scheduler, which fuses it as it is."""
+        divisor = node.args[1]
+        if self.columns_only or self.current.is_scaled or node.kwargs:
+            return Rejection(RejectionCode.NO_SCALE, "a division behind a scale", node.name)
+        if not self._keeps_shape(node) or graph.value(node).dtype not in FLOATS:
+            return Rejection(RejectionCode.SCALE_AXIS, "the divisor adds rows", node.name)
+        if isinstance(divisor, (int, float)):
+            divisor = 1 / divisor if divisor else 0.0
+            rejection = self._take_factor(divisor or float("nan"), node)
+        else:
+            rejection = self._take_factor(divisor, node)
+            self.current.divisor = self.current.row_scale or self.current.column_scale
+        if rejection is None:
+            self._advance(node, commit=True)
+        return rejection
+
     def _keeps_shape(self, node: fx.Node) -> bool:
         before, after = graph.value(self.last).shape, graph.value(node).shape
         return len(before) == len(after) and all(map(graph.same_size, before, after))
@@ -219,6 +241,8 @@ class _Reader:
                 return Rejection(RejectionCode.SCALE_AXIS, f"a {axis} scale", node.name)
             now.column_scale = scale
             return None
+        if scale is now.divisor:
+            return Rejection(RejectionCode.SCALE_AXIS, "a scale that was divided by", node.name)
         # A per-tensor scale that came first has taken the slot: move it over if the other is free.
         row, column = now.row_scale, now.column_scale
         is_row_taken = row is not None and _is_scalar(row) and column is None
@@ -253,7 +277,8 @@ class _Reader:
         is_sub = node.target == aten.sub.Tensor
         term = right if left is self.last else left
         now = self.current
-        is_free = not (self.columns_only or self.has_bias or now.bias or now.correction)
+        taken = (now.bias, now.correction, now.divisor)
+        is_free = not (self.columns_only or self.has_bias or any(taken))
         if not is_free or node.kwargs.get("alpha", 1) != 1 or (is_sub and left is not self.last):
             return False
         if not graph.is_tensor_node(term) or term is self.last or not self._keeps_shape(node):

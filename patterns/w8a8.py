@@ -12,8 +12,9 @@ from torch import fx
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.epilogue import Epilogue, read_epilogue
-from inductor_quant.patterns.pattern import Operand, Pattern, RecognizedGemm
+from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
+from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
+from inductor_quant.spec import ScaleSpec
 
 FAMILY = "w8a8"
 
@@ -67,8 +68,8 @@ def _assemble(
     is_tensor = zero is not None and isinstance(zero.zero, Operand)
     is_per_token, is_per_channel = (_varies(scale) for scale in (row, column))
     spec = op.make_spec(
-        a_scale=op.scale_spec(_value(row), (1, -1), is_full=is_per_token),
-        b_scale=op.scale_spec(_value(column), (-1, 1), is_full=is_per_channel),
+        a_scale=_scale_spec(row, (1, -1), found),
+        b_scale=_scale_spec(column, (-1, 1), found),
         out_dtype=found.out_dtype,
         bias=bias is not None,
         a_zero=zero.kind if zero else "",
@@ -83,8 +84,8 @@ def _assemble(
         args=(
             a,
             b,
-            row and Operand(row, (-1, 1) if is_per_token else (1, 1)),
-            column and Operand(column, (1, -1) if is_per_channel else (1, 1)),
+            row and Operand(_factor(row, found), (-1, 1) if is_per_token else (1, 1)),
+            column and Operand(_factor(column, found), (1, -1) if is_per_channel else (1, 1)),
             bias and Operand(bias, (-1,)),
             *((zero.zero if is_tensor else None, None, zero.sums) if zero else ()),
         ),
@@ -98,8 +99,18 @@ def _assemble(
     )
 
 
-def _value(scale: fx.Node | None) -> torch.Tensor | None:
-    return None if scale is None else graph.value(scale)
+def _factor(scale: fx.Node, found: Epilogue) -> fx.Node | Derived:
+    """What is multiplied by: the scale, or one over it in fp32."""
+    if scale is not found.divisor:
+        return scale
+    return Derived(graph.aten.reciprocal.default, (Derived(CAST, (scale, torch.float32)),))
+
+
+def _scale_spec(scale: fx.Node | None, full: tuple[int, int], found: Epilogue) -> ScaleSpec | None:
+    if scale is None:
+        return None
+    dtype = torch.float32 if scale is found.divisor else graph.value(scale).dtype
+    return ScaleSpec(dtype, full if _varies(scale) else (-1, -1))
 
 
 def _varies(scale: fx.Node | None) -> bool:

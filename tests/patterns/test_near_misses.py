@@ -120,7 +120,10 @@ REFUSED: dict[str, tuple[RejectionCode, Fn, list[torch.Tensor]]] = {
     "the integers": (RejectionCode.NO_SCALE, lambda a, w: mm(a, w), []),
     "integers as floats": (RejectionCode.NO_SCALE, lambda a, w: mm(a, w).float(), []),
     "a factor of one": (RejectionCode.NO_SCALE, lambda a, w: mm(a, w).float() * 2 * 0.5, []),
-    "a division": (RejectionCode.NO_SCALE, lambda a, w, s: mm(a, w) / s, [scale(N)]),
+    "a divisor": (RejectionCode.NO_SCALE, lambda a, w, s: s / mm(a, w), [scale(N)]),
+    "a division by nothing": (RejectionCode.SCALE_DTYPE, lambda a, w: mm(a, w) / 0, []),
+    "a division by each": (RejectionCode.SCALE_AXIS, lambda a, w, s: mm(a, w) / s, [scale(M, N)]),
+    "a floor division": (RejectionCode.NO_SCALE, lambda a, w, s: mm(a, w) // s, [scale(N)]),
     "a subtraction first": (RejectionCode.NO_SCALE, lambda a, w, s: (mm(a, w) - 1) * s, [scale(N)]),
     "a wide integer bias first": (
         RejectionCode.NO_SCALE,

@@ -135,6 +135,20 @@ FACTORS = [
              sx=(("M",), f32), exact=True),
 ]  # fmt: skip
 
+QUOTIENTS = [
+    Spelling("divided by the row", lambda a, w, x, y, b: mm(a, w) / x * y, _spec()),
+    Spelling("divided by the column", lambda a, w, x, y, b: mm(a, w).float() / y * x, _spec()),
+    Spelling("divided by a tensor", lambda a, w, x, y, b: mm(a, w) / x * y,
+             _spec(a="/tensor:f32"), sx=((1,), f32)),
+    Spelling("divided by bf16", lambda a, w, x, y, b: mm(a, w) / x * y, _spec(out="f32"),
+             sx=(("M", 1), bf16)),
+    Spelling("divided by a number", lambda a, w, x, y, b: mm(a, w) / 0.25 * x * y, _spec()),
+    Spelling("divided by what multiplies", lambda a, w, x, y, b: mm(a, w) / x * x,
+             _spec(a="/tensor:f32", b=""), sx=((1,), f32)),
+    Spelling("divided and biased", lambda a, w, x, y, b: mm(a, w) / x + b,
+             _spec(b="", out="f32+bias")),
+]  # fmt: skip
+
 PER_TENSOR = [
     Spelling("static activation scale", lambda a, w, x, y, b: mm(a, w) * x * y,
              _spec(a="/tensor:f32"), sx=((), f32), exact=True),
@@ -250,4 +264,4 @@ SHAPES = [
              weight=lambda k, n, device: integers(k, n, device).view(torch.uint8), exact=True),
 ]  # fmt: skip
 
-SPELLINGS = [*FACTORS, *PER_TENSOR, *CASTS, *RESHAPES, *BIASES, *SHAPES]
+SPELLINGS = [*FACTORS, *QUOTIENTS, *PER_TENSOR, *CASTS, *RESHAPES, *BIASES, *SHAPES]
