@@ -20,6 +20,7 @@ from inductor_quant.patterns import graph
 from inductor_quant.patterns.correction import Correction, read_correction
 from inductor_quant.patterns.graph import aten
 
+INT_MM = aten._int_mm.default
 CAST = torch.ops.prims.convert_element_type.default
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT32 = torch.finfo(torch.float32)
@@ -90,6 +91,29 @@ def _no_single_user(node: fx.Node) -> Rejection:
     if any(user.op == "output" for user in node.users):
         names += " (returned, or saved for a backward pass, which torch.no_grad() avoids)"
     return Rejection(code, f"the unscaled result is used by {names}", node.name)
+
+
+def read_float_epilogue(
+    anchor: fx.Node,
+    *,
+    has_bias: bool,
+    row_scale: fx.Node | None,
+    column_scale: fx.Node | None,
+    alpha: float,
+) -> Epilogue:
+    """The epilogue behind ``anchor``, a product of floats that stand for integers times these
+    scales. The least is nothing, ``end`` is then ``anchor``."""
+    reader = _Reader(anchor)
+    reader.has_bias = has_bias
+    now = reader.current
+    now.alpha = alpha
+    for scale, is_row in ((row_scale, True), (column_scale, False)):
+        if scale is not None:
+            setattr(now, "row_scale" if is_row else "column_scale", _source(scale))
+    reader.committed = dataclasses.replace(now, interior=[anchor])
+    while (node := graph.single_user(reader.last)) is not None and reader.read(node) is None:
+        pass
+    return reader.committed
 
 
 class _Reader:
@@ -263,7 +287,7 @@ class _Reader:
         """
         assert isinstance(operand, fx.Node)
         target = graph.value(self.last).shape
-        axis = _axis_of(operand, target)
+        axis = axis_of(operand, target)
         if axis is not None:
             return axis
         shape = list(graph.value(_source(operand)).shape)
@@ -277,7 +301,7 @@ class _Reader:
         is_sub = node.target == aten.sub.Tensor
         term = right if left is self.last else left
         now = self.current
-        taken = (now.bias, now.correction, now.divisor)
+        taken = (now.bias, now.correction, now.divisor, self.anchor.target != INT_MM)
         is_free = not (self.columns_only or self.has_bias or any(taken))
         if not is_free or node.kwargs.get("alpha", 1) != 1 or (is_sub and left is not self.last):
             return False
@@ -292,7 +316,7 @@ class _Reader:
             term,
             1 if is_sub else -1,
             graph.value(self.last).shape,
-            _axis_of,
+            axis_of,
             scales,
             now.alpha,
             self.anchor.args[1],  # type: ignore[arg-type]
@@ -323,7 +347,7 @@ class _Reader:
         return None
 
 
-def _axis_of(operand: fx.Node, target: Sequence[Any]) -> str | None:
+def axis_of(operand: fx.Node, target: Sequence[Any]) -> str | None:
     """Along what ``operand`` varies when it is broadcast to ``target``: "tensor", "row" or
     "column"; None: along neither alone."""
     # of what will be stored: behind a cast there may be a second expand
