@@ -160,9 +160,11 @@ class _Reader:
             if self.numbering.equal(node, peeled(scale)):
                 self.scales.remove(scale)
                 return True
-        if self.scales and node.target in (aten.mul.Tensor, aten.neg.default):
+        if node.target in (aten.mul.Tensor, aten.neg.default):
             saved = (list(self.scales), self.number, list(self.factors))
-            if self._read_parts(node, axis, depth) and len(self.scales) < len(saved[0]):
+            if self._read_parts(node, axis, depth) and (
+                len(self.scales) < len(saved[0]) or _is_multiple(node)
+            ):
                 return True
             self.scales, self.number, self.factors = saved
         self.factors.append((node, axis))
@@ -186,6 +188,11 @@ class _Reader:
             if not self.read_vector(part, inner, depth + 1):
                 return False
         return True
+
+
+def _is_multiple(node: fx.Node) -> bool:
+    """Whether a vector is another one times what is the same for all its elements."""
+    return any(not isinstance(arg, fx.Node) or is_single(arg) for arg in node.args)
 
 
 def is_single(node: fx.Node) -> bool:

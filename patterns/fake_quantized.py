@@ -164,9 +164,12 @@ class _Reader:
         if not isinstance(factor, Vector):
             self.alpha *= factor
             return True
-        if self.scale is not None or graph.value(factor.node).dtype not in _SCALES:
+        node = factor.node
+        while node.target == CAST and graph.value(node).dtype == torch.float64:
+            node = node.args[0]  # type: ignore[assignment]
+        if self.scale is not None or graph.value(node).dtype not in _SCALES:
             return False
-        self.scale = factor
+        self.scale = Vector(node, factor.axis)
         return True
 
     def _subtracted(self, node: fx.Node, value: Any, zero: Any) -> fx.Node | None:
