@@ -115,11 +115,42 @@ class Rejection:
 
 
 @dataclasses.dataclass(frozen=True)
+class Activation:
+    """How the activation of a match is quantized, as far as the graph shows it.
+
+    granularity   "per_token" or "per_tensor"
+    dtype         of the numbers in the graph: "int8" or "uint8" (which the kernel takes shifted)
+    statistic     of a dynamic one: "amax", of the absolute values, or "aminmax"
+    divisor       what the statistic is divided by: 127, 127.5, 255; 0: not found
+    scale_dtype   the type in which it is divided: "bf16"
+    guard         what keeps the scale from being 0: "clamp_min 1.19e-07", "where"
+    """
+
+    is_dynamic: bool
+    granularity: str
+    dtype: str
+    is_symmetric: bool
+    statistic: str = ""
+    divisor: float = 0.0
+    scale_dtype: str = ""
+    guard: str = ""
+
+    def __str__(self) -> str:
+        kind = "dynamic" if self.is_dynamic else "static"
+        symmetry = "symmetric" if self.is_symmetric else "asymmetric"
+        text = f"{kind} {self.granularity} {self.dtype} {symmetry}"
+        if self.divisor:
+            text += f", {self.statistic}/{self.divisor:g} in {self.scale_dtype}"
+        return text
+
+
+@dataclasses.dataclass(frozen=True)
 class Match:
     """A GEMM that was rewritten.
 
     ``m`` is an int, or a symbol's name where M is dynamic; ``node`` is the anchor that was
-    recognised, ``call`` the canonical op's node that stands for it now.
+    recognised, ``call`` the canonical op's node that stands for it now. ``activation``: how it is
+    quantized, None where it is not.
     """
 
     family: str
@@ -131,6 +162,7 @@ class Match:
     module: str = ""
     call: str = ""
     site: Site | None = None
+    activation: Activation | None = None
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

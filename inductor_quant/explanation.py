@@ -73,6 +73,7 @@ class Row:
             "near_miss": self.is_near_miss,
             "family": None,
             "spec": None,
+            "activation": None,
             "bytes": None,
             "operations": None,
             "code": None,
@@ -87,6 +88,8 @@ class Row:
         if isinstance(self.decision, Match):
             match = self.decision
             row.update(family=match.family, spec=str(match.spec))
+            if match.activation is not None:
+                row.update(activation=str(match.activation))
             m, n, k = match.m, match.n, match.k
             if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
                 row.update(

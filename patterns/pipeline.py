@@ -19,7 +19,7 @@ from inductor_quant.decisions import Match, Rejection, RejectionCode
 from inductor_quant.errors import InductorQuantError, RequirementError
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
-from inductor_quant.patterns import survey
+from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
@@ -147,12 +147,12 @@ def _treat(
         if site is None and report.is_open():
             site = survey.describe_found(found)
         name = anchor.name
+        activation = recipe.describe(found)
         call = rewrite(found)
         if found.row_scale is not None:
             keep_rows_whole(found.row_scale)
-        return Match(
-            found.family, found.spec, found.m, found.n, found.k, name, module, call.name, site
-        )
+        size = (found.m, found.n, found.k)
+        return Match(found.family, found.spec, *size, name, module, call.name, site, activation)
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError(f"inductor_quant failed at {anchor.name}") from error

@@ -134,6 +134,10 @@ def test_a_producer_is_matched(producer: ActivationProducer, lead: tuple[int, ..
         spec = spec.replace("token", "tensor")  # which that package takes for a matrix, too
     assert [str(match.spec) for match in rewrite.report.matches] == [spec]
     assert rewrite.report.matches[0].m == x.numel() // K
+    does = producer.does
+    if producer.name == "compressed_dyn_token" and len(lead) == 1:
+        does = does.replace("per_token", "per_tensor")
+    assert str(rewrite.report.matches[0].activation) == does
     assert_right(rewrite, result)
 
 

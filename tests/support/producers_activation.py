@@ -260,7 +260,7 @@ def _asymmetric(spelling: str, sums: str = "int", **kwargs: Any) -> ActivationPr
         f"asymmetric_{spelling}" + ("_floats" if kwargs else ""),
         lambda x: Asymmetric(spelling, **kwargs),
         f"(a=i8/token:f32 zero={kind}, b=i8/channel:f32, out=bf16+bias)",
-        f"dynamic per_token int8 asymmetric with zero points in {'fp32' if kwargs else 'int8'}",
+        "dynamic per_token int8 asymmetric, aminmax/255 in f32",
     )
 
 
