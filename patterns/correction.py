@@ -22,7 +22,7 @@ from inductor_quant.patterns.bounds import bounds, constant
 from inductor_quant.patterns.digits import Unsupported
 from inductor_quant.patterns.expression import FLOATS, INTEGERS, Bits
 from inductor_quant.patterns.graph import aten
-from inductor_quant.patterns.pattern import Derived, Operand
+from inductor_quant.patterns.pattern import Constant, Derived, Operand
 from inductor_quant.patterns.reader import Reader, sizes
 from inductor_quant.patterns.sharing import Numbering
 
@@ -276,6 +276,28 @@ def is_sum_of_columns(node: fx.Node, weight: fx.Node) -> bool:
         return False
 
 
+def constant_sums(weight: fx.Node | Derived) -> Constant | None:
+    """The sums of the columns of ``weight`` [K, N] where it is a constant of the graph, computed
+    here and now; None where it is an input."""
+    tensor = _constant_value(weight)
+    if tensor is None:
+        return None
+    with torch.no_grad():
+        return Constant(tensor.sum(0, keepdim=True, dtype=torch.int32))
+
+
+def _constant_value(node: Any) -> torch.Tensor | None:
+    if isinstance(node, fx.Node) and node.op == "get_attr":
+        return graph.attribute(node)
+    is_view = isinstance(node, (fx.Node, Derived)) and node.target in _CONSTANT_VIEWS
+    source = _constant_value(node.args[0]) if is_view else None
+    return None if source is None else node.target(source, *node.args[1:])
+
+
+_CONSTANT_VIEWS = (
+    *(aten.permute.default, aten.t.default, aten.transpose.int, aten.reshape.default),
+    aten.lift_fresh_copy.default,
+)
 _WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 

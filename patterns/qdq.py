@@ -18,6 +18,7 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.bounds import bounds
+from inductor_quant.patterns.correction import constant_sums
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_float_epilogue
 from inductor_quant.patterns.fake_quantized import FakeQuantized, Vector, read_fake_quantized
 from inductor_quant.patterns.graph import aten
@@ -211,7 +212,9 @@ def _assemble(
     rows: Any = 1
     for size in graph.value(product.x).shape[:-1]:
         rows = rows * size
-    zeros = (None if isinstance(a_zero, int) else a_zero, b_zero)
+    zeros: tuple[Any, ...] = (None if isinstance(a_zero, int) else a_zero, b_zero)
+    if a_kind and b_zero is None and (sums := constant_sums(weight.matrix())) is not None:
+        zeros = (*zeros, sums)
     return RecognizedGemm(
         family=FAMILY,
         spec=spec,
@@ -225,7 +228,7 @@ def _assemble(
             row and Operand(row, (-1, 1) if is_token else (1, 1)),
             column and Operand(column, (1, -1) if is_channel else (1, 1)),
             bias and Operand(bias, (-1,)),
-            *(zeros if any(zeros) else ()),
+            *(zeros if any(zero is not None for zero in zeros) else ()),
         ),
         kwargs={"alpha": found.alpha, "out_dtype": found.out_dtype}
         | ({"a_zero": a_zero} if isinstance(a_zero, int) and a_zero else {}),

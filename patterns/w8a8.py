@@ -12,6 +12,7 @@ from torch import fx
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import graph
+from inductor_quant.patterns.correction import constant_sums
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
 from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
 from inductor_quant.spec import ScaleSpec
@@ -65,7 +66,12 @@ def _assemble(
     if k > longest:
         detail = f"K={k}, with this zero point the most is {longest}"
         return Rejection(RejectionCode.K_TOO_LONG, detail, anchor.name)
-    is_tensor = zero is not None and isinstance(zero.zero, Operand)
+    zeros: tuple[object, ...] = ()
+    number = 0
+    if zero is not None:
+        is_tensor = isinstance(zero.zero, Operand)
+        zeros = (zero.zero if is_tensor else None, None, zero.sums or constant_sums(b))
+        number = 0 if is_tensor else zero.zero  # type: ignore[assignment]
     is_per_token, is_per_channel = (_varies(scale) for scale in (row, column))
     spec = op.make_spec(
         a_scale=_scale_spec(row, (1, -1), found),
@@ -87,10 +93,10 @@ def _assemble(
             row and Operand(_factor(row, found), (-1, 1) if is_per_token else (1, 1)),
             column and Operand(_factor(column, found), (1, -1) if is_per_channel else (1, 1)),
             bias and Operand(bias, (-1,)),
-            *((zero.zero if is_tensor else None, None, zero.sums) if zero else ()),
+            *zeros,
         ),
         kwargs={"alpha": found.alpha, "out_dtype": found.out_dtype}
-        | ({"a_zero": zero.zero} if zero and not is_tensor else {}),
+        | ({"a_zero": number} if number else {}),
         m=graph.size_name(m),
         n=graph.size_name(n),
         k=graph.size_name(k),
