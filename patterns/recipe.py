@@ -98,7 +98,7 @@ def _upwards(scale: fx.Node) -> Iterator[fx.Node]:
 def _reduction(node: fx.Node) -> tuple[str, str]:
     """("amax" or "amin", "per_token" or "per_tensor")."""
     if node.target is row_reduce.op:
-        return str(node.args[1]), "per_token"
+        return str(node.args[1]).replace("absmax", "amax"), "per_token"
     source, dims = graph.arguments(node, "self", "dim")
     rank = graph.value(source).dim()
     is_last = isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1]

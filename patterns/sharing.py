@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant.ops import quantize, row_reduce
 from inductor_quant.patterns import graph, survey
 
 # Their ops are known to be functions of their arguments, but for those that say otherwise.
 _NAMESPACES = ("aten", "prims", "quantized_decomposed", "inductor_quant")
 _OURS = "inductor_quant"
+_HELPERS = (row_reduce.op, quantize.op)  # parts of a quantization
 
 
 class Numbering:
@@ -100,11 +102,8 @@ def share(owner: fx.Graph) -> int:
 
 
 def _is_canonical(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == _OURS and not _is_reduction(node)
-
-
-def _is_reduction(node: fx.Node) -> bool:
-    return node.target is torch.ops.inductor_quant.row_reduce.default
+    """Whether it is a GEMM of ours."""
+    return getattr(node.target, "namespace", "") == _OURS and node.target not in _HELPERS
 
 
 def _cone(calls: list[fx.Node]) -> set[fx.Node]:

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
-from inductor_quant.ops import row_reduce
+from inductor_quant.ops import quantize, row_reduce
 from inductor_quant.patterns.sharing import Numbering, share
 from tests.support.cases import bf16
 from tests.support.graphs import W8A8, EagerBackend, Rewrite, capture, count
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 def quantizations(gm: fx.GraphModule) -> int:
-    return count(gm, aten.round.default)
+    return count(gm, aten.round.default) + count(gm, quantize.op)
 
 
 def reductions(gm: fx.GraphModule) -> int:
