@@ -94,7 +94,7 @@ def constant(node: Any) -> float | None:
     if isinstance(node, bool) or node is None:
         return None
     if isinstance(node, (int, float)):
-        return node
+        return node if node == node else None
     found = bounds(node)
     return found.low if found.low == found.high else None
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.pattern import Constant, Derived, Operand, RecognizedGemm
+from inductor_quant.patterns.pattern import Derived, Operand, RecognizedGemm
 
 # What tells a user or a profiler where a node comes from; the value's own metadata is computed
 # anew.
@@ -37,9 +37,6 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
     def argument(item: Any) -> Any:
         if isinstance(item, Derived):
             return build(item.target, tuple(map(argument, item.args)), dict(item.kwargs))
-        if isinstance(item, Constant):
-            built.append(_attribute(owner, item.value, found.end))
-            return built[-1]
         if not isinstance(item, Operand):
             return item
         node = argument(item.node)
@@ -62,19 +59,6 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
     for node in reversed(found.interior):
         erase_if_dead(node)
     return call
-
-
-def _attribute(owner: fx.Graph, value: torch.Tensor, end: fx.Node) -> fx.Node:
-    """A node for a tensor of the graph's module, which it is added to."""
-    module, number = owner.owning_module, 0
-    assert module is not None
-    while hasattr(module, name := f"_inductor_quant_constant{number}"):
-        number += 1
-    module.register_buffer(name, value)
-    node = owner.get_attr(name)
-    with compat.fake_mode_of([graph.value(end)]):
-        node.meta["val"] = torch.empty_like(value, device=value.device)
-    return node
 
 
 def _evaluate(node: fx.Node) -> Any:

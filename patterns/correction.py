@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.bounds import bounds, constant
 from inductor_quant.patterns.digits import Unsupported
-from inductor_quant.patterns.expression import FLOATS, INTEGERS, Bits
+from inductor_quant.patterns.expression import FLOATS, INTEGERS, Bits, Position
 from inductor_quant.patterns.graph import aten
-from inductor_quant.patterns.pattern import Constant, Derived, Operand
+from inductor_quant.patterns.pattern import Derived, Operand
 from inductor_quant.patterns.reader import Reader, sizes
 from inductor_quant.patterns.sharing import Numbering
 
@@ -264,6 +265,8 @@ def is_sum_of_columns(node: fx.Node, weight: fx.Node) -> bool:
         want = reader.read(weight, index)
         got = reader.read(_uncast(source), index if along == 0 else index[::-1])
         leaves = reader.space.leaves
+        if isinstance(want, Position) and isinstance(got, Position):  # a small constant
+            return leaves(want.index) == leaves(got.index)
         return (
             isinstance(want, Bits)
             and isinstance(got, Bits)
@@ -276,28 +279,20 @@ def is_sum_of_columns(node: fx.Node, weight: fx.Node) -> bool:
         return False
 
 
-def constant_sums(weight: fx.Node | Derived) -> Constant | None:
-    """The sums of the columns of ``weight`` [K, N] where it is a constant of the graph, computed
-    here and now; None where it is an input."""
-    tensor = _constant_value(weight)
-    if tensor is None:
+def frozen_sums(weight: fx.Node | Derived) -> Derived | None:
+    """The sums of the columns of ``weight`` [K, N] as a node, where the parameters are about to be
+    frozen: Inductor then computes it once, and the kernel reads it.
+
+    None where it would be computed on every call: then the lowering finds the cheapest place. (Not
+    even an exported package's weights are constants, they may be replaced where it is loaded.)
+    """
+    source = weight if isinstance(weight, fx.Node) else weight.args[0]
+    is_parameter = graph.base(source).op == "placeholder"
+    if not is_parameter or not compat.inductor_config().freezing:
         return None
-    with torch.no_grad():
-        return Constant(tensor.sum(0, keepdim=True, dtype=torch.int32))
+    return Derived(aten.sum.dim_IntList, (weight, [0], True), (("dtype", torch.int32),))
 
 
-def _constant_value(node: Any) -> torch.Tensor | None:
-    if isinstance(node, fx.Node) and node.op == "get_attr":
-        return graph.attribute(node)
-    is_view = isinstance(node, (fx.Node, Derived)) and node.target in _CONSTANT_VIEWS
-    source = _constant_value(node.args[0]) if is_view else None
-    return None if source is None else node.target(source, *node.args[1:])
-
-
-_CONSTANT_VIEWS = (
-    *(aten.permute.default, aten.t.default, aten.transpose.int, aten.reshape.default),
-    aten.lift_fresh_copy.default,
-)
 _WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 

@@ -61,13 +61,6 @@ class Derived:
     kwargs: tuple[tuple[str, Any], ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Constant:
-    """A tensor that the rewrite adds to the graph's module, as an argument of a canonical op."""
-
-    value: torch.Tensor
-
-
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """``recognize`` must not mutate the graph and must not raise for "not a match".

@@ -18,7 +18,7 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.bounds import bounds
-from inductor_quant.patterns.correction import constant_sums
+from inductor_quant.patterns.correction import frozen_sums
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_float_epilogue
 from inductor_quant.patterns.fake_quantized import FakeQuantized, Vector, read_fake_quantized
 from inductor_quant.patterns.graph import aten
@@ -213,7 +213,7 @@ def _assemble(
     for size in graph.value(product.x).shape[:-1]:
         rows = rows * size
     zeros: tuple[Any, ...] = (None if isinstance(a_zero, int) else a_zero, b_zero)
-    if a_kind and b_zero is None and (sums := constant_sums(weight.matrix())) is not None:
+    if a_kind and b_zero is None and (sums := frozen_sums(weight.matrix())) is not None:
         zeros = (*zeros, sums)
     return RecognizedGemm(
         family=FAMILY,

@@ -12,7 +12,7 @@ from torch import fx
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.correction import constant_sums
+from inductor_quant.patterns.correction import frozen_sums
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
 from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
 from inductor_quant.spec import ScaleSpec
@@ -70,7 +70,7 @@ def _assemble(
     number = 0
     if zero is not None:
         is_tensor = isinstance(zero.zero, Operand)
-        zeros = (zero.zero if is_tensor else None, None, zero.sums or constant_sums(b))
+        zeros = (zero.zero if is_tensor else None, None, zero.sums or frozen_sums(b))
         number = 0 if is_tensor else zero.zero  # type: ignore[assignment]
     is_per_token, is_per_channel = (_varies(scale) for scale in (row, column))
     spec = op.make_spec(

@@ -364,13 +364,15 @@ def difference(spelling: Spelling, want: Tensor, got: Tensor) -> str:
         return f"{got.dtype} {list(got.shape)}, not {want.dtype} {list(want.shape)}"
     if want.dtype in (torch.int32, torch.int64):
         return "" if torch.equal(want, got) else "integers differ"
+    # What 16-bit programs round off on the way, before a difference of large terms at that, is not
+    # ours to repeat: they only show what is far off. Three in four compute in fp32.
     is_narrow = spelling["dtype"] == bf16 or want.dtype == bf16
     error, size = (want.double() - got.double()).abs(), want.double().square().mean().sqrt()
     if want.dtype == i8:  # a step, where a sum lies between two
         share = (error > 0).double().mean().item()
-        is_far = error.max() > (3 if is_narrow else 1) or share > (0.6 if is_narrow else 0.05)
+        is_far = share > 0.6 if is_narrow else error.max() > 1 or share > 0.05
         return f"{share:.0%} of the int8 differ, by up to {error.max():.0f}" if is_far else ""
-    limit = 0.04 if is_narrow else 2e-5
+    limit = 0.15 if is_narrow else 2e-5
     worst = (error.max() / size.clamp_min(1e-20)).item()
     return "" if worst <= limit or size == 0 else f"an element differs by {worst:.1e} of the RMS"
 
