@@ -96,7 +96,8 @@ def test_a_layer_is_close_to_eager(producer: ActivationProducer, shape):
     assert str(report.matches[0].activation) == producer.does
     want = producer.make(x.cpu())(x.cpu()).to("cuda")
     error = (got.double() - want.double()).square().mean() / want.double().square().mean()
-    assert error.sqrt() <= 0.02
+    # a fused chain does not round to bf16 before it quantizes, eager does: a step, of some codes
+    assert error.sqrt() <= 0.04
 
 
 @pytest.mark.parametrize("m", [1, 16, 130])
