@@ -188,8 +188,9 @@ def _integers(spelling: Spelling, x: Tensor, low: float = -128, high: float = 12
         return x.clamp(low, high).round()
     if how == "minimum":
         return torch.minimum(torch.maximum(x.round(), x.new_full((), low)), x.new_full((), high))
-    if how == "none" and spelling["divisor"] == 127 and not spelling.is_fake and low == -128:
-        return x.round() if not spelling.has_zero else x.round().clamp(low, high)
+    # Beyond int8 a cast is not defined: only an amax keeps within it.
+    if how == "none" and spelling["divisor"] != 128 and spelling["activation"] == "dynamic":
+        return x.round()
     return x.round().clamp(low, high)
 
 
