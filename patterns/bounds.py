@@ -198,6 +198,39 @@ def _sum(node: fx.Node, ask: Ask, sign: int) -> Bounds | None:
     return Bounds(low, high, a.is_integer and b.is_integer)
 
 
+def _mul(node: fx.Node, ask: Ask) -> Bounds | None:
+    if len(node.args) != 2:
+        return None
+    a, b = map(ask, node.args)
+    ends = [x * y for x in (a.low, a.high) for y in (b.low, b.high)]
+    if any(map(math.isnan, ends)):
+        return None
+    return Bounds(min(ends), max(ends), a.is_integer and b.is_integer)
+
+
+def _total(node: fx.Node, ask: Ask) -> Bounds | None:
+    """A sum over one dimension."""
+    source, dims = graph.arguments(node, "self", "dim")
+    if not isinstance(dims, (list, tuple)) or len(dims) != 1 or not graph.is_tensor_node(source):
+        return None
+    size = graph.value(source).shape[dims[0]]
+    x = ask(source)
+    if not isinstance(size, int) or not math.isfinite(x.low) or not math.isfinite(x.high):
+        return None
+    return Bounds(size * x.low, size * x.high, x.is_integer)
+
+
+def may_wrap(node: fx.Node) -> bool:
+    """Whether an integer sum or product may leave the range of its type."""
+    dtype = graph.value(node).dtype
+    if dtype not in INTEGERS:
+        return False
+    info = torch.iinfo(dtype)
+    handler = _HANDLERS.get(node.target)
+    found = None if handler is None else handler(node, bounds)
+    return found is None or not found.is_within(info.min, info.max)
+
+
 def _full(node: fx.Node, ask: Ask) -> Bounds | None:
     value = node.args[1] if node.target == aten.full.default else node.args[0]
     return bounds(value) if isinstance(value, (int, float)) else None
@@ -238,6 +271,8 @@ _HANDLERS: dict[Any, Callable[[fx.Node, Ask], Bounds | None]] = {
     aten.abs.default: _abs,
     aten.add.Tensor: _add,
     aten.sub.Tensor: _sub,
+    aten.mul.Tensor: _mul,
+    aten.sum.dim_IntList: _total,
     aten.full.default: _full,
     aten.scalar_tensor.default: _full,
     aten.where.self: _where,

@@ -19,7 +19,7 @@ from torch import fx
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.bounds import bounds, constant
+from inductor_quant.patterns.bounds import bounds, constant, may_wrap
 from inductor_quant.patterns.digits import Unsupported
 from inductor_quant.patterns.expression import FLOATS, INTEGERS, Bits, Position
 from inductor_quant.patterns.graph import aten
@@ -77,23 +77,33 @@ def read_correction(
     is_sum = is_sum_of_columns(sums, weight)
     if not is_sum and graph.value(sums).dtype not in (*INTEGERS, *FLOATS):
         return None
+    # In int32 all of it is modulo 2**32, there and here.
+    is_int32 = dtype == graph.value(sums).dtype == torch.int32
     zero: Operand | int
     if rows:
-        zero, kind = _zero_tensor(*rows[0], number, is_exact=is_sum)
-    elif number in range(-128, 128) and number and (is_sum or _is_integer_bias(sums, dtype)):
+        zero, kind = _zero_tensor(*rows[0], number, is_exact=is_sum or is_int32)
+    elif number in range(-128, 128) and number and (is_sum or is_int32):
         zero, kind = int(number), "const"
     else:
         return None
     given = None
     if not is_sum:
-        given = _as_float(Operand(sums, (1, -1)), sums, keep=kind == "const")
+        given = _as_float(Operand(sums, (1, -1)), sums, keep=kind != "float")
+    is_exact = kind != "float" and (is_sum or is_int32)
+    if not is_exact and (reader.wraps or _difference_wraps(term, weight, dtype)):
+        return None  # what is computed in fp32 here does not wrap
     reads = (sums, *(node for node, _ in rows))
     return Correction(zero, given, kind, () if is_sum and not rows else reads)
 
 
-def _is_integer_bias(sums: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a row of the graph's own is added to the integers, as such: int32 that may wrap."""
-    return graph.value(sums).dtype == dtype == torch.int32
+def _difference_wraps(term: fx.Node, weight: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether the product minus the term may leave the range of the integers it is held in."""
+    if dtype not in INTEGERS:
+        return False
+    k = graph.value(weight).shape[0]
+    found = bounds(term)
+    most = max(abs(found.low), abs(found.high)) + 2**14 * k
+    return not most <= torch.iinfo(dtype).max
 
 
 def _zero_tensor(node: fx.Node, axis: str, number: float, *, is_exact: bool) -> tuple[Operand, str]:
@@ -123,6 +133,7 @@ class _Reader:
         self.scales = scales
         self.number = 1.0
         self.factors: list[tuple[fx.Node, str]] = []
+        self.wraps = False  # a product of integers may, in int32
         self.numbering = Numbering()
 
     def read_full(self, node: Any, target: Sequence[Any], depth: int = 0) -> bool:
@@ -137,6 +148,8 @@ class _Reader:
         axis = self.axis_of(node, target)
         if axis is not None:
             return self.read_vector(node, axis, depth)
+        if node.target in (aten.mul.Tensor, aten.neg.default) and not self._is_product(node):
+            return False
         if node.target == aten.mul.Tensor:
             return all(self.read_full(arg, target, depth + 1) for arg in node.args)
         if node.target == aten.neg.default:
@@ -162,17 +175,24 @@ class _Reader:
                 self.scales.remove(scale)
                 return True
         if node.target in (aten.mul.Tensor, aten.neg.default):
-            saved = (list(self.scales), self.number, list(self.factors))
+            saved = (list(self.scales), self.number, list(self.factors), self.wraps)
             if self._read_parts(node, axis, depth) and (
                 len(self.scales) < len(saved[0]) or _is_multiple(node)
             ):
                 return True
-            self.scales, self.number, self.factors = saved
+            self.scales, self.number, self.factors, self.wraps = saved
         self.factors.append((node, axis))
         return True
 
+    def _is_product(self, node: fx.Node) -> bool:
+        """Whether the value is the product itself, or at least modulo 2**32."""
+        if not may_wrap(node):
+            return True
+        self.wraps = True
+        return graph.value(node).dtype == torch.int32
+
     def _read_parts(self, node: fx.Node, axis: str, depth: int) -> bool:
-        if depth > _MAX_DEPTH:
+        if depth > _MAX_DEPTH or not self._is_product(node):
             return False
         if node.target == aten.neg.default:
             self.number = -self.number

@@ -200,7 +200,8 @@ class _Reader:
         """A scale that is divided by, if it is the first: behind others the division is left to the
         scheduler, which fuses it as it is."""
         divisor = node.args[1]
-        if self.columns_only or self.current.is_scaled or node.kwargs:
+        is_first = self.anchor.target == INT_MM and not self.current.is_scaled
+        if not is_first or node.kwargs:
             return Rejection(RejectionCode.NO_SCALE, "a division behind a scale", node.name)
         if not self._keeps_shape(node) or graph.value(node).dtype not in FLOATS:
             return Rejection(RejectionCode.SCALE_AXIS, "the divisor adds rows", node.name)

@@ -299,7 +299,7 @@ MORE = [
         "(a=i8/tensor:bf16 zero=int, b=i8/channel:bf16, out=bf16+bias)",
         "static per_tensor int8 asymmetric", **_COMPRESSED),
     *(_asymmetric(spelling) for spelling in ("computed", "int32", "between")),
-    _asymmetric("before", "float"),
+    _asymmetric("before"),
     _asymmetric("added", "float"),
     *(_asymmetric(s, floats=True) for s in ("before", "computed", "between", "added")),
     *(ActivationProducer(f"static_asymmetric{'_prepared' * prepared}",

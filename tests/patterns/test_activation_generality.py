@@ -1,0 +1,30 @@
+"""How an int8 activation and its epilogue are spelled does not matter, and a near miss is none.
+
+A small number of seeds; the full measurement is
+
+    python -m tests.support.activation_programs --programs 1000 --near-misses 500
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.activation_programs import CRASH, REJECTED, WRONG, draw, verdict
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", range(4))
+def test_programs_are_matched_and_right(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        spelling = draw(("programs", seed))
+        found = verdict(spelling, seed)
+        assert found.outcome not in (WRONG, CRASH, REJECTED), f"{spelling}\n{found.detail}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("block", range(3))
+def test_near_misses_keep_their_value(block: int) -> None:
+    for seed in range(10 * block, 10 * block + 10):
+        spelling = draw(("near misses", seed), mutated=True)
+        found = verdict(spelling, seed)
+        assert found.outcome not in (WRONG, CRASH), f"{spelling}\n{found.detail}"
