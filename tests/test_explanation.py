@@ -77,6 +77,7 @@ class TestRows:
         row = on_a_gpu.rows[1].to_dict()
         assert row["matched"]
         assert row["spec"] == "(a=i8/token:f32, b=i8/channel:f32, out=bf16)"
+        assert row["activation"].startswith("dynamic per_token int8 symmetric, amax/127")
         assert (row["m"], row["n"], row["k"]) == (20, 64, 64)
         assert row["bytes"] == 20 * 64 + 64 * 64 + 2 * 20 * 64 + 4 * (20 + 64)
         assert row["operations"] == 2 * 20 * 64 * 64

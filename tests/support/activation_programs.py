@@ -189,7 +189,7 @@ def _integers(spelling: Spelling, x: Tensor, low: float = -128, high: float = 12
     if how == "minimum":
         return torch.minimum(torch.maximum(x.round(), x.new_full((), low)), x.new_full((), high))
     # Beyond int8 a cast is not defined: only an amax keeps within it.
-    if how == "none" and spelling["divisor"] != 128 and spelling["activation"] == "dynamic":
+    if how == "none" and spelling["divisor"] == 127 and spelling["activation"] == "dynamic":
         return x.round()
     return x.round().clamp(low, high)
 
