@@ -82,8 +82,9 @@ def _bounds(node: Any, depth: int, known: dict[fx.Node, Bounds]) -> Bounds:
     if not graph.is_tensor_node(node):
         return Bounds()
     if node not in known:
-        is_followed = depth <= MAX_DEPTH and not graph.is_mutated(node)
-        found = _of_op(node, depth, known) if is_followed else None
+        found = _of_op(node, depth, known) if depth <= MAX_DEPTH else None
+        if found is not None and graph.is_mutated(node):
+            found = None
         # An op whose exact result is not representable rounds, or wraps around.
         known[node] = (found or Bounds()).held_in(graph.value(node).dtype)
     return known[node]

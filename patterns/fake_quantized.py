@@ -91,11 +91,11 @@ class FakeQuantized:
 def read_fake_quantized(node: fx.Node) -> FakeQuantized | None:
     """How the values of ``node`` are made of small integers; None if they are not."""
     found = _Reader()
-    for _ in range(_MAX_STEPS):
-        if not graph.is_tensor_node(node) or graph.is_mutated(node):
-            return None
+    read: list[fx.Node] = []
+    while graph.is_tensor_node(node) and len(read) < _MAX_STEPS:
+        read.append(node)
         if found.is_integer(node):
-            return found.result(node)
+            return None if any(map(graph.is_mutated, read)) else found.result(node)
         step = found.step(node)
         if step is None:
             return None
@@ -110,6 +110,8 @@ class _Reader:
         self.alpha = 1.0
 
     def is_integer(self, node: fx.Node) -> bool:
+        if node.op != "call_function" and graph.value(node).dtype in FLOATS:
+            return False
         found = bounds(node)
         is_small = found.is_within(-128, 127) or found.is_within(0, 255)
         return found.is_integer and is_small
@@ -194,7 +196,7 @@ class _Reader:
         number = constant(item)
         if number is not None:
             return number
-        if not graph.is_tensor_node(item) or graph.is_mutated(item):
+        if not graph.is_tensor_node(item):
             return None
         axis = axis_of(item, after)
         return Vector(item, axis) if axis in ("row", "tensor") else None

@@ -104,7 +104,12 @@ def _factors(anchor: fx.Node) -> list[fx.Node]:
     if anchor.target == aten.sum.dim_IntList:  # of x[m, k, 1] * w[1, k, n]
         inputs = [node for product in inputs for node in product.all_input_nodes]
         inputs = [node.args[0] for node in inputs if node.target == aten.unsqueeze.default]  # type: ignore[misc]
-    return [node for node in inputs if graph.is_tensor_node(node)]
+    return [node for node in inputs if graph.is_tensor_node(node) and not _is_float_input(node)]
+
+
+def _is_float_input(node: fx.Node) -> bool:
+    """What every product of floats has, and nothing is known of."""
+    return graph.value(node).is_floating_point() and graph.is_stored(node)
 
 
 def _read(anchor: fx.Node, reader: Reader) -> tuple[Product, FakeQuantized, Int8Weight] | None:
