@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.activation_programs import CRASH, REJECTED, WRONG, draw, verdict
+from tests.support.correction_programs import outcome
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -28,3 +29,10 @@ def test_near_misses_keep_their_value(block: int) -> None:
         spelling = draw(("near misses", seed), mutated=True)
         found = verdict(spelling, seed)
         assert found.outcome not in (WRONG, CRASH), f"{spelling}\n{found.detail}"
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_random_terms_keep_their_value(block: int) -> None:
+    """``python -m tests.support.correction_programs --programs 500``"""
+    for seed in range(12 * block, 12 * block + 12):
+        assert not outcome(seed).startswith(WRONG), seed
