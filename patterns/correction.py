@@ -74,6 +74,9 @@ def read_correction(
     if len(column) != 1 or len(rows) > 1 or number * alpha != sign * reader.number:
         return None
     [sums] = column
+    # a tensor of no dimension may be on the CPU
+    if any(graph.value(node).device != graph.value(weight).device for node, _ in reader.factors):
+        return None
     is_sum = is_sum_of_columns(sums, weight)
     if not is_sum and graph.value(sums).dtype not in (*INTEGERS, *FLOATS):
         return None

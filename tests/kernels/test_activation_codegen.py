@@ -108,3 +108,20 @@ def test_a_fake_quantized_activation_is_stored_as_int8() -> None:
     assert "*i8" in first
     assert "tl.int32" in second
     assert "*i8" in second
+
+
+def test_a_factor_of_a_zero_point_on_the_cpu_is_left_in_the_graph() -> None:
+    def fn(a: Any, w: Any, factor: Any, scale: Any) -> torch.Tensor:
+        return (torch._int_mm(a, w.t()) - factor * w.sum(1)) * scale
+
+    def make(device: str) -> tuple[torch.Tensor, ...]:
+        return (
+            empty(64, K, dtype=i8, device=device), empty(N, K, dtype=i8, device=device),
+            torch.tensor(3.5), empty(64, 1, dtype=f32, device=device),
+        )  # fmt: skip
+
+    with collect() as report:
+        simulate.generate(
+            fn, make, backend=inductor_quant_backend, options={"inductor_quant.on_error": "raise"}
+        )
+    assert not any(match.spec.a.zero for match in report.matches)
