@@ -158,8 +158,9 @@ def test_a_dynamic_number_of_rows_is_matched(producer: ActivationProducer) -> No
 
 
 def test_the_formula_in_fp64_is_that_of_the_op() -> None:
+    torch.manual_seed(0)
     a, w = (torch.randint(-9, 9, (n, 8), dtype=torch.int8) for n in (3, 5))
     scales = torch.rand(3, 1), torch.rand(1, 5), torch.rand(5)
     zeros = torch.ones(3, 1, dtype=torch.int8), torch.rand(1, 5)
     got = w8a8.op(a, w.t(), *scales, *zeros, alpha=0.5, out_dtype=torch.float32)
-    assert torch.allclose(got.double(), exact(a, w.t(), *scales, *zeros, alpha=0.5), rtol=1e-5)
+    assert torch.allclose(got.double(), exact(a, w.t(), *scales, *zeros, alpha=0.5), rtol=1e-5, atol=1e-4)
