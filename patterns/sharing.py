@@ -27,6 +27,7 @@ class Numbering:
     def __init__(self) -> None:
         self._firsts: dict[object, fx.Node] = {}
         self._first_of: dict[fx.Node, fx.Node] = {}
+        self._mutated: dict[fx.Node, bool] = {}
 
     def first(self, node: fx.Node) -> fx.Node:
         """The first node asked for of those with this value."""
@@ -34,7 +35,7 @@ class Numbering:
         while todo:  # arguments first; no recursion, a graph may be deep
             last = todo[-1]
             waiting = [n for n in last.all_input_nodes if n not in self._first_of]
-            if waiting and last not in self._first_of and is_shareable(last):
+            if waiting and last not in self._first_of and _is_function(last):
                 todo += waiting
                 continue
             todo.pop()
@@ -44,8 +45,16 @@ class Numbering:
     def _add(self, node: fx.Node) -> None:
         if node in self._first_of:
             return
-        key = self._key(node) if is_shareable(node) else None
-        self._first_of[node] = node if key is None else self._firsts.setdefault(key, node)
+        # What is written to in the midst has another value before than after.
+        is_kept = _is_function(node) and not any(
+            map(self._is_mutated, (node, *node.all_input_nodes))
+        )
+        self._first_of[node] = self._firsts.setdefault(self._key(node), node) if is_kept else node
+
+    def _is_mutated(self, node: fx.Node) -> bool:
+        if node not in self._mutated:
+            self._mutated[node] = graph.is_mutated(node)
+        return self._mutated[node]
 
     def _key(self, node: fx.Node) -> object:
         return node.target, self._frozen(node.args), self._frozen(node.kwargs)
@@ -65,8 +74,8 @@ class Numbering:
         return self.first(a) is self.first(b)
 
 
-def is_shareable(node: fx.Node) -> bool:
-    """Whether the value is a function of the arguments alone, whenever it is computed."""
+def _is_function(node: fx.Node) -> bool:
+    """Whether the value is a function of the arguments alone."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
@@ -76,10 +85,7 @@ def is_shareable(node: fx.Node) -> bool:
         or "inductor_" in target._schema.name.removeprefix(f"{_OURS}::")  # prims.inductor_random
         or "empty" in target._schema.name
     )
-    if not is_known or is_random or node.is_impure():
-        return False
-    # What is written to in the midst has another value before than after.
-    return not any(map(graph.is_mutated, (node, *node.all_input_nodes)))
+    return is_known and not is_random and not node.is_impure()
 
 
 def share(owner: fx.Graph) -> int:
