@@ -163,4 +163,6 @@ def test_the_formula_in_fp64_is_that_of_the_op() -> None:
     scales = torch.rand(3, 1), torch.rand(1, 5), torch.rand(5)
     zeros = torch.ones(3, 1, dtype=torch.int8), torch.rand(1, 5)
     got = w8a8.op(a, w.t(), *scales, *zeros, alpha=0.5, out_dtype=torch.float32)
-    assert torch.allclose(got.double(), exact(a, w.t(), *scales, *zeros, alpha=0.5), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(
+        got.double(), exact(a, w.t(), *scales, *zeros, alpha=0.5), rtol=1e-5, atol=1e-4
+    )
