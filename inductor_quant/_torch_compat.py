@@ -133,6 +133,26 @@ def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
     return torch._TorchCompileInductorWrapper(mode, options, None)
 
 
+def values_of(tensor: torch.Tensor) -> list[int]:
+    """The elements of a tensor that has some, row-major; also while fake tensors are traced."""
+    modes = importlib.import_module("torch.utils._python_dispatch")
+    with modes._disable_current_modes():
+        found: list[int] = tensor.detach().flatten().tolist()
+    return found
+
+
+def is_of_module(placeholder: torch.fx.Node) -> bool:
+    """Whether Dynamo found this input of a graph in a module: a parameter, a buffer, an attribute.
+
+    Private to Dynamo; where it says nothing, False.
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    where = getattr(source, "guard_source", None)
+    where = where() if callable(where) else where
+    asked = ("is_unspecialized_nn_module", "is_specialized_nn_module")
+    return any(getattr(where, name, bool)() for name in asked)
+
+
 # ------------------------------------------------------------------------------------------
 # slots of custom graph passes
 

@@ -32,6 +32,9 @@ class Options:
                       "64x64x128_w4_s4_g8", or for one kernel alone, as a report names it,
                       "w8a8_mm 64x64x128_w4_s4_g8"; those that cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
+    read_tables       know small integer tables of the model (GPTQ's shift tables and ``g_idx``) by
+                      their values, and look at each call whether they still have them; of
+                      ``backend="inductor_quant"`` alone. False: kernels look them up
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
@@ -46,6 +49,7 @@ class Options:
     on_error: Literal["fallback", "raise"] = "fallback"
     configs: tuple[str, ...] = ()
     max_choices: int = 12
+    read_tables: bool = True
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,6 +74,8 @@ class Options:
         self._check_require()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
+        if not isinstance(self.read_tables, bool):
+            raise OptionError(f"read_tables={self.read_tables!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
             raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
         if self.max_choices < 1:

@@ -46,8 +46,9 @@ class QuantGemmPass(compat.CustomGraphPass):
     every compilation, also with a backward pass that is compiled later.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, constants: str = "") -> None:
         self._options = options
+        self._constants = constants
 
     @property
     def options(self) -> Options | None:
@@ -84,23 +85,30 @@ class QuantGemmPass(compat.CustomGraphPass):
                 raise RequirementError(family, least, matches[family])
 
     def uuid(self) -> tuple[str, ...] | None:
-        """What Inductor's caches know us by: every file of the package, the options, the versions.
+        """What Inductor's caches know us by: every file of the package, the options, the versions,
+        and the constants that we put into this graph (AOTAutograd's cache knows them by shape
+        alone).
 
         None (no caching) while a third party's pattern is registered: its code is not covered.
         """
         if patterns.has_third_party():
             return None
         state = repr(self.options) if self.options is not None else "inactive"
-        return ("inductor_quant", source_hash(), state, torch.__version__, triton.__version__)
+        versions = (torch.__version__, triton.__version__)
+        return ("inductor_quant", source_hash(), state, *versions, self._constants)
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
         return self  # Inductor copies config values
 
 
-@functools.cache
-def for_options(options: Options) -> QuantGemmPass:
+def for_options(options: Options, constants: str = "") -> QuantGemmPass:
     """The pass for these options, always the same object."""
-    return QuantGemmPass(options)
+    return _made(options, constants)
+
+
+@functools.cache
+def _made(options: Options, constants: str) -> QuantGemmPass:
+    return QuantGemmPass(options, constants)
 
 
 @functools.cache

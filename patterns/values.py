@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import arithmetic, graph
 from inductor_quant.patterns.digits import ZERO, Index, Unsupported
 from inductor_quant.patterns.expression import (
@@ -84,7 +85,7 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     flat = ZERO
     for size, i in zip(tensor.shape, index, strict=True):
         flat = flat * size + i
-    return Position(reader.space.look_up(tensor.flatten().tolist(), flat), tensor.dtype)
+    return Position(reader.space.look_up(compat.values_of(tensor), flat), tensor.dtype)
 
 
 @handles(aten.index.Tensor, aten._unsafe_index.Tensor)
