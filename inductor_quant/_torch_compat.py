@@ -31,6 +31,7 @@ _EXPORTS = {
     "SymbolicGridFn": "torch._inductor.select_algorithm",
     "TritonTemplate": "torch._inductor.select_algorithm",
     "V": "torch._inductor.virtualized",
+    "add_dont_constant_fold": "torch._inductor.constant_folding",
     "add_feedback_saver": "torch._inductor.select_algorithm",
     "autotune_select_algorithm": "torch._inductor.select_algorithm",
     "compile_fx": "torch._inductor.compile_fx",
@@ -56,6 +57,7 @@ _CONFIG = (
     "max_autotune_gemm",
     "freezing",
     "cpu_backend",
+    "joint_custom_pre_pass",
     "post_grad_custom_pre_pass",
 )
 
@@ -122,6 +124,11 @@ def uses_max_autotune() -> bool:
     """Whether the current compilation pays for timing several configurations."""
     config = inductor_config()
     return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def is_freezing() -> bool:
+    """Whether Inductor makes constants of parameters, and folds what is computed of them."""
+    return bool(inductor_config().freezing)
 
 
 def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:

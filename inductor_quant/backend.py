@@ -110,15 +110,20 @@ inductor_quant_backend.reset = _reset  # type: ignore[attr-defined]
 def patches(
     inductor_config: dict[str, Any], options: Options, constants: str = ""
 ) -> dict[str, Any]:
-    """``inductor_config`` (config patches) with our pass appended to its slot.
+    """``inductor_config`` (config patches) with our pass appended to its slot, and to the one
+    before constant folding where parameters are frozen.
 
     ``constants``: a digest of what Inductor's caches must know the graph by as well.
     """
-    from inductor_quant.patterns.pipeline import SLOT, QuantGemmPass, for_options
+    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT, QuantGemmPass, for_options
 
-    in_slot = compat.passes_in(inductor_config.get(SLOT, getattr(compat.inductor_config(), SLOT)))
-    users = [item for item in in_slot if not isinstance(item, QuantGemmPass)]
-    return {**inductor_config, SLOT: compat.slot_value([*users, for_options(options, constants)])}
+    patched = dict(inductor_config)
+    for slot in (EARLY_SLOT, SLOT) if compat.is_freezing() else (SLOT,):
+        old = inductor_config.get(slot, getattr(compat.inductor_config(), slot))
+        users = [item for item in compat.passes_in(old) if not isinstance(item, QuantGemmPass)]
+        ours = for_options(options, constants, is_early=slot == EARLY_SLOT)
+        patched[slot] = compat.slot_value([*users, ours])
+    return patched
 
 
 def is_usable(options: Options) -> bool:
@@ -161,20 +166,22 @@ def _ambient_options() -> Options | None:
     return _block_options.get() or _process_options
 
 
+def _ambient_pass(*, is_early: bool = False) -> QuantGemmPass:
+    return _made_ambient(is_early)
+
+
 @functools.cache
-def _ambient_pass() -> QuantGemmPass:
-    """The one pass behind ``enable`` and ``enabled``: asks on each use whether it is to act."""
+def _made_ambient(is_early: bool) -> QuantGemmPass:
+    """The one pass behind ``enable`` and ``enabled`` in its slot: asks on each use whether it is to
+    act."""
     from inductor_quant.patterns.pipeline import QuantGemmPass
 
     class AmbientPass(QuantGemmPass):
-        def __init__(self) -> None:
-            self._constants = ""
-
         @property
         def options(self) -> Options | None:
             return _ambient_options()
 
-    return AmbientPass()
+    return AmbientPass(Options(), is_early=is_early)
 
 
 def enable(**options: Any) -> None:
@@ -222,15 +229,17 @@ def enabled(**options: Any) -> Iterator[None]:
 
 
 def _install() -> None:
-    from inductor_quant.patterns.pipeline import SLOT
+    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 
+    compat.install_globally(EARLY_SLOT, _ambient_pass(is_early=True))
     compat.install_globally(SLOT, _ambient_pass())
 
 
 def _uninstall_if_unused() -> None:
     if _process_options is None and _open_blocks == 0 and not compat.problems():
-        from inductor_quant.patterns.pipeline import SLOT
+        from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 
+        compat.uninstall_globally(EARLY_SLOT, _ambient_pass(is_early=True))
         compat.uninstall_globally(SLOT, _ambient_pass())
 
 
@@ -239,6 +248,9 @@ def _register() -> None:
         # imported for their registrations
         from inductor_quant import lowering, ops  # noqa: F401
         from inductor_quant.patterns import pipeline  # noqa: F401
+
+        for module in (ops.w8a8, ops.weight_only, ops.row_reduce):
+            compat.add_dont_constant_fold(module.op)
 
 
 _register()

@@ -1,4 +1,8 @@
-"""The pass that Inductor runs in its post-grad *pre* slot: recognise, decide, rewrite, report."""
+"""The pass that Inductor runs in its post-grad *pre* slot: recognise, decide, rewrite, report.
+
+Where parameters are frozen, constant folding makes a dense weight of a dequantization before that
+slot. There it runs in the joint graph's pre slot, on the same operations.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,9 @@ from inductor_quant.patterns.sharing import share
 log = logging.getLogger(__name__)
 
 SLOT = "post_grad_custom_pre_pass"
+EARLY_SLOT = "joint_custom_pre_pass"
+# Noted at a product that was decided about in the early slot.
+_DECIDED = "inductor_quant_decided"
 # What is said of a product of floats as well, where it tells nothing.
 _OF_ANY_PRODUCT = (
     RejectionCode.NOT_QUANTIZED,
@@ -46,9 +53,10 @@ class QuantGemmPass(compat.CustomGraphPass):
     every compilation, also with a backward pass that is compiled later.
     """
 
-    def __init__(self, options: Options, constants: str = "") -> None:
+    def __init__(self, options: Options, constants: str = "", *, is_early: bool = False) -> None:
         self._options = options
         self._constants = constants
+        self._is_early = is_early
 
     @property
     def options(self) -> Options | None:
@@ -57,7 +65,7 @@ class QuantGemmPass(compat.CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         options = self.options
-        if options is None:
+        if options is None or (self._is_early and not _will_be_frozen(graph)):
             return
         by_anchor: dict[object, list[Pattern]] = {}
         for pattern in patterns.patterns():
@@ -68,12 +76,16 @@ class QuantGemmPass(compat.CustomGraphPass):
         for node in list(graph.nodes):
             if node.op != "call_function" or node._erased:  # with a rewrite before it
                 continue
+            if node.meta.pop(_DECIDED, False):
+                continue
             candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
             if not candidates and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
             decision = _treat(node, candidates, options)
             if decision is None:
                 continue
+            if self._is_early and not node._erased:
+                node.meta[_DECIDED] = True
             log.info("%s", decision)
             report.add(decision)
             has_products = True
@@ -95,20 +107,33 @@ class QuantGemmPass(compat.CustomGraphPass):
             return None
         state = repr(self.options) if self.options is not None else "inactive"
         versions = (torch.__version__, triton.__version__)
-        return ("inductor_quant", source_hash(), state, *versions, self._constants)
+        return (
+            "inductor_quant",
+            source_hash(),
+            state,
+            *versions,
+            self._constants,
+            "early" if self._is_early else "",
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
         return self  # Inductor copies config values
 
 
-def for_options(options: Options, constants: str = "") -> QuantGemmPass:
-    """The pass for these options, always the same object."""
-    return _made(options, constants)
+def for_options(options: Options, constants: str = "", *, is_early: bool = False) -> QuantGemmPass:
+    """The pass for these options, always the same object; ``is_early``: that for EARLY_SLOT."""
+    return _made(options, constants, is_early)
 
 
 @functools.cache
-def _made(options: Options, constants: str) -> QuantGemmPass:
-    return QuantGemmPass(options, constants)
+def _made(options: Options, constants: str, is_early: bool) -> QuantGemmPass:
+    return QuantGemmPass(options, constants, is_early=is_early)
+
+
+def _will_be_frozen(graph: fx.Graph) -> bool:
+    """Whether the constants of this graph will be folded: no graph of a training is frozen."""
+    is_joint = any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
+    return compat.is_freezing() and not is_joint
 
 
 @functools.cache

@@ -78,8 +78,15 @@ def _copy(reader: Reader, node: fx.Node, index: At) -> Expr:
 
 @handles(CONSTANT)
 def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
-    """A tensor of the graph itself: small integer ones are known by value."""
+    """A tensor of the graph itself: small integer ones are known by value.
+
+    Where a model is exported, its buffers are such tensors too. What is no vector is taken for a
+    weight, whatever its values: those of a package may be replaced where it is loaded.
+    """
     tensor = graph.attribute(node)
+    is_literal = str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+    if not is_literal and sum(size > 1 for size in graph.value(node).shape) > 1:
+        raise Unsupported("a matrix that is no literal of the code")
     if tensor is None or tensor.dtype not in INTEGERS or tensor.numel() > MAX_CONSTANT:
         raise Unsupported("no constant that is read for its values")
     flat = ZERO
