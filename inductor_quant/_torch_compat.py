@@ -55,6 +55,7 @@ _SELECT = ("name", "choices", "input_nodes", "layout", "return_multi_template")
 _CONFIG = (
     "max_autotune",
     "max_autotune_gemm",
+    "emulate_precision_casts",
     "freezing",
     "cpu_backend",
     "joint_custom_pre_pass",
@@ -124,6 +125,14 @@ def uses_max_autotune() -> bool:
     """Whether the current compilation pays for timing several configurations."""
     config = inductor_config()
     return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def keeps_roundings() -> bool:
+    """Whether Inductor rounds to bf16 and fp16 wherever eager mode does, and fuses no multiply-add.
+
+    (Its own kernels; templates are told by ``triton_meta``.)
+    """
+    return bool(inductor_config().emulate_precision_casts)
 
 
 def is_freezing() -> bool:

@@ -118,6 +118,8 @@ def patches(
     from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT, QuantGemmPass, for_options
 
     patched = dict(inductor_config)
+    if options.numerics == "strict":
+        patched["emulate_precision_casts"] = True
     for slot in (EARLY_SLOT, SLOT) if compat.is_freezing() else (SLOT,):
         old = inductor_config.get(slot, getattr(compat.inductor_config(), slot))
         users = [item for item in compat.passes_in(old) if not isinstance(item, QuantGemmPass)]

@@ -32,6 +32,11 @@ class Options:
                       "64x64x128_w4_s4_g8", or for one kernel alone, as a report names it,
                       "w8a8_mm 64x64x128_w4_s4_g8"; those that cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
+    numerics          "strict": only what is bit for bit what the graph computes in eager mode, on
+                      the same quantized operands: integer products with scales (and bias) in fp32,
+                      up to the first rounding; the rest stays in the graph, whose roundings
+                      Inductor then keeps (``emulate_precision_casts``). Other GEMMs are declined
+                      as ``NUMERICS``. "default": at least as near to the exact result as the graph
     read_tables       know small integer tables of the model (GPTQ's shift tables and ``g_idx``) by
                       their values, and look at each call whether they still have them; of
                       ``backend="inductor_quant"`` alone. False: kernels look them up
@@ -50,6 +55,7 @@ class Options:
     configs: tuple[str, ...] = ()
     max_choices: int = 12
     read_tables: bool = True
+    numerics: Literal["default", "strict"] = "default"
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -74,6 +80,8 @@ class Options:
         self._check_require()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
+        if self.numerics not in ("default", "strict"):
+            raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
         if not isinstance(self.read_tables, bool):
             raise OptionError(f"read_tables={self.read_tables!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):

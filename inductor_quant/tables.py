@@ -273,29 +273,36 @@ def _name(node: fx.Node) -> str:
 # ------------------------------------------------------------------------------------------
 # the guard
 
-_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-_data_ptr = torch.Tensor.data_ptr
+_version = operator.attrgetter("_version")
+_address_of = torch.Tensor.data_ptr
 
 
 @dataclasses.dataclass(frozen=True)
 class _State:
     """Tensors that were looked at, when they held (or not) what was compiled.
 
-    They are kept, so that none of another life has the identity or the address of one of them.
+    They are kept, with their memory, so that none of another life has the identity or the address
+    of one of them. ``counted``: one for each version counter, which views of a tensor share.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    storages: tuple[Any, ...]
-    versions: list[int]
+    tensors: list[torch.Tensor]
+    storages: list[Any]
     addresses: list[int]
+    counted: list[torch.Tensor]
+    versions: list[int]
     is_as_compiled: bool
 
     @property
     def is_unchanged(self) -> bool:
         return (
-            list(map(_version, self.tensors)) == self.versions
-            and list(map(_data_ptr, self.tensors)) == self.addresses
+            list(map(_version, self.counted)) == self.versions
+            and list(map(_address_of, self.tensors)) == self.addresses
         )
+
+
+def _counted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    owners = {id(t if t._base is None else t._base): t for t in tensors}
+    return list(owners.values())
 
 
 class Guarded:
@@ -323,12 +330,16 @@ class Guarded:
         self._make_general = general
         self._general: Callable[..., Any] | None = None
         self._states: OrderedDict[tuple[int, ...], _State] = OrderedDict()
+        self._last: _State | None = None
 
     def __call__(self, *args: Any) -> Any:
         tensors = self._pick(args)[:-1]
-        state = self._states.get(tuple(map(id, tensors)))
+        state = self._last
+        if state is None or not all(map(operator.is_, tensors, state.tensors)):
+            state = self._states.get(tuple(map(id, tensors)))
         if state is None or not state.is_unchanged:
             state = self._look_at(tensors)
+        self._last = state
         if state.is_as_compiled:
             return self._call(*args)
         if self._general is None:
@@ -336,11 +347,13 @@ class Guarded:
         return self._general(*args)
 
     def _look_at(self, tensors: tuple[torch.Tensor, ...]) -> _State:
+        counted = _counted(tensors)
         # versions first: what is written meanwhile is seen in the next call
-        versions, addresses = list(map(_version, tensors)), list(map(_data_ptr, tensors))
-        storages = tuple(tensor.untyped_storage() for tensor in tensors)
+        versions = list(map(_version, counted))
+        addresses = list(map(_address_of, tensors))
+        storages = [tensor.untyped_storage() for tensor in tensors]
         equal = all(map(torch.equal, self._expected, tensors))
-        state = _State(tensors, storages, versions, addresses, equal)
+        state = _State(list(tensors), storages, addresses, counted, versions, equal)
         self._states[tuple(map(id, tensors))] = state
         if len(self._states) > MAX_STATES:
             self._states.popitem(last=False)

@@ -26,6 +26,7 @@ from inductor_quant.patterns import graph as reading
 from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite
+from inductor_quant.patterns.exactness import classify, strictly
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
 from inductor_quant.patterns.sharing import share
@@ -172,6 +173,8 @@ def _treat(
         is_ordinary = isinstance(found, Rejection) and found.code in _OF_ANY_PRODUCT
         if is_ordinary and site is not None and not site.source:
             return survey.decline(anchor, site)
+        if isinstance(found, RecognizedGemm) and options.numerics == "strict":
+            found = _policy(found, module, options) or strictly(found)
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
             where = refusal.node or anchor.name
@@ -179,13 +182,14 @@ def _treat(
         assert isinstance(found, RecognizedGemm)
         if site is None and report.is_open():
             site = survey.describe_found(found)
-        name = anchor.name
+        name, exactness = anchor.name, classify(found)
         activation = recipe.describe(found)
         call = rewrite(found)
         if found.row_scale is not None:
             keep_rows_whole(found.row_scale)
         size = (found.m, found.n, found.k)
-        return Match(found.family, found.spec, *size, name, module, call.name, site, activation)
+        about = (name, module, call.name, site, activation, exactness)
+        return Match(found.family, found.spec, *size, *about)
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError(f"inductor_quant failed at {anchor.name}") from error
@@ -229,6 +233,10 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
     device = reading.value(found.anchor).device
     if not compat.runs_triton(device):
         return Rejection(RejectionCode.DEVICE, f"{device} runs {found.family} without our kernels")
+    if options.numerics == "strict" and not compat.keeps_roundings():
+        return Rejection(
+            RejectionCode.NUMERICS, "torch._inductor.config.emulate_precision_casts is off"
+        )
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None

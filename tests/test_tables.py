@@ -331,7 +331,7 @@ def test_without_the_guard_a_change_is_not_seen(rewrites, monkeypatch, change):
     assert not is_right(module, f, x)
 
 
-@pytest.mark.parametrize("part", ["_version", "_data_ptr"])
+@pytest.mark.parametrize("part", ["_version", "_address_of"])
 def test_each_part_of_the_guard_is_needed(rewrites, monkeypatch, part):
     monkeypatch.setattr(tables, part, lambda tensor: 0)
     seen = []
@@ -365,6 +365,14 @@ def test_the_memory_of_a_table_is_not_given_to_another(rewrites):
     for _ in range(50):
         module.g_idx.data = module.g_idx.data.clone()
         assert module.g_idx.data_ptr() != address
+
+
+def test_views_of_one_tensor_share_a_counter_and_others_do_not():
+    base = torch.arange(8)
+    views, apart = [base.view(1, 8), base.view(8, 1)], [torch.arange(8), base.detach()]
+    assert len(tables._counted([*views, *apart])) == 3
+    base.add_(1)
+    assert [view._version for view in views] == [1, 1]
 
 
 def test_an_equal_table_is_compared_once(rewrites, monkeypatch):
