@@ -127,6 +127,11 @@ def uses_max_autotune() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
+def is_exporting() -> bool:
+    """Whether the compilation under way is AOTInductor's, for another process."""
+    return bool(getattr(__getattr__("V"), "aot_compilation", False))
+
+
 def keeps_roundings() -> bool:
     """Whether Inductor rounds to bf16 and fp16 wherever eager mode does, and fuses no multiply-add.
 

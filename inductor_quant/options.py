@@ -40,6 +40,10 @@ class Options:
     read_tables       know small integer tables of the model (GPTQ's shift tables and ``g_idx``) by
                       their values, and look at each call whether they still have them; of
                       ``backend="inductor_quant"`` alone. False: kernels look them up
+    verify            compare each fused GEMM on its first real inputs with its graph, op by op and
+                      in fp64: ``Report.verifications`` has the errors; one beyond the graph's is
+                      warned of, or raised as VerificationError with ``on_error="raise"``. Not
+                      cached; a copy of each result. For tests
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
@@ -56,6 +60,7 @@ class Options:
     max_choices: int = 12
     read_tables: bool = True
     numerics: Literal["default", "strict"] = "default"
+    verify: bool = False
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -82,8 +87,9 @@ class Options:
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
             raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
-        if not isinstance(self.read_tables, bool):
-            raise OptionError(f"read_tables={self.read_tables!r} must be True or False")
+        for name in ("read_tables", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
             raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
         if self.max_choices < 1:

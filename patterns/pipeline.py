@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -20,12 +21,13 @@ from torch import fx
 from inductor_quant import _torch_compat as compat
 from inductor_quant import patterns, report
 from inductor_quant.decisions import Match, Rejection, RejectionCode
-from inductor_quant.errors import InductorQuantError, RequirementError
+from inductor_quant.errors import InductorQuantError, OptionError, RequirementError
+from inductor_quant.ops import verify
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
 from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
-from inductor_quant.patterns.canonicalize import rewrite
+from inductor_quant.patterns.canonicalize import rewrite, subgraph_of
 from inductor_quant.patterns.exactness import classify, strictly
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
@@ -102,9 +104,10 @@ class QuantGemmPass(compat.CustomGraphPass):
         and the constants that we put into this graph (AOTAutograd's cache knows them by shape
         alone).
 
-        None (no caching) while a third party's pattern is registered: its code is not covered.
+        None (no caching) while a third party's pattern is registered, whose code is not covered,
+        and with ``verify``, whose subgraphs are in this process alone.
         """
-        if patterns.has_third_party():
+        if patterns.has_third_party() or (self.options is not None and self.options.verify):
             return None
         state = repr(self.options) if self.options is not None else "inactive"
         versions = (torch.__version__, triton.__version__)
@@ -184,12 +187,14 @@ def _treat(
             site = survey.describe_found(found)
         name, exactness = anchor.name, classify(found)
         activation = recipe.describe(found)
-        call = rewrite(found)
+        call = rewrite(found, _watch(found, options)) if options.verify else rewrite(found)
         if found.row_scale is not None:
             keep_rows_whole(found.row_scale)
         size = (found.m, found.n, found.k)
         about = (name, module, call.name, site, activation, exactness)
         return Match(found.family, found.spec, *size, *about)
+    except OptionError:
+        raise
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError(f"inductor_quant failed at {anchor.name}") from error
@@ -207,6 +212,15 @@ def _finish(graph: fx.Graph, options: Options) -> None:
         if options.on_error == "raise":
             raise InductorQuantError("inductor_quant failed after its rewrites") from error
         log.warning("failed after the rewrites", exc_info=True)
+
+
+def _watch(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:
+    """The arguments of ``inductor_quant::verify`` after the result."""
+    if compat.is_exporting():
+        raise OptionError("verify compares in the process that compiled: leave it out of an export")
+    subgraph, tensors, sizes = subgraph_of(found)
+    name = f"{found.family} {found.spec} at {found.anchor.name}"
+    return tensors, sizes, verify.remember(subgraph, name, raises=options.on_error == "raise")
 
 
 def _first_recognition(
