@@ -251,7 +251,7 @@ def _register() -> None:
         from inductor_quant import lowering, ops  # noqa: F401
         from inductor_quant.patterns import pipeline  # noqa: F401
 
-        for module in (ops.w8a8, ops.weight_only, ops.row_reduce):
+        for module in (ops.w8a8, ops.weight_only, ops.row_reduce, ops.quantize):
             compat.add_dont_constant_fold(module.op)
 
 
