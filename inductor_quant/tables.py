@@ -83,7 +83,7 @@ _PRODUCTS = frozenset(
 @dataclasses.dataclass(frozen=True)
 class Table:
     """``node``, a placeholder (``position``: the number of the argument) or, where parameters are
-    frozen, a ``get_attr`` (None), and the value that it has now."""
+    frozen, a ``get_attr`` (None), and a copy of the value that it has now."""
 
     node: fx.Node
     position: int | None
@@ -104,15 +104,21 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Table]:
     # Tables are not written to in this graph; what shares memory with one might be.
     known = {id(table.value) for table in found}
     others = {_address(t) for t in example_inputs if _is_real(t) and id(t) not in known}
-    return [t for t in found if t.position is None or _address(t.value) not in others]
+    return [
+        dataclasses.replace(table, value=table.value.detach().clone())
+        for table in found
+        if table.position is None or _address(table.value) not in others
+    ]
 
 
 def make_constant(gm: fx.GraphModule, tables: Sequence[Table]) -> None:
     """Put the tables into the graph as constants, instead of what held them."""
+    if not tables:
+        return
     for number, table in enumerate(tables):
         name = f"_inductor_quant_table{number}"
         # an attribute and no buffer: AOTAutograd makes inputs of buffers
-        setattr(gm, name, table.value.detach().clone())
+        setattr(gm, name, table.value)
         with gm.graph.inserting_after(table.node):
             held = gm.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
         with gm.graph.inserting_after(held):
@@ -311,8 +317,8 @@ class Guarded:
 
     Looked at on each call: that the tensors are the same objects, at the same addresses, with the
     same version, which every write that torch knows of counts up. Only if one is not, the contents
-    are compared. (A write past torch, such as through ``.data``, numpy or a kernel of one's own, is
-    not counted: ``read_tables=False`` is for those who do that.)
+    are compared. Not counted is a write past torch: through ``.data``, numpy or a kernel of one's
+    own. And a CUDA graph that the user captures replays what was compiled, without this look.
     """
 
     def __init__(
@@ -323,9 +329,7 @@ class Guarded:
     ) -> None:
         positions = [table.position for table in tables if table.position is not None]
         self._pick = operator.itemgetter(*positions, positions[0])  # always a tuple
-        self._expected = [
-            table.value.detach().clone() for table in tables if table.position is not None
-        ]
+        self._expected = [table.value for table in tables if table.position is not None]
         self._call = compiled
         self._make_general = general
         self._general: Callable[..., Any] | None = None

@@ -281,13 +281,17 @@ def another_memory(module):
     module.g_idx.data = reversed_groups(module)
 
 
+def in_inference_mode(module):
+    with torch.inference_mode():
+        module.g_idx.copy_(reversed_groups(module))
+
+
+def by_a_compiled_function(module):
+    torch.compile(lambda buffer: buffer.mul_(-1).add_(3), backend="aot_eager")(module.g_idx)
+
+
 def set_(module):
     module.g_idx.set_(reversed_groups(module))
-
-
-def the_shifts(module):
-    module.wf_column.copy_(module.wf_column.flip(1))
-    module.stored = "reversed"
 
 
 CHANGES = [
@@ -299,6 +303,8 @@ CHANGES = [
     state_dict_assigned,
     another_buffer,
     another_memory,
+    in_inference_mode,
+    by_a_compiled_function,
     set_,
 ]
 
@@ -354,6 +360,24 @@ def test_a_shift_table_that_changes_is_seen(rewrites):
         module.wf_column.copy_(module.wf_column.flip(1))
         assert not torch.equal(f(x), before)
         assert torch.allclose(f(x), module(x), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_compared_with_is_what_was_compiled(rewrites, monkeypatch):
+    """A table that is written to while Inductor compiles."""
+    module, x = gptq(), x_of()
+    compile_fx = compat.compile_fx
+
+    def slow(*args, **kwargs):
+        compiled = compile_fx(*args, **kwargs)
+        module.g_idx.copy_(reversed_groups(module))
+        return compiled
+
+    monkeypatch.setattr(compat, "compile_fx", slow)
+    f = compiled(module)
+    with torch.no_grad():
+        f(x)
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    assert is_right(module, f, x)
 
 
 def test_the_memory_of_a_table_is_not_given_to_another(rewrites):
