@@ -29,7 +29,7 @@ _ALPHA, _ROW, _COLUMN, _BIAS = range(4)
 
 def classify(found: RecognizedGemm) -> Exactness:
     """The class of a match."""
-    if found.op is w8a8.op and len(found.args) == 5:
+    if _is_plain_w8a8(found):
         return _classify_w8a8(found)
     if found.op is weight_only.op:
         return _classify_weight_only(found)
@@ -41,8 +41,8 @@ def strictly(found: RecognizedGemm) -> RecognizedGemm | Rejection:
 
     It ends before the first rounding: that, and all behind it, stays in the graph.
     """
-    if found.op is not w8a8.op or len(found.args) != 5:
-        return _declined(found, "a sum of floats has no order of its own")
+    if not _is_plain_w8a8(found):
+        return _declined(found, "no product of integers with scales behind it")
     exact = _exact_part(found)
     if not exact.taken:
         return _declined(found, f"{exact.stopped_at} rounds, or scales in another order")
@@ -87,12 +87,18 @@ def _declined(found: RecognizedGemm, why: str) -> Rejection:
 @dataclasses.dataclass
 class _Exact:
     """The nodes behind the anchor that the op computes bit for bit, in fp32, and which of its
-    operands they take. ``reorders``: the next one takes an operand out of turn."""
+    operands they take."""
 
     nodes: list[fx.Node]
     taken: list[int]
     stopped_at: str = ""
-    reorders: bool = False
+
+
+def _is_plain_w8a8(found: RecognizedGemm) -> bool:
+    """Whether the graph multiplies integers, and has no zero point. (In a fake-quantized graph it
+    multiplies floats, so that the scales are applied to the terms of the sum.)"""
+    is_product = found.anchor.target == aten._int_mm.default
+    return found.op is w8a8.op and is_product and len(found.args) == 5
 
 
 def _exact_part(found: RecognizedGemm) -> _Exact:
@@ -109,7 +115,6 @@ def _exact_part(found: RecognizedGemm) -> _Exact:
         place = _place(node, last, found)
         if place is None or (places and isinstance(place, int) and place <= places[-1]):
             exact.stopped_at = node.name
-            exact.reorders = isinstance(place, int) or _is_product(node)
             break
         if isinstance(place, int):
             places.append(place)
@@ -127,7 +132,12 @@ def _place(node: fx.Node, last: fx.Node, found: RecognizedGemm) -> int | str | N
         return ""
     if node.target == CAST:
         return "" if after in (before, F32) and before not in _NARROW else None
-    if node.target not in (aten.mul.Tensor, aten.add.Tensor) or after != F32:
+    return _operand_of(node, last, found) if after == F32 else None
+
+
+def _operand_of(node: fx.Node, last: fx.Node, found: RecognizedGemm) -> int | None:
+    """Which operand ``node`` multiplies ``last`` by, or adds to it, whatever it rounds."""
+    if node.target not in (aten.mul.Tensor, aten.add.Tensor):
         return None
     if node.kwargs or len(node.args) != 2 or node.args.count(last) != 1:
         return None
@@ -155,18 +165,23 @@ def _stands_for(item: object, operand: object) -> bool:
     return wanted is not None and item is wanted
 
 
-def _is_product(node: fx.Node) -> bool:
-    return node.target == aten.mul.Tensor and graph.value(node).dtype == F32
-
-
 def _classify_w8a8(found: RecognizedGemm) -> Exactness:
     exact = _exact_part(found)
-    behind = [node for node in found.interior if node is not found.anchor]
-    rest = [node for node in behind if node not in exact.nodes]
-    if exact.reorders:
-        return Exactness.REASSOCIATED
     views = (CAST, *graph.RESHAPES, aten.expand.default)
-    if _BIAS in exact.taken or any(node.target not in views for node in rest):
+    inside, last = {*found.interior, found.end}, found.anchor
+    places: list[int] = []
+    while last is not found.end:
+        following = [user for user in graph.users(last) if user in inside]
+        if len(following) != 1:
+            return Exactness.REASSOCIATED
+        (node,) = following
+        if node.target not in views:
+            place = _operand_of(node, last, found)
+            if place is None or (places and place <= places[-1]):
+                return Exactness.REASSOCIATED
+            places.append(place)
+        last = node
+    if places != exact.taken or _BIAS in places:
         return Exactness.FEWER_ROUNDINGS
     return Exactness.BIT_EXACT
 
@@ -178,6 +193,8 @@ def _classify_w8a8(found: RecognizedGemm) -> Exactness:
 def _classify_weight_only(found: RecognizedGemm) -> Exactness:
     format = WeightFormat.decode(found.kwargs["format"])
     x = found.args[0].node if isinstance(found.args[0], Operand) else found.args[0]
+    if not isinstance(x, fx.Node):
+        return Exactness.REASSOCIATED
     x_dtype = graph.value(x).dtype
     element = graph.value(found.args[1][format.element.source]).dtype
     if weight_only.split_steps(format, x_dtype, element)[1]:

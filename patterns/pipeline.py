@@ -190,9 +190,8 @@ def _treat(
         call = rewrite(found, _watch(found, options)) if options.verify else rewrite(found)
         if found.row_scale is not None:
             keep_rows_whole(found.row_scale)
-        size = (found.m, found.n, found.k)
-        about = (name, module, call.name, site, activation, exactness)
-        return Match(found.family, found.spec, *size, *about)
+        size, names = (found.m, found.n, found.k), (name, module, call.name)
+        return Match(found.family, found.spec, *size, *names, site, activation, exactness)
     except OptionError:
         raise
     except Exception as error:
