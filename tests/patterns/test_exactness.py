@@ -131,6 +131,30 @@ def test_strict_declines_a_sum_of_floats():
     assert torch.equal(result, module(x))
 
 
+def fake_quantized(x, b, row, column, bias):
+    """What is multiplied are floats, so that the scales are applied before the sum."""
+    a = torch.clamp(torch.round(x / 0.03), -128, 127) * 0.03
+    return a @ (b.float() * column)
+
+
+def with_zero_point(a, b, row, column, bias):
+    return (mm(a, b) - 7 * b.sum(0)).float() * row * column
+
+
+@pytest.mark.parametrize("fn", [fake_quantized, with_zero_point], ids=lambda fn: fn.__name__)
+def test_what_is_read_otherwise_is_in_the_weakest_class_and_no_match_of_strict(fn):
+    args = list(operands())
+    if fn is fake_quantized:
+        args[0] = torch.randn(M, K)
+    _, [rewrite] = capture(fn, args)
+    assert [match.exactness for match in rewrite.report.matches] == [REASSOCIATED]
+    torch._dynamo.reset()
+    with config.patch(emulate_precision_casts=True):
+        result, [rewrite] = capture(fn, args, options=STRICT)
+    assert rewrite.is_untouched
+    assert torch.equal(result, rewrite.before(*rewrite.inputs)[0])
+
+
 def test_strict_needs_inductors_roundings():
     """What stays in the graph would be fused without its roundings."""
     _, [rewrite] = capture(CHAINS[0][1], operands(), options=STRICT)
