@@ -31,6 +31,7 @@ _EXPORTS = {
     "SymbolicGridFn": "torch._inductor.select_algorithm",
     "TritonTemplate": "torch._inductor.select_algorithm",
     "V": "torch._inductor.virtualized",
+    "add_dont_constant_fold": "torch._inductor.constant_folding",
     "add_feedback_saver": "torch._inductor.select_algorithm",
     "autotune_select_algorithm": "torch._inductor.select_algorithm",
     "compile_fx": "torch._inductor.compile_fx",
@@ -54,8 +55,10 @@ _SELECT = ("name", "choices", "input_nodes", "layout", "return_multi_template")
 _CONFIG = (
     "max_autotune",
     "max_autotune_gemm",
+    "emulate_precision_casts",
     "freezing",
     "cpu_backend",
+    "joint_custom_pre_pass",
     "post_grad_custom_pre_pass",
 )
 
@@ -124,6 +127,24 @@ def uses_max_autotune() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
+def is_exporting() -> bool:
+    """Whether the compilation under way is AOTInductor's, for another process."""
+    return bool(getattr(__getattr__("V"), "aot_compilation", False))
+
+
+def keeps_roundings() -> bool:
+    """Whether Inductor rounds to bf16 and fp16 wherever eager mode does, and fuses no multiply-add.
+
+    (Its own kernels; templates are told by ``triton_meta``.)
+    """
+    return bool(inductor_config().emulate_precision_casts)
+
+
+def is_freezing() -> bool:
+    """Whether Inductor makes constants of parameters, and folds what is computed of them."""
+    return bool(inductor_config().freezing)
+
+
 def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
     """torch.compile's own object for backend="inductor": validates ``options``, expands ``mode``.
 
@@ -131,6 +152,26 @@ def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
     calls.
     """
     return torch._TorchCompileInductorWrapper(mode, options, None)
+
+
+def values_of(tensor: torch.Tensor) -> list[int]:
+    """The elements of a tensor that has some, row-major; also while fake tensors are traced."""
+    modes = importlib.import_module("torch.utils._python_dispatch")
+    with modes._disable_current_modes():
+        found: list[int] = tensor.detach().flatten().tolist()
+    return found
+
+
+def is_of_module(placeholder: torch.fx.Node) -> bool:
+    """Whether Dynamo found this input of a graph in a module: a parameter, a buffer, an attribute.
+
+    Private to Dynamo; where it says nothing, False.
+    """
+    source = getattr(placeholder.meta.get("grapharg"), "source", None)
+    where = getattr(source, "guard_source", None)
+    where = where() if callable(where) else where
+    asked = ("is_unspecialized_nn_module", "is_specialized_nn_module")
+    return any(getattr(where, name, bool)() for name in asked)
 
 
 # ------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inductor_quant import _torch_compat as compat
+from inductor_quant import tables
 from inductor_quant.errors import OptionError, UnsupportedTorchError
-from inductor_quant.options import Options, is_disabled_by_environment
+from inductor_quant.options import PREFIX, Options, is_disabled_by_environment
 
 if TYPE_CHECKING:
     from inductor_quant.patterns.pipeline import QuantGemmPass
@@ -53,7 +54,49 @@ def inductor_quant_backend(
         )
     if not is_usable(checked):
         return wrapper(gm, example_inputs)
-    return compat.compile_fx(gm, example_inputs, config_patches=patches(wrapper.config, checked))
+    found = _tables(gm, example_inputs, checked)
+    general = None
+    if any(table.position is not None for table in found):
+        general = functools.partial(_general, tables.copy_of(gm), mode, options)
+    tables.make_constant(gm, found)
+    patched = patches(wrapper.config, checked, tables.digest(found))
+    compiled = compat.compile_fx(gm, example_inputs, config_patches=patched)
+    return compiled if general is None else tables.guarded(compiled, found, general)
+
+
+def _tables(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> list[tables.Table]:
+    if not options.read_tables or "weight_only" not in options.families:
+        return []
+    try:
+        return tables.find(gm, example_inputs)
+    except Exception as error:
+        if options.on_error == "raise":
+            raise
+        warnings.warn(f"inductor_quant reads no tables: {error!r}", RuntimeWarning, stacklevel=3)
+        return []
+
+
+def _general(
+    gm: torch.fx.GraphModule, mode: str | None, options: dict[str, Any] | None
+) -> Callable[..., Any]:
+    """``gm`` compiled anew, by Dynamo, for whatever its tables hold."""
+    ours, inductors = Options.split(options)
+    if ours.get("include_modules") or ours.get("exclude_modules"):
+        ours["families"] = ()  # where its nodes come from is not known any more
+    settings = {PREFIX + name: value for name, value in (ours | {"read_tables": False}).items()}
+    settings.pop(PREFIX + "require", None)
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return inductor_quant_backend(
+            gm, example_inputs, mode=mode, options=inductors | settings or None
+        )
+
+    def call(*args: Any) -> Any:  # of a GraphModule that it is given, Dynamo traces nothing
+        return gm(*args)
+
+    return torch.compile(call, backend=backend)
 
 
 def _reset() -> None:
@@ -64,13 +107,25 @@ def _reset() -> None:
 inductor_quant_backend.reset = _reset  # type: ignore[attr-defined]
 
 
-def patches(inductor_config: dict[str, Any], options: Options) -> dict[str, Any]:
-    """``inductor_config`` (config patches) with our pass appended to its slot."""
-    from inductor_quant.patterns.pipeline import SLOT, QuantGemmPass, for_options
+def patches(
+    inductor_config: dict[str, Any], options: Options, constants: str = ""
+) -> dict[str, Any]:
+    """``inductor_config`` (config patches) with our pass appended to its slot, and to the one
+    before constant folding where parameters are frozen.
 
-    in_slot = compat.passes_in(inductor_config.get(SLOT, getattr(compat.inductor_config(), SLOT)))
-    users = [item for item in in_slot if not isinstance(item, QuantGemmPass)]
-    return {**inductor_config, SLOT: compat.slot_value([*users, for_options(options)])}
+    ``constants``: a digest of what Inductor's caches must know the graph by as well.
+    """
+    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT, QuantGemmPass, for_options
+
+    patched = dict(inductor_config)
+    if options.numerics == "strict":
+        patched["emulate_precision_casts"] = True
+    for slot in (EARLY_SLOT, SLOT) if compat.is_freezing() else (SLOT,):
+        old = inductor_config.get(slot, getattr(compat.inductor_config(), slot))
+        users = [item for item in compat.passes_in(old) if not isinstance(item, QuantGemmPass)]
+        ours = for_options(options, constants, is_early=slot == EARLY_SLOT)
+        patched[slot] = compat.slot_value([*users, ours])
+    return patched
 
 
 def is_usable(options: Options) -> bool:
@@ -113,20 +168,22 @@ def _ambient_options() -> Options | None:
     return _block_options.get() or _process_options
 
 
+def _ambient_pass(*, is_early: bool = False) -> QuantGemmPass:
+    return _made_ambient(is_early)
+
+
 @functools.cache
-def _ambient_pass() -> QuantGemmPass:
-    """The one pass behind ``enable`` and ``enabled``: asks on each use whether it is to act."""
+def _made_ambient(is_early: bool) -> QuantGemmPass:
+    """The one pass behind ``enable`` and ``enabled`` in its slot: asks on each use whether it is to
+    act."""
     from inductor_quant.patterns.pipeline import QuantGemmPass
 
     class AmbientPass(QuantGemmPass):
-        def __init__(self) -> None:
-            pass
-
         @property
         def options(self) -> Options | None:
             return _ambient_options()
 
-    return AmbientPass()
+    return AmbientPass(Options(), is_early=is_early)
 
 
 def enable(**options: Any) -> None:
@@ -174,15 +231,17 @@ def enabled(**options: Any) -> Iterator[None]:
 
 
 def _install() -> None:
-    from inductor_quant.patterns.pipeline import SLOT
+    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 
+    compat.install_globally(EARLY_SLOT, _ambient_pass(is_early=True))
     compat.install_globally(SLOT, _ambient_pass())
 
 
 def _uninstall_if_unused() -> None:
     if _process_options is None and _open_blocks == 0 and not compat.problems():
-        from inductor_quant.patterns.pipeline import SLOT
+        from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 
+        compat.uninstall_globally(EARLY_SLOT, _ambient_pass(is_early=True))
         compat.uninstall_globally(SLOT, _ambient_pass())
 
 
@@ -191,6 +250,9 @@ def _register() -> None:
         # imported for their registrations
         from inductor_quant import lowering, ops  # noqa: F401
         from inductor_quant.patterns import pipeline  # noqa: F401
+
+        for module in (ops.w8a8, ops.weight_only, ops.row_reduce, ops.quantize):
+            compat.add_dont_constant_fold(module.op)
 
 
 _register()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from inductor_quant.numerics import Exactness
 from inductor_quant.spec import QuantGemmSpec
 
 
@@ -38,6 +39,7 @@ class RejectionCode(enum.StrEnum):
     FAMILY_DISABLED = "family_disabled"
     MODULE_EXCLUDED = "module_excluded"
     MANY_ROWS = "many_rows"
+    NUMERICS = "numerics"
     INTERNAL_ERROR = "internal_error"
     # kernels
     NO_KERNEL = "no_kernel"
@@ -68,6 +70,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
     RejectionCode.MANY_ROWS: "so many rows that the graph better dequantizes the weight once",
+    RejectionCode.NUMERICS: 'not bit for bit what the graph computes, as numerics="strict" asks',
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it as it was",
     RejectionCode.NO_KERNEL: "recognised, but no kernel covers it",
     RejectionCode.BLOCK_SHAPE: "a block size that the kernel or the matrix unit does not take",
@@ -150,7 +153,7 @@ class Match:
 
     ``m`` is an int, or a symbol's name where M is dynamic; ``node`` is the anchor that was
     recognised, ``call`` the canonical op's node that stands for it now. ``activation``: how it is
-    quantized, None where it is not.
+    quantized, None where it is not. ``exactness``: how near the op's result is to the graph's.
     """
 
     family: str
@@ -163,6 +166,7 @@ class Match:
     call: str = ""
     site: Site | None = None
     activation: Activation | None = None
+    exactness: Exactness = Exactness.REASSOCIATED
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

@@ -47,6 +47,10 @@ class RequirementError(InductorQuantError):
         )
 
 
+class VerificationError(InductorQuantError):
+    """A fused GEMM is farther from the exact result than its graph (``Options.verify``)."""
+
+
 class SpecError(InductorQuantError, ValueError):
     """A canonical op was called with tensors that do not form the GEMM it describes."""
 

@@ -46,7 +46,8 @@ class Row:
     def reason(self) -> str:
         """One sentence: the kernel of a match, or what stopped one."""
         if isinstance(self.decision, Match):
-            return self.kernel.chosen if self.kernel else "no kernel of ours took it"
+            kernel = self.kernel.chosen if self.kernel else "no kernel of ours took it"
+            return f"{kernel}, {self.decision.exactness.value}"
         where = f" at {self.decision.node}" if self.decision.node != self.site.node else ""
         detail = self.decision.detail
         meaning = MEANINGS[self.decision.code]
@@ -74,6 +75,7 @@ class Row:
             "family": None,
             "spec": None,
             "activation": None,
+            "exactness": None,
             "bytes": None,
             "operations": None,
             "code": None,
@@ -87,7 +89,7 @@ class Row:
         }
         if isinstance(self.decision, Match):
             match = self.decision
-            row.update(family=match.family, spec=str(match.spec))
+            row.update(family=match.family, spec=str(match.spec), exactness=match.exactness.value)
             if match.activation is not None:
                 row.update(activation=str(match.activation))
             m, n, k = match.m, match.n, match.k

@@ -32,6 +32,18 @@ class Options:
                       "64x64x128_w4_s4_g8", or for one kernel alone, as a report names it,
                       "w8a8_mm 64x64x128_w4_s4_g8"; those that cannot run are passed over
     max_choices       configurations that a max-autotune compile times for one GEMM, at most
+    numerics          "strict": only what is bit for bit what the graph computes in eager mode, on
+                      the same quantized operands: integer products with scales (and bias) in fp32,
+                      up to the first rounding; the rest stays in the graph, whose roundings
+                      Inductor then keeps (``emulate_precision_casts``). Other GEMMs are declined
+                      as ``NUMERICS``. "default": at least as near to the exact result as the graph
+    read_tables       know small integer tables of the model (GPTQ's shift tables and ``g_idx``) by
+                      their values, and look at each call whether they still have them; of
+                      ``backend="inductor_quant"`` alone. False: kernels look them up
+    verify            compare each fused GEMM on its first real inputs with its graph, op by op and
+                      in fp64: ``Report.verifications`` has the errors; one beyond the graph's is
+                      warned of, or raised as VerificationError with ``on_error="raise"``. Not
+                      cached; a copy of each result. For tests
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
@@ -46,6 +58,9 @@ class Options:
     on_error: Literal["fallback", "raise"] = "fallback"
     configs: tuple[str, ...] = ()
     max_choices: int = 12
+    read_tables: bool = True
+    numerics: Literal["default", "strict"] = "default"
+    verify: bool = False
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -70,6 +85,11 @@ class Options:
         self._check_require()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
+        if self.numerics not in ("default", "strict"):
+            raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
+        for name in ("read_tables", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
             raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
         if self.max_choices < 1:

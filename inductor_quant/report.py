@@ -33,12 +33,44 @@ class KernelChoice:
         return min(timed)[1] if timed else self.offered[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A fused GEMM compared with its graph on the first real inputs (``Options.verify``).
+
+    ``ours_*`` and ``graph_*`` are the distances of the kernel's result and of the graph's, run op
+    by op, from the same arithmetic in fp64 (``is_exact``; else from the graph's), relative to the
+    root mean square of that; ``limit`` is the most for ``ours_rms``.
+    """
+
+    name: str
+    is_exact: bool
+    ours_rms: float
+    graph_rms: float
+    ours_max: float
+    graph_max: float
+    limit: float
+
+    @property
+    def is_good(self) -> bool:
+        return self.ours_rms <= self.limit
+
+    def __str__(self) -> str:
+        against = "fp64" if self.is_exact else "the graph"
+        verdict = "verified" if self.is_good else "NOT VERIFIED"
+        return (
+            f"{verdict} {self.name}: rms error {self.ours_rms:.3g} against {against} (the graph's "
+            f"{self.graph_rms:.3g}, limit {self.limit:.3g}), max {self.ours_max:.3g} "
+            f"({self.graph_max:.3g})"
+        )
+
+
 @dataclasses.dataclass
 class Report:
     """The decisions of the compilations inside a ``collect()`` block, in order."""
 
     decisions: list[Match | Rejection] = dataclasses.field(default_factory=list)
     kernels: list[KernelChoice] = dataclasses.field(default_factory=list)
+    verifications: list[Verification] = dataclasses.field(default_factory=list)
 
     @property
     def matches(self) -> list[Match]:
@@ -86,11 +118,13 @@ def is_open() -> bool:
     return bool(_open)
 
 
-def add(event: Match | Rejection | KernelChoice) -> None:
+def add(event: Match | Rejection | KernelChoice | Verification) -> None:
     """Record an event in every open report."""
     with _lock:
         for report in _open:
             if isinstance(event, KernelChoice):
                 report.kernels.append(event)
+            elif isinstance(event, Verification):
+                report.verifications.append(event)
             else:
                 report.decisions.append(event)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from inductor_quant import _torch_compat as compat
+from inductor_quant.ops import verify
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.pattern import Derived, Operand, RecognizedGemm
 
@@ -16,8 +17,10 @@ from inductor_quant.patterns.pattern import Derived, Operand, RecognizedGemm
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
 
 
-def rewrite(found: RecognizedGemm) -> fx.Node:
+def rewrite(found: RecognizedGemm, watch: tuple[Any, ...] | None = None) -> fx.Node:
     """Replace ``found.end`` by the canonical op; returns the op's node.
+
+    ``watch``: ``inductor_quant::verify`` behind it, with these arguments after the op's result.
 
     The new nodes stand where ``end`` stands, so every operand is defined and nothing moves across a
     mutation. All of them are built before the first use is redirected: an exception while building
@@ -47,9 +50,9 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
     try:
         with owner.inserting_before(found.end):
             call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
-            result = call
+            result = call if watch is None else build(verify.op, (call, *watch))
             if found.shape is not None:
-                result = build(graph.aten.reshape.default, (call, list(found.shape)))
+                result = build(graph.aten.reshape.default, (result, list(found.shape)))
         _check_same_value(found.end, result)
     except Exception:
         for node in reversed(built):
@@ -59,6 +62,32 @@ def rewrite(found: RecognizedGemm) -> fx.Node:
     for node in reversed(found.interior):
         erase_if_dead(node)
     return call
+
+
+def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """What the canonical op stands for, as a module of its own; the nodes of the tensors and of the
+    sizes that it takes, in order."""
+    inside = {found.anchor, found.end, *found.interior}
+    needed, todo = {found.end}, [found.end]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, int))
+            is_value &= node.op != "get_attr"  # Inductor's fallbacks take no constants
+            if node not in needed and (node in inside or not is_value):
+                needed.add(node)
+                todo.append(node)
+    inputs = {n: None for node in sorted(needed) for n in node.all_input_nodes if n not in needed}
+    tensors = [node for node in inputs if graph.is_tensor_node(node)]
+    sizes = [node for node in inputs if node not in tensors]
+    owner = fx.Graph()
+    copies = {node: owner.placeholder(node.name) for node in (*tensors, *sizes)}
+    for node in sorted(needed):
+        copies[node] = owner.node_copy(node, copies.__getitem__)
+    owner.output(copies[found.end])
+    for node in owner.nodes:
+        node.meta = {}
+    root = found.end.graph.owning_module or torch.nn.Module()
+    return fx.GraphModule(root, owner), tensors, sizes
 
 
 def _evaluate(node: fx.Node) -> Any:

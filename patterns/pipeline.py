@@ -1,4 +1,8 @@
-"""The pass that Inductor runs in its post-grad *pre* slot: recognise, decide, rewrite, report."""
+"""The pass that Inductor runs in its post-grad *pre* slot: recognise, decide, rewrite, report.
+
+Where parameters are frozen, constant folding makes a dense weight of a dequantization before that
+slot. There it runs in the joint graph's pre slot, on the same operations.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ import logging
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -16,12 +21,14 @@ from torch import fx
 from inductor_quant import _torch_compat as compat
 from inductor_quant import patterns, report
 from inductor_quant.decisions import Match, Rejection, RejectionCode
-from inductor_quant.errors import InductorQuantError, RequirementError
+from inductor_quant.errors import InductorQuantError, OptionError, RequirementError
+from inductor_quant.ops import verify
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph as reading
 from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
-from inductor_quant.patterns.canonicalize import rewrite
+from inductor_quant.patterns.canonicalize import rewrite, subgraph_of
+from inductor_quant.patterns.exactness import classify, strictly
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
 from inductor_quant.patterns.sharing import share
@@ -29,6 +36,9 @@ from inductor_quant.patterns.sharing import share
 log = logging.getLogger(__name__)
 
 SLOT = "post_grad_custom_pre_pass"
+EARLY_SLOT = "joint_custom_pre_pass"
+# Noted at a product that was decided about in the early slot.
+_DECIDED = "inductor_quant_decided"
 # What is said of a product of floats as well, where it tells nothing.
 _OF_ANY_PRODUCT = (
     RejectionCode.NOT_QUANTIZED,
@@ -46,8 +56,10 @@ class QuantGemmPass(compat.CustomGraphPass):
     every compilation, also with a backward pass that is compiled later.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, constants: str = "", *, is_early: bool = False) -> None:
         self._options = options
+        self._constants = constants
+        self._is_early = is_early
 
     @property
     def options(self) -> Options | None:
@@ -56,7 +68,7 @@ class QuantGemmPass(compat.CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         options = self.options
-        if options is None:
+        if options is None or (self._is_early and not _will_be_frozen(graph)):
             return
         by_anchor: dict[object, list[Pattern]] = {}
         for pattern in patterns.patterns():
@@ -67,12 +79,16 @@ class QuantGemmPass(compat.CustomGraphPass):
         for node in list(graph.nodes):
             if node.op != "call_function" or node._erased:  # with a rewrite before it
                 continue
+            if node.meta.pop(_DECIDED, False):
+                continue
             candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
             if not candidates and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
             decision = _treat(node, candidates, options)
             if decision is None:
                 continue
+            if self._is_early and not node._erased:
+                node.meta[_DECIDED] = True
             log.info("%s", decision)
             report.add(decision)
             has_products = True
@@ -84,23 +100,44 @@ class QuantGemmPass(compat.CustomGraphPass):
                 raise RequirementError(family, least, matches[family])
 
     def uuid(self) -> tuple[str, ...] | None:
-        """What Inductor's caches know us by: every file of the package, the options, the versions.
+        """What Inductor's caches know us by: every file of the package, the options, the versions,
+        and the constants that we put into this graph (AOTAutograd's cache knows them by shape
+        alone).
 
-        None (no caching) while a third party's pattern is registered: its code is not covered.
+        None (no caching) while a third party's pattern is registered, whose code is not covered,
+        and with ``verify``, whose subgraphs are in this process alone.
         """
-        if patterns.has_third_party():
+        if patterns.has_third_party() or (self.options is not None and self.options.verify):
             return None
         state = repr(self.options) if self.options is not None else "inactive"
-        return ("inductor_quant", source_hash(), state, torch.__version__, triton.__version__)
+        versions = (torch.__version__, triton.__version__)
+        return (
+            "inductor_quant",
+            source_hash(),
+            state,
+            *versions,
+            self._constants,
+            "early" if self._is_early else "",
+        )
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
         return self  # Inductor copies config values
 
 
+def for_options(options: Options, constants: str = "", *, is_early: bool = False) -> QuantGemmPass:
+    """The pass for these options, always the same object; ``is_early``: that for EARLY_SLOT."""
+    return _made(options, constants, is_early)
+
+
 @functools.cache
-def for_options(options: Options) -> QuantGemmPass:
-    """The pass for these options, always the same object."""
-    return QuantGemmPass(options)
+def _made(options: Options, constants: str, is_early: bool) -> QuantGemmPass:
+    return QuantGemmPass(options, constants, is_early=is_early)
+
+
+def _will_be_frozen(graph: fx.Graph) -> bool:
+    """Whether the constants of this graph will be folded: no graph of a training is frozen."""
+    is_joint = any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
+    return compat.is_freezing() and not is_joint
 
 
 @functools.cache
@@ -139,6 +176,8 @@ def _treat(
         is_ordinary = isinstance(found, Rejection) and found.code in _OF_ANY_PRODUCT
         if is_ordinary and site is not None and not site.source:
             return survey.decline(anchor, site)
+        if isinstance(found, RecognizedGemm) and options.numerics == "strict":
+            found = _policy(found, module, options) or strictly(found)
         refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
         if refusal is not None:
             where = refusal.node or anchor.name
@@ -146,13 +185,15 @@ def _treat(
         assert isinstance(found, RecognizedGemm)
         if site is None and report.is_open():
             site = survey.describe_found(found)
-        name = anchor.name
+        name, exactness = anchor.name, classify(found)
         activation = recipe.describe(found)
-        call = rewrite(found)
+        call = rewrite(found, _watch(found, options)) if options.verify else rewrite(found)
         if found.row_scale is not None:
             keep_rows_whole(found.row_scale)
-        size = (found.m, found.n, found.k)
-        return Match(found.family, found.spec, *size, name, module, call.name, site, activation)
+        size, names = (found.m, found.n, found.k), (name, module, call.name)
+        return Match(found.family, found.spec, *size, *names, site, activation, exactness)
+    except OptionError:
+        raise
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError(f"inductor_quant failed at {anchor.name}") from error
@@ -170,6 +211,15 @@ def _finish(graph: fx.Graph, options: Options) -> None:
         if options.on_error == "raise":
             raise InductorQuantError("inductor_quant failed after its rewrites") from error
         log.warning("failed after the rewrites", exc_info=True)
+
+
+def _watch(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:
+    """The arguments of ``inductor_quant::verify`` after the result."""
+    if compat.is_exporting():
+        raise OptionError("verify compares in the process that compiled: leave it out of an export")
+    subgraph, tensors, sizes = subgraph_of(found)
+    name = f"{found.family} {found.spec} at {found.anchor.name}"
+    return tensors, sizes, verify.remember(subgraph, name, raises=options.on_error == "raise")
 
 
 def _first_recognition(
@@ -196,6 +246,10 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
     device = reading.value(found.anchor).device
     if not compat.runs_triton(device):
         return Rejection(RejectionCode.DEVICE, f"{device} runs {found.family} without our kernels")
+    if options.numerics == "strict" and not compat.keeps_roundings():
+        return Rejection(
+            RejectionCode.NUMERICS, "torch._inductor.config.emulate_precision_casts is off"
+        )
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import arithmetic, graph
 from inductor_quant.patterns.digits import ZERO, Index, Unsupported
 from inductor_quant.patterns.expression import (
@@ -77,14 +78,21 @@ def _copy(reader: Reader, node: fx.Node, index: At) -> Expr:
 
 @handles(CONSTANT)
 def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
-    """A tensor of the graph itself: small integer ones are known by value."""
+    """A tensor of the graph itself: small integer ones are known by value.
+
+    Where a model is exported, its buffers are such tensors too. What is no vector is taken for a
+    weight, whatever its values: those of a package may be replaced where it is loaded.
+    """
     tensor = graph.attribute(node)
+    is_literal = str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+    if not is_literal and sum(size > 1 for size in graph.value(node).shape) > 1:
+        raise Unsupported("a matrix that is no literal of the code")
     if tensor is None or tensor.dtype not in INTEGERS or tensor.numel() > MAX_CONSTANT:
         raise Unsupported("no constant that is read for its values")
     flat = ZERO
     for size, i in zip(tensor.shape, index, strict=True):
         flat = flat * size + i
-    return Position(reader.space.look_up(tensor.flatten().tolist(), flat), tensor.dtype)
+    return Position(reader.space.look_up(compat.values_of(tensor), flat), tensor.dtype)
 
 
 @handles(aten.index.Tensor, aten._unsafe_index.Tensor)

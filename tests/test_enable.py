@@ -13,7 +13,7 @@ from inductor_quant import _torch_compat as compat
 from inductor_quant import backend, collect
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.errors import OptionError
-from inductor_quant.patterns.pipeline import SLOT
+from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 from inductor_quant.simulate import generate
 
 pytestmark = pytest.mark.compiles
@@ -271,7 +271,7 @@ def test_enable_changes_no_other_entry_of_the_config():
     before = config.get_config_copy()
     backend.enable()
     during = config.get_config_copy()
-    assert {name for name in during if during[name] != before[name]} == {SLOT}
+    assert {name for name in during if during[name] != before[name]} == {EARLY_SLOT, SLOT}
     backend.disable()
     assert config.get_config_copy() == before
 

@@ -1,0 +1,147 @@
+"""``torch.ops.inductor_quant.verify``: compares a fused GEMM with its subgraph, the first time.
+
+With ``Options.verify`` it stands behind each canonical op. The subgraph is held by this process, so
+nothing that contains the op is cached or exported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant import report
+from inductor_quant.errors import VerificationError
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "verify(Tensor result, Tensor[] operands, SymInt[] sizes, str key) -> Tensor"
+# Against the exact result, ours may be this much worse than the graph's.
+SLACK = 1.02
+# What a sum of floats in fp32 may differ by, relative to the result: 2**-24 * sqrt(K), K = 2**14.
+SUM_ERROR = 2.0**-17
+
+_waiting: dict[str, tuple[fx.GraphModule, str, bool]] = {}
+_numbers = itertools.count()
+
+
+def remember(subgraph: fx.GraphModule, name: str, *, raises: bool) -> str:
+    """A key for the op; ``subgraph(*operands, *sizes)`` is what its result is compared with.
+
+    ``raises``: a failure is a VerificationError, not a warning.
+    """
+    key = f"{name}#{next(_numbers)}"
+    _waiting[key] = (subgraph, name, raises)
+    return key
+
+
+def reference(
+    result: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], key: str
+) -> torch.Tensor:
+    """A copy of ``result``; when it is first called with ``key``, the comparison as well.
+
+    Raises VerificationError, or warns, where ``result`` is farther from the exact value (the
+    subgraph's arithmetic in fp64, on the same operands) than the subgraph itself, run op by op.
+    """
+    waiting = _waiting.pop(key, None)
+    if waiting is not None:
+        subgraph, name, raises = waiting
+        with torch.no_grad():
+            found = compare(subgraph, [*operands, *sizes], result, name)
+        report.add(found)
+        log.info("%s", found)
+        if not found.is_good and raises:
+            raise VerificationError(str(found))
+        if not found.is_good:
+            warnings.warn(f"inductor_quant: {found}", RuntimeWarning, stacklevel=2)
+    return result.clone()
+
+
+def compare(
+    subgraph: fx.GraphModule, inputs: Sequence[Any], result: torch.Tensor, name: str
+) -> report.Verification:
+    """How far ``result`` and the subgraph's own are from the exact one."""
+    eager = fx.Interpreter(subgraph, garbage_collect_values=False)
+    graphs = eager.run(*inputs).reshape(result.shape)
+    try:
+        exact = InFloat64(subgraph, eager.env).run(*inputs).reshape(result.shape)
+    except Exception as error:  # an op that does not take fp64, or is opaque
+        log.info("%s: compared with the graph itself: %r", name, error)
+        exact = None
+    target = graphs.double() if exact is None else exact
+    scale = float(target.square().mean().sqrt()) or 1.0
+    ours_rms, ours_max = _distance(result, target, scale)
+    graph_rms, graph_max = _distance(graphs, target, scale)
+    rounding = torch.finfo(result.dtype).eps
+    limit = max(SLACK * graph_rms, rounding / 4, SUM_ERROR) if exact is not None else 4 * rounding
+    return report.Verification(
+        name, exact is not None, ours_rms, graph_rms, ours_max, graph_max, limit
+    )
+
+
+def _distance(value: torch.Tensor, target: torch.Tensor, scale: float) -> tuple[float, float]:
+    """Root of the mean square, and the largest, of the differences; relative to ``scale``."""
+    if not value.numel():
+        return 0.0, 0.0
+    error = (value.double() - target) / scale
+    # where the exact value is beyond the type as well, an infinity is right
+    overflows = ~(target.abs() <= torch.finfo(value.dtype).max)
+    error = torch.where(overflows & (value.isinf() | value.isnan()), 0.0, error)
+    error = torch.where(error.isnan(), float("inf"), error)
+    return float(error.square().mean().sqrt()), float(error.abs().max())
+
+
+class InFloat64(fx.Interpreter):
+    """Runs a graph in fp64, on the quantized numbers that it has in its own types: what is an
+    integer or an 8-bit float there (``values``) is taken from there."""
+
+    def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
+        super().__init__(module)
+        self.values = values
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = self.values[node] if node.op != "output" else None
+        if node.op in ("placeholder", "get_attr") or not _is_wide_float(value):
+            return super().run_node(node) if node.op == "output" else _widened(value)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
+        if node.target == torch.ops.prims.convert_element_type.default:
+            return args[0].double()
+        if node.target == torch.ops.aten.view.dtype:
+            raise TypeError("bits read as a float")
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        if result.dtype != torch.float64:
+            raise TypeError(f"{node.target} gives {result.dtype}")
+        return result
+
+
+def _is_wide_float(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype.itemsize > 1
+    )
+
+
+def _widened(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize > 1:
+        return torch.float64
+    return value.double() if _is_wide_float(value) else value
+
+
+def fake(
+    result: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], key: str
+) -> torch.Tensor:
+    return torch.empty_like(result)
+
+
+_library = torch.library.Library("inductor_quant", "FRAGMENT")
+_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("verify", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("inductor_quant::verify", fake, lib=_library)
+op = torch.ops.inductor_quant.verify.default

@@ -1,0 +1,182 @@
+"""Parameters frozen before Inductor's passes: matched all the same, and no dense weight is kept.
+
+What the passes made runs eagerly here; the constants of the graph are looked at.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._inductor import compile_fx as inductor
+from torch._inductor import config
+
+import inductor_quant
+from inductor_quant import _torch_compat as compat
+from inductor_quant import backend
+from inductor_quant.errors import RequirementError
+from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
+from tests.support.graphs import calls
+from tests.support.producers import GIVEN, need
+from tests.support.quantizers import QUANTIZERS
+
+pytestmark = pytest.mark.compiles
+
+WEIGHT_ONLY = torch.ops.inductor_quant.weight_only.default
+K, N = 256, 128
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that Inductor would lower."""
+    found = []
+
+    def inner_compile(gm, inputs, **kwargs):
+        inductor.view_to_reshape(gm)
+        inductor.fake_tensor_prop(gm, inputs, True)
+        inductor._recursive_post_grad_passes(gm, is_inference=True)
+        found.append(gm)
+
+        def run(args):
+            values = list(args)
+            args.clear()
+            with torch.no_grad():
+                return gm(*values)
+
+        run._boxed_call = True
+        return run
+
+    compile_fx = inductor.compile_fx
+
+    def patched(gm, inputs, **kwargs):
+        return compile_fx(gm, inputs, inner_compile=inner_compile, **kwargs)
+
+    monkeypatch.setattr(compat, "compile_fx", patched)
+    return found
+
+
+def run(module, x, *, freezing=True, backend="inductor_quant", **options):
+    options = {f"inductor_quant.{k}": v for k, v in {"on_error": "raise", **options}.items()}
+    as_if_triton = mock.patch("inductor_quant._torch_compat.runs_triton", return_value=True)
+    frozen = config.patch(freezing=freezing, force_disable_caches=True)
+    torch._dynamo.reset()
+    with torch.no_grad(), frozen, as_if_triton, inductor_quant.collect() as report:
+        result = torch.compile(module, backend=backend, options=options)(x)
+    return result, report
+
+
+def constants(gm):
+    return [getattr(gm, node.target) for node in gm.graph.nodes if node.op == "get_attr"]
+
+
+@pytest.mark.parametrize("producer", GIVEN, ids=str)
+def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, producer):
+    need(producer)
+    module = producer.make(k=K, n=N)
+    rows = min(producer.max_rows or 32, 32)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(0)).to(producer.dtypes[0])
+    with torch.no_grad():
+        eager = module(x)
+    plain, report = run(module, x, freezing=False)
+    frozen, frozen_report = run(module, x)
+    assert [str(m.spec) for m in frozen_report.matches] == [str(m.spec) for m in report.matches]
+    assert len(frozen_report.matches) == 1
+    assert frozen_report.rejections == []
+    assert torch.equal(frozen, plain)
+    assert torch.allclose(frozen.float(), eager.float(), rtol=0.05, atol=0.05)
+    # (a bias in its place is the same in both)
+    dense = [t for t in constants(graphs[-1]) if t.is_floating_point() and t.numel() >= K * N]
+    assert [t for t in dense if t.element_size() > 1] == []
+    assert max(t.nbytes for t in constants(graphs[-1])) <= K * N
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.__name__)
+def test_a_frozen_w8a8_layer_is_matched(graphs, quantizer):
+    torch.manual_seed(0)
+    module = quantizer(64, 48)
+    x = torch.randn(32, 64, dtype=torch.bfloat16)
+    frozen, report = run(module, x)
+    assert [match.family for match in report.matches] == ["w8a8"]
+    assert torch.allclose(frozen.float(), module(x).float(), rtol=0.02, atol=0.02)
+    assert {t.dtype for t in constants(graphs[-1]) if t.dim() == 2 and 1 not in t.shape} == {
+        torch.int8
+    }
+
+
+def test_without_the_early_slot_the_weight_would_be_dense(graphs, monkeypatch):
+    """The slot is what keeps it packed."""
+    monkeypatch.setattr(compat, "is_freezing", lambda: False)
+    [producer] = [p for p in GIVEN if p.name == "gptq_gm_4b_g64_base"]
+    _, report = run(producer.make(k=K, n=N), torch.randn(4, K).half())
+    assert report.matches == []
+    assert max(t.nbytes for t in constants(graphs[-1])) == 2 * K * N
+
+
+def test_rejections_are_reported_once_and_requirements_hold(graphs):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.ones(64, 48, dtype=torch.int8))
+            self.linear = torch.nn.Linear(64, 48)
+
+        def forward(self, a):
+            return torch._int_mm(a, self.weight), self.linear(a.float())
+
+    a = torch.ones(32, 64, dtype=torch.int8)
+    _, report = run(Model(), a)
+    assert [rejection.code for rejection in report.rejections] == ["no_scale"]
+    assert len(report.decisions) == 2
+    with pytest.raises(Exception) as raised:
+        run(Model(), a, require={"w8a8": 1})
+    assert RequirementError.__name__ in repr(raised.value) or "require asks" in str(raised.value)
+
+
+def test_a_training_graph_is_left_to_the_later_slot(graphs):
+    """With gradients on, Inductor freezes nothing."""
+    torch.manual_seed(0)
+    module, x = QUANTIZERS[1](64, 48), torch.randn(32, 64)
+    with config.patch(freezing=True, force_disable_caches=True), inductor_quant.collect() as report:
+        as_if_triton = mock.patch("inductor_quant._torch_compat.runs_triton", return_value=True)
+        with as_if_triton:
+            torch.compile(module, backend="inductor_quant")(x)
+    assert len(report.matches) == 1
+    assert constants(graphs[-1]) == []
+
+
+def test_a_canonical_op_of_constants_is_not_folded(graphs):
+    """Nothing is saved by it, and a product with a constant would be computed by the reference."""
+    [producer] = [p for p in GIVEN if p.name == "gptq_gm_4b_g64_base"]
+    module = producer.make(k=K, n=N)
+
+    class Constant(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = module
+            self.register_buffer("x", torch.randn(4, K).half())
+
+        def forward(self, y):
+            return self.layer(self.x) + y
+
+    run(Constant(), torch.zeros(4, N).half())
+    assert len(calls(graphs[-1], WEIGHT_ONLY)) == 1
+
+
+def test_users_passes_in_the_early_slot_stay():
+    def theirs(graph):
+        pass
+
+    with config.patch(freezing=True):
+        patched = backend.patches({EARLY_SLOT: theirs}, inductor_quant.Options())
+    assert compat.passes_in(patched[EARLY_SLOT])[0] is theirs
+    assert len(compat.passes_in(patched[EARLY_SLOT])) == 2
+    assert EARLY_SLOT not in backend.patches({}, inductor_quant.Options())
+
+
+def test_enable_takes_both_slots_and_disable_gives_them_back():
+    before = [getattr(config, slot) for slot in (EARLY_SLOT, SLOT)]
+    with inductor_quant.backend.enabled():
+        for slot in (EARLY_SLOT, SLOT):
+            ours = backend._ambient_pass(is_early=slot == EARLY_SLOT)
+            assert ours in compat.passes_in(getattr(config, slot))
+    assert [getattr(config, slot) for slot in (EARLY_SLOT, SLOT)] == before
