@@ -102,9 +102,19 @@ def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor
 
 def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     """The op in fp64 on the CPU: W as rounded for the matrix unit, nothing else is."""
-    x, scale, bias, *weight = [None if t is None else t.cpu() for t in inputs]
+    weight = tuple(t.cpu() for t in inputs[3:])
+    return _product(rounded_weight(case, weight), inputs)
+
+
+def exact(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """The op in fp64 on the CPU, W not rounded: as a kernel has it that scales sums."""
+    return _product(case.packed.dequantized(inputs[3:]), inputs)
+
+
+def _product(w: torch.Tensor, inputs: tuple[Any, ...]) -> torch.Tensor:
+    x, scale, bias = [None if t is None else t.cpu() for t in inputs[:3]]
     assert x is not None
-    out = x.double() @ rounded_weight(case, tuple(weight))
+    out = x.double() @ w
     if scale is not None:
         out = out * scale.double()
     return out if bias is None else out + bias.double()
