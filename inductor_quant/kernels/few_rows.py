@@ -8,8 +8,9 @@ from typing import Any
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.kernels import weight_only
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, Weight, legal
-from inductor_quant.kernels.few_rows_code import FewRowsCode, contiguous_axis
+from inductor_quant.kernels.few_rows_code import FewRowsCode
 from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.word_tile import contiguous_axis
 from inductor_quant.kernels.words import BASES, Words, tile_order, words_of
 from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec

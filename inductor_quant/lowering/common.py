@@ -153,6 +153,23 @@ def _best_kernel(
     return result
 
 
+def run_first(
+    family: str, spec: QuantGemmSpec, problem: Problem, inputs: list[Any], layout: Any
+) -> Any | None:
+    """The output of the family's kernel in its first configuration, in ``layout``; None: there is
+    none for this spec on this device. A helper's kernel: not in reports, not timed."""
+    if not compat.runs_triton(layout.device):
+        return None
+    device = describe_device(layout.device)
+    for kernel, config in _candidates(family, spec, problem, device, Options()):
+        choices: list[Any] = []
+        constants = kernel.constants(spec, problem, config, device)
+        if _append_choice(kernel, config, choices, inputs, layout, constants):
+            result, _ = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+            return result
+    return None
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)

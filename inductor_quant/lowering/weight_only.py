@@ -11,7 +11,7 @@ import torch
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
-from inductor_quant.lowering.common import lower_gemm, lowering_of
+from inductor_quant.lowering.common import lower_gemm, lowering_of, run_first
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.spec import ScaleSpec
@@ -59,10 +59,11 @@ def lower(
         )
         for t in inputs[1 : 1 + len(weight)]
     )
+    problem = Problem(hint_m, n, k, weight=Weight(parsed, tensors))
     result = lower_gemm(
         "weight_only",
         spec,
-        Problem(hint_m, n, k, weight=Weight(parsed, tensors)),
+        problem,
         inputs,
         compat.FixedLayout(device, out_dtype, [m, n]),
         {
@@ -80,7 +81,14 @@ def lower(
         node = compat.current_node()
         name = node.name if node is not None else ""
         report.add(report.KernelChoice("weight_only", str(spec), (UNFUSED,), node=name))
-    return _unfused(x, weight, column_scale, bias, parsed, out_dtype)
+    value = run_first(
+        "weight_only_dequantize",
+        spec,
+        problem,
+        inputs[1 : 1 + len(weight)],
+        compat.FixedLayout(device, x.get_dtype(), [k, n]),
+    )
+    return _unfused(x, value, weight, column_scale, bias, parsed, out_dtype)
 
 
 class _Lowered(Evaluator):
@@ -98,15 +106,26 @@ class _Lowered(Evaluator):
 
 def _unfused(
     x: Any,
+    value: Any,
     weight: list[Any],
     column_scale: Any,
     bias: Any,
     format: WeightFormat,
     out_dtype: torch.dtype,
 ) -> Any:
-    """Dequantize, then multiply, as what was matched did: for a device without a kernel."""
+    """Dequantize, then multiply, as what was matched did: for many rows, or without a kernel.
+
+    ``value`` is W [K, N], if a kernel has written it.
+    """
     evaluator = _evaluator(format, weight, x.get_device())
-    value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+    if value is None:
+        value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+    if column_scale is None and out_dtype == x.get_dtype():
+        # nothing that the library does not do
+        if bias is None:
+            return lowering_of(aten.mm.default)(x, value)
+        if bias.get_dtype() == out_dtype:
+            return lowering_of(aten.addmm.default)(bias, x, value)
     out = evaluator.convert(lowering_of(aten.mm.default)(x, value), torch.float32)
     return _epilogue(evaluator, out, (), column_scale, bias, out_dtype)
 
