@@ -48,7 +48,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
 
 
 def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCode:
-    weight, words = _weight(problem)
+    weight, words = weight_of(problem)
     loop_steps, column_steps = _steps(spec, weight)
     return FewRowsCode(
         weight,
@@ -75,7 +75,7 @@ def constants(
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
-    weight, words = _weight(problem)
+    weight, words = weight_of(problem)
     order = tile_order(
         words,
         block_k=config.block_k,
@@ -89,7 +89,7 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
         )
-    group = _group(spec, weight)
+    group = group_of(spec, weight)
     if group % config.block_k:
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
@@ -110,10 +110,18 @@ def is_legal(
 
 # By rule from a sweep on an H200 (words of GPTQ and AWQ, N x K of Llama-3-8B): up to eight programs
 # an SM, each with MIN_STEPS steps of K or more. (block_n, warps, stages), best guess first.
-_BLOCKS = {
-    8: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (256, 4, 3), (64, 2, 3), (128, 4, 3)),
-    16: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (64, 2, 3)),
-    32: ((64, 2, 3), (128, 2, 3), (32, 1, 3), (64, 2, 4)),
+_BLOCKS: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
+    "k": {
+        8: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (256, 4, 3), (64, 2, 3)),
+        16: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (64, 2, 3)),
+        32: ((64, 2, 3), (128, 2, 3), (32, 1, 3), (64, 2, 4)),
+    },
+    # Of words along N a thread reads two at once: H200, AWQ, 1x28672x4096, 24 us instead of 47.
+    "n": {
+        8: ((128, 1, 3), (256, 2, 3), (256, 4, 3), (256, 1, 3), (64, 1, 3)),
+        16: ((128, 1, 3), (256, 2, 3), (128, 2, 3), (64, 1, 3)),
+        32: ((128, 2, 3), (64, 1, 3)),
+    },
 }
 MIN_STEPS = 4
 MAX_SPLIT = 8
@@ -121,11 +129,12 @@ MAX_SPLIT = 8
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
-    weight, _ = _weight(problem)
-    block_m = next(b for b in _BLOCKS if problem.m <= b)
-    group = _group(spec, weight)
+    weight, words = weight_of(problem)
+    blocks = _BLOCKS[words.axis]
+    block_m = next(b for b in blocks if problem.m <= b)
+    group = group_of(spec, weight)
     found = []
-    for block_n, warps, stages in _BLOCKS[block_m]:
+    for block_n, warps, stages in blocks[block_m]:
         for block_k in (128, 64, 32):
             split = _split(problem, block_n, block_k, device)
             config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
@@ -147,7 +156,7 @@ def _split(problem: Problem, block_n: int, block_k: int, device: Device) -> int:
     return split
 
 
-def _weight(problem: Problem) -> tuple[Weight, Words]:
+def weight_of(problem: Problem) -> tuple[Weight, Words]:
     weight = problem.weight
     assert weight is not None
     words = words_of(weight)
@@ -160,7 +169,7 @@ def _steps(spec: QuantGemmSpec, weight: Weight) -> Any:
     return split_steps(weight.format, spec.a.dtype, element.dtype)
 
 
-def _group(spec: QuantGemmSpec, weight: Weight) -> int:
+def group_of(spec: QuantGemmSpec, weight: Weight) -> int:
     """Rows along K that share the operands of every step in the loop, as a power of two."""
     group = 1 << 30
     loop_steps, _ = _steps(spec, weight)

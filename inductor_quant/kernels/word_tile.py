@@ -10,7 +10,7 @@ from inductor_quant.kernels.words import Base, Dim, Words, unpack
 
 
 class WordTile:
-    """The words of BLOCK_K x BLOCK_N numbers of W, ``of_k`` by ``of_n``; the contiguous axis last."""
+    """The words of BLOCK_K x BLOCK_N numbers: ``of_k`` by ``of_n``, the contiguous axis last."""
 
     def __init__(self, weight: Weight, words: Words, block_k: int, block_n: int) -> None:
         self.words, self.source = words, weight.format.element.source

@@ -184,6 +184,23 @@ def unpack(words: Words, base: Base) -> Assembly:
     return Assembly(text, ",".join([*outputs, *("r" for _ in inputs)]), pack, words.count)
 
 
+def scale_and_shift(dtype: torch.dtype) -> Assembly:
+    """``(a + b) * c`` of 16-bit floats, each operation rounded."""
+    kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    one = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
+    # by way of fma: before sm_90 there is no other arithmetic on bf16
+    lines = [
+        "{",
+        ".reg .b32 t, one, none;",
+        f"mov.b32 one, {_twice(one):#010x};",
+        "mov.b32 none, 0x80008000;",
+        f"fma.rn.{kind} t, $1, one, $2;",
+        f"fma.rn.{kind} $0, t, $3, none;",
+        "}",
+    ]
+    return Assembly("\n".join(lines), "=r,r,r,r", 2, 1)
+
+
 def _halves(bits: int, inputs: list[str]) -> tuple[list[str], list[str]]:
     """Registers that hold 16 bits of two words each, and how they come about."""
     if bits == 32:  # the low halves of two words, the high halves

@@ -1,7 +1,8 @@
 """Inline PTX of the kind that unpacks words, run on numpy arrays.
 
-A straight line of bit operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
-``fma.rn.bf16x2``. As in ``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time,
+A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
+``mov``, and ``fma`` on pairs of 16-bit floats. As in ``tl.inline_asm_elementwise``, a call works on
+``pack`` elements at a time,
 narrow ones side by side in a register; which elements come together is not said, so here they are
 neighbours.
 """
@@ -92,22 +93,45 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def _fma_bf16x2(a: Array, b: Array, c: Array) -> Array:
-    result = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
-    for shift in (0, 16):
-        half = [
-            (term >> np.uint32(shift) << np.uint32(16)).view(np.float32).astype(np.float64)
-            for term in map(np.atleast_1d, (a, b, c))
-        ]
-        exact = (half[0] * half[1] + half[2]).astype(np.float32).view(np.uint32)
-        rounded = exact + np.uint32(0x7FFF) + (exact >> np.uint32(16) & np.uint32(1))
-        result |= (rounded >> np.uint32(16) << np.uint32(shift)).reshape(result.shape)
-    return result
+    def wide(half: Array) -> Array:
+        return (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def narrow(value: Array) -> Array:
+        bits = value.astype(np.float32).view(np.uint32)
+        bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        return (bits >> np.uint32(16)).astype(np.uint16)
+
+    return _fma(a, b, c, wide, narrow)
+
+
+def _fma_f16x2(a: Array, b: Array, c: Array) -> Array:
+    def narrow(value: Array) -> Array:
+        return value.astype(np.float16).view(np.uint16)
+
+    return _fma(a, b, c, lambda half: half.view(np.float16), narrow)
+
+
+def _fma(
+    a: Array,
+    b: Array,
+    c: Array,
+    wide: Callable[[Array], Array],
+    narrow: Callable[[Array], Array],
+) -> Array:
+    """Both halves; exact in fp64 for what small integers and scales come to."""
+    x, y, z = (
+        wide(np.ascontiguousarray(term).view(np.uint16)).astype(np.float64)
+        for term in np.broadcast_arrays(*map(np.atleast_1d, (a, b, c)))
+    )
+    return narrow(x * y + z).view(np.uint32)
 
 
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "and.b32": np.bitwise_and,
     "fma.rn.bf16x2": _fma_bf16x2,
+    "fma.rn.f16x2": _fma_f16x2,
     "lop3.b32": _lop3,
+    "mov.b32": np.positive,
     "prmt.b32": _prmt,
     "shr.u32": np.right_shift,
 }
