@@ -148,9 +148,24 @@ def _best_kernel(
             node=node.name if node is not None else "",
             times_us=tuple(None if ms is None else 1000 * ms for ms in times),
             sizes=(problem.m, problem.n, problem.k),
+            weight=packed_weight(problem),
         )
     )
     return result
+
+
+def packed_weight(problem: Problem) -> report.PackedWeight | None:
+    """For a report; None where there is none, or where a size is symbolic."""
+    weight = problem.weight
+    if weight is None:
+        return None
+    tensors = []
+    for tensor in weight.tensors:
+        sizes = tuple(size for size in tensor.shape if size is not None)
+        if len(sizes) != len(tensor.shape):
+            return None
+        tensors.append((tensor.dtype, sizes))
+    return weight.format, tuple(tensors)
 
 
 def run_first(

@@ -11,7 +11,7 @@ import torch
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
-from inductor_quant.lowering.common import lower_gemm, lowering_of, run_first
+from inductor_quant.lowering.common import lower_gemm, lowering_of, packed_weight, run_first
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.spec import ScaleSpec
@@ -80,7 +80,15 @@ def lower(
     if compat.runs_triton(device):
         node = compat.current_node()
         name = node.name if node is not None else ""
-        report.add(report.KernelChoice("weight_only", str(spec), (UNFUSED,), node=name))
+        choice = report.KernelChoice(
+            "weight_only",
+            str(spec),
+            (UNFUSED,),
+            node=name,
+            sizes=(hint_m, n, k),
+            weight=packed_weight(problem),
+        )
+        report.add(choice)
     value = run_first(
         "weight_only_dequantize",
         spec,
