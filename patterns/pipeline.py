@@ -196,8 +196,6 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
     device = reading.value(found.anchor).device
     if not compat.runs_triton(device):
         return Rejection(RejectionCode.DEVICE, f"{device} runs {found.family} without our kernels")
-    if found.too_many_rows:
-        return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None
 
 

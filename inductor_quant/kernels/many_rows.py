@@ -15,9 +15,11 @@ from inductor_quant.spec import QuantGemmSpec
 
 # Numbers of W that a thread unpacks and holds at once.
 MAX_TILE_REGISTERS = 128
-# With more rows it takes less time to write W once; H200, GPTQ words, 256 rows: 6144 x 4096 41 us
-# here and with W written, 4096 x 4096 31 and 26, 28672 x 4096 122 and 166.
+# With more rows it takes less time to write W once, but for a W of many columns; H200, GPTQ words,
+# 256 rows: 28672 x 4096 takes 122 us here and 166 with W written, 6144 x 4096 41 and 41, 4096 x
+# 4096 31 and 26.
 MAX_M = 128
+MAX_M_WIDE, WIDE_N = 256, 16384
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -31,7 +33,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
         )
-    if problem.m > MAX_M:
+    if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N and words.axis == "k" else MAX_M):
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows: W is written once")
     loop_steps, _ = _steps(spec, problem)
     if not suits(loop_steps, weight, words, spec.a.dtype):
@@ -95,7 +97,8 @@ def is_legal(
 # By rule from a sweep on an H200, GPTQ words, Llama-3-8B: (block_m, block_n, block_k, warps).
 _BLOCKS = {
     64: ((64, 128, 128, 8), (64, 64, 128, 4), (64, 128, 128, 4), (64, 64, 64, 4)),
-    MAX_M: ((128, 128, 128, 8), (128, 64, 128, 4), (64, 128, 128, 8), (64, 64, 64, 4)),
+    MAX_M: ((128, 64, 128, 4), (128, 128, 64, 8), (128, 128, 128, 8), (64, 64, 128, 4)),
+    MAX_M_WIDE: ((256, 128, 128, 8), (256, 128, 64, 8), (128, 128, 128, 8), (64, 64, 128, 4)),
 }
 MIN_STEPS = 4
 MAX_SPLIT = 8
