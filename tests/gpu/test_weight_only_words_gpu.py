@@ -26,6 +26,7 @@ def large_groups(monkeypatch):
 
 
 def run(case, inputs, **options):
+    torch._dynamo.reset()
     with collect() as report:
         compiled = torch.compile(
             gemm(case), backend="inductor_quant", dynamic=False, options={**OPTIONS, **options}
@@ -57,11 +58,10 @@ def test_more_rows(name, dtype, m):
     assert_right(got, case, inputs)
 
 
-@pytest.mark.parametrize("m", [600])
 @pytest.mark.parametrize("name", FORMATS)
-def test_many_rows(name, m):
+def test_many_rows(name):
     torch.manual_seed(0)
-    case = Case(name, m, 1000 if name == "uint2" else 1024, 2048, bf16, bias=True)
+    case = Case(name, 600, 1000 if name == "uint2" else 1024, 2048, bf16, bias=True)
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
     assert chosen.startswith("dequantize")
@@ -81,12 +81,12 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
     want = weight_only.dequantize(case.packed.format, weight).to(f16)
     spec, problem = described(case)
     for config in module.configs(spec, problem, device(90)):
-        for split in {1, 2, config.split_k}:
+        for split in {1, config.split_k}:
             text = str(config).split("_k")[0] + (f"_k{split}" if split > 1 else "")
+            x = torch.zeros(m, 1024, dtype=f16, device="cuda")
+            at = 7 * torch.arange(m, device="cuda")
+            x[torch.arange(m), at] = 1
             pinned = {"inductor_quant.configs": (f"{kernel} {text}",)}
-            for first in (0, 1024 - m):
-                x = torch.zeros(m, 1024, dtype=f16, device="cuda")
-                x[torch.arange(m), first + torch.arange(m)] = 1
-                got, chosen = run(case, (x, None, None, *weight), **pinned)
-                assert chosen == f"{kernel} {text}"
-                assert torch.equal(got, want[first : first + m]), text
+            got, chosen = run(case, (x, None, None, *weight), **pinned)
+            assert chosen == f"{kernel} {text}"
+            assert torch.equal(got, want[at]), text
