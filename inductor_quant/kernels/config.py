@@ -107,6 +107,8 @@ class Problem:
     k: int
     # False where K is symbolic: then no configuration may assume that it is a multiple of BLOCK_K.
     k_is_static: bool = True
+    # False where M is symbolic: m is that of the call being compiled, another may be far larger.
+    m_is_static: bool = True
     weight: Weight | None = None
     # Both operands lie contiguous along K, and their rows begin at multiples of 16 bytes, whatever
     # the symbolic sizes are: what a tensor descriptor needs.

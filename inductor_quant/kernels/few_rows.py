@@ -89,6 +89,9 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
         )
+    if config.split_k > 1 and not problem.m_is_static:
+        # parts of K are fp32 [split_k, M, N]: gigabytes where M is large
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
     group = group_of(spec, weight)
     if group % config.block_k:
         return Rejection(
@@ -134,7 +137,9 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     weight, words = weight_of(problem)
     blocks = _BLOCKS[words.axis]
-    block_m = next(b for b in blocks if problem.m <= b)
+    # of symbolic rows there may be many: not the smallest tile
+    rows = problem.m if problem.m_is_static else max(problem.m, 16)
+    block_m = next(b for b in blocks if rows <= b)
     group = group_of(spec, weight)
     found = []
     listed = list(blocks[block_m])
@@ -154,7 +159,8 @@ def _split(problem: Problem, block_n: int, block_k: int, device: Device) -> int:
     tiles, split = -(-problem.n // block_n), 1
     most = (8 if problem.m <= 16 else 4) * device.num_sms  # programs
     while (
-        2 * split <= MAX_SPLIT
+        problem.m_is_static
+        and 2 * split <= MAX_SPLIT
         and 2 * split * tiles <= most
         and problem.k % (2 * split * block_k) == 0
         and problem.k >= 2 * split * block_k * MIN_STEPS

@@ -73,6 +73,8 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
         )
+    if config.split_k > 1 and not problem.m_is_static:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
     group = few_rows.group_of(spec, weight)
     if group % config.block_k:
         return Rejection(
@@ -112,7 +114,8 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
         split = 1
         # more parts while they are programs for every SM: twice, for they wait for each other
         while (
-            2 * split <= MAX_SPLIT
+            problem.m_is_static
+            and 2 * split <= MAX_SPLIT
             and split * tiles < device.num_sms
             and problem.k % (2 * split * block_k) == 0
             and problem.k >= 2 * split * block_k * MIN_STEPS

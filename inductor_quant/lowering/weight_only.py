@@ -59,7 +59,8 @@ def lower(
         )
         for t in inputs[1 : 1 + len(weight)]
     )
-    problem = Problem(hint_m, n, k, weight=Weight(parsed, tensors))
+    is_static = compat.known_int(m) is not None
+    problem = Problem(hint_m, n, k, m_is_static=is_static, weight=Weight(parsed, tensors))
     result = lower_gemm(
         "weight_only",
         spec,

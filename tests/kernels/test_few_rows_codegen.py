@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
-from inductor_quant.kernels import few_rows
-from inductor_quant.kernels.config import GemmConfig, Problem, Weight, WeightTensor
+from inductor_quant.kernels import few_rows, many_rows
+from inductor_quant.kernels.config import GemmConfig, Weight, WeightTensor
 from inductor_quant.kernels.words import tile_order, words_of
 from inductor_quant.report import collect
 from tests.kernels.test_weight_only_codegen import described, device, generate_case
@@ -170,7 +172,32 @@ def test_parts_are_added_where_the_epilogue_is():
     assert "tl.sum" not in list(generated.kernels.values())[1]
 
 
-def test_rows_that_are_dynamic_take_the_kernel_of_the_hint():
-    spec, problem = described(Case("gptq", 4, 512, 512))
-    assert few_rows.supports(spec, problem, device(90)) is None
-    assert isinstance(problem, Problem)
+@pytest.mark.compiles
+@pytest.mark.parametrize(("name", "m"), [("gptq", 4), ("awq", 64)])
+def test_k_is_not_split_where_m_is_symbolic(name, m):
+    """The parts would be fp32 [split_k, M, N], whatever M becomes."""
+    case = Case(name, m, 1024, 4096, f16)
+
+    def make(device):
+        inputs = make_inputs(case, device)
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+        return inputs
+
+    with collect() as report:
+        generated = simulate.generate(
+            gemm(case),
+            make,
+            arch=90,
+            backend=inductor_quant_backend,
+            options={"inductor_quant.on_error": "raise"},
+        )
+    assert "_k" not in report.kernels[0].chosen
+    [source] = generated.kernels.values()
+    assert "inline_asm" in source
+    spec, problem = described(case)
+    symbolic = dataclasses.replace(problem, m_is_static=False)
+    for module in (few_rows, many_rows):
+        if module.supports(spec, problem, device(90)) is None:
+            config = dataclasses.replace(module.configs(spec, problem, device(90))[0], split_k=2)
+            assert module.is_legal(spec, problem, config, device(90)) is None
+            assert module.is_legal(spec, symbolic, config, device(90)) is not None
