@@ -2,9 +2,8 @@
 
 A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
 ``mov``, and ``fma`` on pairs of 16-bit floats. As in ``tl.inline_asm_elementwise``, a call works on
-``pack`` elements at a time,
-narrow ones side by side in a register; which elements come together is not said, so here they are
-neighbours.
+``pack`` elements at a time, narrow ones side by side in a register; which elements come together is
+not said, so here they are neighbours.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Registers = dict[str, Array]
-
-_INSTRUCTION = re.compile(r"([\w.]+)\s+([^;]+);")
 
 
 def run(
@@ -37,8 +34,9 @@ def run(
         bits = np.ascontiguousarray(np.broadcast_to(value, shape)).view(f"u{value.dtype.itemsize}")
         for column in _pack(bits.reshape(-1, pack)).T:
             registers[f"${sum(counts) + len(registers)}"] = column
-    for name, operands in _INSTRUCTION.findall(asm):
-        if name.startswith("."):
+    for statement in re.sub(r"[{}]", "", asm).split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if not name or name == ".reg":
             continue
         target, *sources = (part.strip() for part in operands.split(","))
         run_one = _INSTRUCTIONS.get(name)
