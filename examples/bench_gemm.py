@@ -2,6 +2,7 @@
 
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
+    python examples/bench_gemm.py --family weight_only         # W4A16, words along K
     python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
 Two measures that never mix: 'gemm' has quantized inputs (GEMM, scales, bias), 'linear' has bf16
@@ -33,27 +34,34 @@ from bench_systems import (
 
 HERE = Path(__file__).parent
 WORKER = HERE / "models_linear.py"
-FAMILIES = ("w8a8",)  # those of models_linear.py, where each has its entry
+FAMILIES = ("w8a8", "weight_only", "weight_only_awq")  # those of models_linear.py
 DEFAULT_SYSTEMS = {
     "gemm": ["ours", "ours-autotune", "stock", "stock-autotune", "int_mm-bare", "gemlite"],
     "linear": ["ours", "ours-autotune", "stock", "stock-autotune", "bf16", "gemlite", "torchao"],
 }
+WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize", "tinygemm", "gemlite"]
 OPTIONAL = ("gemlite", "torchao")  # systems that are packages
 GEMLITE_LIMIT_S = 120  # tuning one shape takes it 10 to 20 s; stop waiting after this
 TINY = [(17, 64, 64), (32, 64, 128)]
+TINY_GROUPS = [(5, 128, 256), (40, 128, 128)]
 
 
-def default_systems(name: str) -> list[str]:
+def is_weight_only(family: str) -> bool:
+    return family.startswith("weight_only")
+
+
+def default_systems(family: str, measured: str) -> list[str]:
     missing = [s for s in OPTIONAL if importlib.util.find_spec(s) is None]
-    return [system for system in DEFAULT_SYSTEMS[name] if system not in missing]
+    wanted = WEIGHT_ONLY if is_weight_only(family) else DEFAULT_SYSTEMS[measured]
+    return [system for system in wanted if system not in missing]
 
 
 def grid_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) to measure; every second M first, so that a part of it covers the range."""
     if options.tiny:
-        return TINY
+        return TINY_GROUPS if is_weight_only(options.family) else TINY
     grids = json.loads((HERE / "shapes.json").read_text())
-    formal = grids["formal"][options.family]
+    formal = grids["formal"]["weight_only" if is_weight_only(options.family) else options.family]
     rows = options.m or formal["M"]
     return [
         (m, n, k) for m in [*rows[::2], *rows[1::2]] for n, k in grids[options.grid or formal["NK"]]
@@ -71,13 +79,16 @@ def operations(row: Row) -> float:
 def bytes_moved(row: Row) -> int:
     """Operands and output, each once."""
     m, n, k = row["m"], row["n"], row["k"]
+    if is_weight_only(row["family"]):  # 4 bits; a scale of 16 and a zero of 4 for each 128
+        return 2 * m * k + n * k // 2 + n * k // 128 * 5 // 2 + 2 * m * n
     return (1 if row["measure"] == "gemm" else 2) * m * k + n * k + 2 * m * n
 
 
 def floor_us(row: Row, ceilings: dict[str, float]) -> float:
     """The time that the ceilings allow."""
     memory = bytes_moved(row) / ceilings["read_tbps"] / 1e6
-    return max(memory, operations(row) / ceilings["int8_tops"] / 1e6)
+    rate = ceilings["bf16_tflops" if is_weight_only(row["family"]) else "int8_tops"]
+    return max(memory, operations(row) / rate / 1e6)
 
 
 def best_of_ours(row: Row) -> float | None:
@@ -120,7 +131,8 @@ def plot(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float], pa
     across = [intensities[0] / 2 * 1.1**i for i in range(200) if 1.1**i < 4e4]
     across = [x for x in across if x <= 2 * intensities[-1]]
     figure, axes = plt.subplots(figsize=(9, 6))
-    roof = [min(ceilings["int8_tops"], x * ceilings["read_tbps"]) for x in across]
+    rate = ceilings["bf16_tflops" if is_weight_only(rows[0]["family"]) else "int8_tops"]
+    roof = [min(rate, x * ceilings["read_tbps"]) for x in across]
     axes.plot(across, roof, color="black", label="measured ceilings")
     for name in systems:
         timed = [row for row in rows if "us" in row["systems"].get(name, {})]
@@ -189,7 +201,7 @@ def main() -> int:
     )
     grids: dict[str, Any] = json.loads((HERE / "shapes.json").read_text())
     parser.add_argument("--family", choices=FAMILIES, default="w8a8")
-    parser.add_argument("--measure", choices=list(DEFAULT_SYSTEMS), default="gemm")
+    parser.add_argument("--measure", choices=list(DEFAULT_SYSTEMS), help="weight_only: linear")
     parser.add_argument("--grid", choices=[g for g in grids if g not in ("comment", "formal")])
     parser.add_argument("--m", type=int, nargs="+")
     parser.add_argument("--systems", nargs="+", help="default: all that are installed")
@@ -204,7 +216,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
     options = parser.parse_args()
 
-    names = options.systems or default_systems(options.measure)
+    options.measure = options.measure or ("linear" if is_weight_only(options.family) else "gemm")
+    names = options.systems or default_systems(options.family, options.measure)
     rows, ceilings = run(options, names)
     if not rows:
         print("nothing was measured")

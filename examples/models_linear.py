@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import models_weight_only as weight_only
 import torch
 import torch.nn.functional as F
 from bench_systems import serve
@@ -110,9 +111,6 @@ class W8A8:
         return self.x.double() @ (self.weights[0] * self.sw[:, None]).double().t() + self.bias
 
 
-FAMILIES: dict[str, type[W8A8]] = {"w8a8": W8A8}
-
-
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A system. ``build`` makes the calls; ``reference`` is what the first one should give."""
@@ -203,6 +201,31 @@ SYSTEMS: dict[str, Entry] = {
     "torchao": Entry(torchao, W8A8.unquantized, REQUANTIZED, ("linear",)),
 }
 
+# bf16 once more: the weight's rounding, of tinygemm its zero points'.
+_WEIGHT_ONLY = functools.partial(
+    Entry, reference=weight_only.GPTQ.exact, bound=2 * EXACT, measures=("linear",)
+)
+WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
+    name: _WEIGHT_ONLY(functools.partial(weight_only.compiled, backend, mode))
+    for name, backend, mode in (
+        ("ours", "inductor_quant", None),
+        ("ours-autotune", "inductor_quant", MAX_AUTOTUNE),
+        ("stock", "inductor", None),
+    )
+} | {
+    "bf16": _WEIGHT_ONLY(weight_only.bf16),  # cuBLAS
+    "dequantize": _WEIGHT_ONLY(weight_only.dequantize_once),
+    "tinygemm": _WEIGHT_ONLY(weight_only.tinygemm, bound=REQUANTIZED),
+    "gemlite": _WEIGHT_ONLY(weight_only.gemlite, bound=REQUANTIZED),
+}
+
+# family -> its problem and its systems
+FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
+    "w8a8": (W8A8, SYSTEMS),
+    "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
+}
+
 
 class Worker:
     def __init__(self, system: str, device: str) -> None:
@@ -214,10 +237,13 @@ class Worker:
         torch.compiler.reset()
         if self.device == "cuda":
             torch.cuda.empty_cache()
-        entry = SYSTEMS[self.system]
+        make, systems = FAMILIES[family]
+        if self.system not in systems:
+            raise ValueError(f"it has no {family}")
+        entry = systems[self.system]
         if measure not in entry.measures:
             raise ValueError(f"there is no measure {measure!r}")
-        problem = FAMILIES[family](measure, m, n, k, self.device)
+        problem = make(measure, m, n, k, self.device)
         with torch.no_grad():
             calls = entry.build(problem)
             start = time.perf_counter()
@@ -272,7 +298,7 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system", choices=list(SYSTEMS))
+    parser.add_argument("system", choices=[*SYSTEMS, *WEIGHT_ONLY_SYSTEMS])
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     worker = Worker(options.system, options.device)

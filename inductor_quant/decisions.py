@@ -38,7 +38,6 @@ class RejectionCode(enum.StrEnum):
     DEVICE = "device"
     FAMILY_DISABLED = "family_disabled"
     MODULE_EXCLUDED = "module_excluded"
-    MANY_ROWS = "many_rows"
     NUMERICS = "numerics"
     INTERNAL_ERROR = "internal_error"
     # kernels
@@ -69,7 +68,6 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.DEVICE: "there is no kernel for this device; the graph stays as it was",
     RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
-    RejectionCode.MANY_ROWS: "so many rows that the graph better dequantizes the weight once",
     RejectionCode.NUMERICS: 'not bit for bit what the graph computes, as numerics="strict" asks',
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it as it was",
     RejectionCode.NO_KERNEL: "recognised, but no kernel covers it",

@@ -269,10 +269,13 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
             sizes = kernel.sizes if kernel is not None else None
             is_timed_here = is_timed and decision.family in measure.TIMED_FAMILIES
             if is_timed_here and sizes is not None and decision.site.device.startswith("cuda"):
-                key = (decision.spec, sizes)
+                weight = kernel.weight if kernel is not None else None
+                key = (decision.spec, sizes, weight)
                 if key not in measured:
                     device = torch.device(decision.site.device)
-                    measured[key] = measure.time_gemm(decision.spec, *sizes, device, mode)
+                    measured[key] = measure.time_gemm(
+                        decision.spec, *sizes, device, mode, weight=weight
+                    )
                 timing = measured[key]
         rows.append(Row(decision.site, decision, kernel, timing))
     rows.sort(key=_order)

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from inductor_quant.ops.dequantize import Evaluator
+from inductor_quant.report import PackedWeight
 from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec
+from inductor_quant.weight_format import WeightFormat
 
-# A spec says all that a W8A8 GEMM is. A weight-only one needs its tensors and format too, which a
-# report does not keep: its rows have no times.
-TIMED_FAMILIES = ("w8a8",)
+TIMED_FAMILIES = ("w8a8", "weight_only")
 ROUNDS = 9
 MAX_COPIES = 32
 # Dense int8 operations a second (1e12) from the vendor's datasheets: A100 SXM, L40S, H100/H200 SXM,
@@ -62,6 +63,8 @@ def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) 
     memory = gemm_bytes(spec, m, n, k) / read_bandwidth(device.index or 0) * 1e6
     major, minor = torch.cuda.get_device_capability(device)
     rate = INT8_TOPS.get(10 * major + minor)
+    if rate and spec.a.dtype.itemsize > 1:
+        rate /= spec.a.dtype.itemsize  # of 16 bits the units multiply half as many
     compute = gemm_operations(m, n, k) / rate / 1e6 if rate else 0.0
     return max(memory, compute)
 
@@ -74,16 +77,30 @@ def read_bandwidth(index: int) -> float:
 
 
 def time_gemm(
-    spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device, mode: str | None
+    spec: QuantGemmSpec,
+    m: int,
+    n: int,
+    k: int,
+    device: torch.device,
+    mode: str | None,
+    *,
+    weight: PackedWeight | None = None,
 ) -> Timing | None:
-    """Times of a GEMM alone, on random operands; None where there is nothing to compute."""
-    if m * n * k == 0:
+    """Times of a GEMM alone, on random operands; None where there is nothing to compute, or where
+    ``weight``, of a weight_only GEMM, is not known."""
+    is_packed = spec.a.scale is None and spec.a.dtype.is_floating_point
+    if m * n * k == 0 or (is_packed and weight is None):
         return None
-    inputs = _inputs(spec, m, n, k, device)
-    ours = _captured(_canonical(spec), inputs, mode)
+    if weight is not None:
+        inputs = _packed_inputs(spec, weight, m, device)
+        canonical, plain = _weight_only(spec, weight[0]), _dequantized(spec, weight[0])
+    else:
+        inputs = _inputs(spec, m, n, k, device)
+        canonical, plain = _canonical(spec), _plain(spec)
+    ours = _captured(canonical, inputs, mode)
     stock: Callable[[], Any] | None = None
     try:
-        stock = _captured(_plain(spec), inputs, mode)
+        stock = _captured(plain, inputs, mode)
     except Exception:  # stock cuBLASLt int8 refuses M <= 16, for one
         stock = None
     times = _median_us([ours] if stock is None else [ours, stock])
@@ -124,6 +141,67 @@ def _inputs(
     bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
     more = (a_scale, b_scale, bias, zero(spec.a, (m, 1)), zero(spec.b, (1, n)))
     return [(a, integers(n, k).t(), *more) for _ in range(copies)]
+
+
+def packed_operands(weight: PackedWeight, device: torch.device) -> list[torch.Tensor]:
+    """Random tensors of a packed weight; numbers that are positions lie within what they count."""
+    format, tensors = weight
+    sizes: dict[int, int] = {}
+    for field in format.fields():
+        for dim, form in enumerate(field.index):
+            for part, _ in form.fields:
+                if not part.width:
+                    size = tensors[field.source][1][dim]
+                    sizes[part.source] = min(size, sizes.get(part.source, size))
+
+    def make(source: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        if dtype.is_floating_point:
+            return (torch.rand(shape, device=device) * 0.02).to(dtype)
+        info = torch.iinfo(dtype)
+        low, high = (0, sizes[source]) if source in sizes else (info.min, info.max)
+        return torch.randint(low, high, shape, dtype=torch.int64, device=device).to(dtype)
+
+    return [make(source, *tensor) for source, tensor in enumerate(tensors)]
+
+
+def _packed_inputs(
+    spec: QuantGemmSpec, weight: PackedWeight, m: int, device: torch.device
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """x, column_scale, bias and the weight's tensors, as often as it takes."""
+    format, _ = weight
+    k, n = format.shape
+    first = packed_operands(weight, device)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    copies = max(2, min(MAX_COPIES, -(-4 * l2 // sum(t.nbytes for t in first))))
+    x = torch.randn(m, k, device=device).to(spec.a.dtype)
+    bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
+    scale = None
+    if spec.b.scale is not None and not format.scales:
+        size = (1, 1 if spec.b.scale.block == (-1, -1) else n)
+        scale = torch.rand(size, device=device).to(spec.b.scale.dtype)
+    sets = [first, *([t.clone() for t in first] for _ in range(copies - 1))]
+    return [(x, scale, bias, *tensors) for tensors in sets]
+
+
+def _weight_only(spec: QuantGemmSpec, format: WeightFormat) -> Callable[..., torch.Tensor]:
+    text = format.encode()
+
+    def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
+        return torch.ops.inductor_quant.weight_only(
+            x, list(weight), scale, bias, format=text, out_dtype=spec.out_dtype
+        )
+
+    return run
+
+
+def _dequantized(spec: QuantGemmSpec, format: WeightFormat) -> Callable[..., torch.Tensor]:
+    def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
+        value = Evaluator(format, weight, x.device).weight(torch.float32)
+        out = (x @ value.to(x.dtype)).float()
+        out = out if scale is None else out * scale
+        return (out if bias is None else out + bias).to(spec.out_dtype)
+
+    return run
 
 
 def _canonical(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:

@@ -7,7 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from inductor_quant.decisions import Match, Rejection, RejectionCode
+from inductor_quant.weight_format import WeightFormat
+
+PackedWeight = tuple[WeightFormat, tuple[tuple[torch.dtype, tuple[int, ...]], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +21,8 @@ class KernelChoice:
 
     ``node`` is the canonical op's FX node; ``times_us`` are autotuning's, None where not timed (one
     choice needs no timing); ``sizes`` are M, N, K, and where one is symbolic, what it was in the
-    call that was compiled.
+    call that was compiled. ``weight``, of a packed one, is its format and the type and sizes of
+    each of its tensors.
     """
 
     family: str
@@ -25,6 +31,7 @@ class KernelChoice:
     node: str = ""
     times_us: tuple[float | None, ...] = ()
     sizes: tuple[int, int, int] | None = None
+    weight: PackedWeight | None = None
 
     @property
     def chosen(self) -> str:

@@ -132,7 +132,6 @@ def _assemble(product: Product, weight: Weight, found: Epilogue) -> RecognizedGe
         m=graph.size_name(_rows(product)),
         n=product.n,
         k=product.k,
-        too_many_rows=_has_too_many_rows(product, weight, dtypes),
         shape=found.reshape.args[1] if found.reshape is not None else product.shape,  # type: ignore[arg-type]
     )
 
@@ -148,12 +147,6 @@ def _rows(product: Product) -> Any:
     for size in graph.value(product.x).shape[:-1]:
         rows = rows * size
     return rows
-
-
-def _has_too_many_rows(product: Product, weight: Weight, dtypes: list[torch.dtype]) -> bool:
-    rows = graph.size_hint(_rows(product))
-    dtype = graph.value(product.x).dtype
-    return rows is not None and rows > op.preferred_rows(weight.format, dtype, dtypes)
 
 
 PATTERN = Pattern(name="weight_only", family=FAMILY, anchors=anchors(), recognize=recognize)

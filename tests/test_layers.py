@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": BASE | {"_torch_compat", "ops", "kernels"},
     "lowering": BASE | {"_torch_compat", "report", "ops", "kernels", "lowering"},
     "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering"},
-    "measure": BASE | {"_torch_compat", "ops"},
+    "measure": BASE | {"_torch_compat", "report", "ops"},
     "doctor": BASE | {"_torch_compat", "kernels"},
     "__main__": BASE | {"doctor", "explanation"},
     "explanation": BASE | {"_torch_compat", "report", "measure", "backend"},

@@ -7,8 +7,10 @@ import torch
 
 from inductor_quant import explanation, measure
 from inductor_quant.decisions import Match, Site
+from inductor_quant.ops import weight_only
 from inductor_quant.report import KernelChoice, Report
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
+from tests.support.formats import FORMATS, build
 
 bf16, f32 = torch.bfloat16, torch.float32
 
@@ -34,10 +36,10 @@ def test_packed_weights_count_by_their_bits(b: OperandSpec, weight_bytes: int) -
     assert found == activation + weight_bytes + result
 
 
-def test_only_what_a_spec_describes_whole_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     timed = []
 
-    def time_gemm(*arguments: object) -> measure.Timing:
+    def time_gemm(*arguments: object, weight: object) -> measure.Timing:
         timed.append(arguments)
         return measure.Timing(1.0, 2.0, 0.5)
 
@@ -51,6 +53,22 @@ def test_only_what_a_spec_describes_whole_is_timed(monkeypatch: pytest.MonkeyPat
         choice = KernelChoice(family, str(of), ("a kernel",), node=family, sizes=(16, 256, 512))
         report.kernels.append(choice)
     rows = explanation._explanation(report, None, True).rows
-    assert len(timed) == 1
+    assert len(timed) == 2
     has_timing = {row.decision.family: row.timing is not None for row in rows}  # type: ignore[union-attr]
-    assert has_timing == {"w8a8": True, "weight_only": False}
+    assert has_timing == {"w8a8": True, "weight_only": True}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_operands_of_every_packed_format_are_valid(name: str) -> None:
+    """As many as the format reads, and every number that is a position lies within its tensor."""
+    packed = build(name, 320, 64)
+    tensors = tuple((dtype, shape) for _, shape, dtype in packed.tensors)
+    operands = measure.packed_operands((packed.format, tensors), torch.device("cpu"))
+    assert [(t.dtype, tuple(t.shape)) for t in operands] == list(tensors)
+    if name != "shift_table":  # whose shifts are any numbers
+        assert weight_only.dequantize(packed.format, operands).shape == packed.format.shape
+
+
+def test_a_weight_only_row_without_its_weight_has_no_time() -> None:
+    of = spec(OperandSpec(bf16), OperandSpec(torch.uint8, bits=4))
+    assert measure.time_gemm(of, 16, 256, 512, torch.device("cpu"), None) is None

@@ -3,11 +3,20 @@
 Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
 """
 
+from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
 from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
-from inductor_quant.kernels.weight_only import WEIGHT_ONLY_MM
+from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ONLY_MM
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
-KERNELS: tuple[Kernel, ...] = (W8A8_PERSISTENT, W8A8_MM, WEIGHT_ONLY_MM)
+KERNELS: tuple[Kernel, ...] = (
+    W8A8_PERSISTENT,
+    W8A8_MM,
+    WEIGHT_ONLY_FEW_ROWS,
+    WEIGHT_ONLY_WORDS,
+    WEIGHT_ONLY_MM,
+    WEIGHT_ONLY_DEQUANTIZE,
+)
 
 __all__ = ["KERNELS", "Kernel"]

@@ -92,7 +92,7 @@ class WeightCode:
 
     def tile(self, stride: Hook, size: Hook) -> str:
         """Statements inside the loop that leave the tile at k in ``w`` [BLOCK_K, BLOCK_N]."""
-        out = _Lines(self, stride, size)
+        out = Statements(self, stride, size)
         value = out.field(self.format.element)
         if self.loop_steps or not self.casts_directly:
             value = out.apply(out.to_float(value), self.loop_steps)
@@ -108,11 +108,11 @@ class WeightCode:
 
     def columns(self, stride: Hook, size: Hook) -> str:
         """Statements behind the loop that apply the scales of whole columns to ``out``."""
-        out = _Lines(self, stride, size)
+        out = Statements(self, stride, size)
         for step in self.column_steps:
             value = out.operand(step)
             value = out.widen(value, 1, self.block["n"])
-            out.lines.append(f"out = {_arithmetic(step, 'out', value.code)}")
+            out.lines.append(f"out = {arithmetic(step, 'out', value.code)}")
         return "\n".join(out.lines)
 
     def loaded_bytes(self) -> int:
@@ -146,7 +146,7 @@ class WeightCode:
         return is_byte or dtype == self.x_dtype
 
 
-class _Lines:
+class Statements:
     """Statements in order, and the variables that they have left so far."""
 
     def __init__(self, code: WeightCode, stride: Hook, size: Hook) -> None:
@@ -443,12 +443,12 @@ class _Lines:
             columns = max(value.columns, operand.columns)
             value = self.widen(value, rows, columns)
             operand = self.widen(operand, rows, columns)
-            code = self.assign("f", _arithmetic(step, value.code, operand.code))
+            code = self.assign("f", arithmetic(step, value.code, operand.code))
             value = _Value(code, rows, columns, is_float=True)
         return value
 
 
-def _arithmetic(step: Step, value: str, operand: str) -> str:
+def arithmetic(step: Step, value: str, operand: str) -> str:
     if step.kind != "div":
         return f"{value} {'+-*'[('add', 'sub', 'mul').index(step.kind)]} {operand}"
     if isinstance(step.operand, Field):

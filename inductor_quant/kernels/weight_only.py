@@ -173,6 +173,48 @@ def _group(spec: QuantGemmSpec, problem: Problem) -> int:
     return group
 
 
+def dequantize_grid(
+    k: Any, n: Any, meta: dict[str, Any], *, cdiv: Any, min: Any = min
+) -> tuple[Any, Any, Any]:
+    return (cdiv(k, meta["BLOCK_K"]) * cdiv(n, meta["BLOCK_N"]), 1, 1)
+
+
+def dequantize_constants(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> dict[str, Any]:
+    weight = problem.weight
+    assert weight is not None
+    code = WeightCode(
+        weight.format,
+        weight.tensors,
+        config,
+        x_dtype=spec.a.dtype,
+        loop_steps=weight.format.steps,
+        column_steps=(),
+    )
+    return {"WEIGHT": code, "ACC_TYPE": TRITON_TYPES[spec.a.dtype]}
+
+
+def dequantize_configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+    return [GemmConfig(16, 128, 32, num_warps=4, num_stages=1)]
+
+
+def dequantize_legal(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> Rejection | None:
+    return None
+
+
+# Writes W [K, N], for a GEMM of the library.
+WEIGHT_ONLY_DEQUANTIZE = Kernel(
+    name="weight_only_dequantize",
+    family="weight_only_dequantize",
+    grid=dequantize_grid,
+    supports=supports,
+    constants=dequantize_constants,
+    configs=dequantize_configs,
+    legal=dequantize_legal,
+)
 WEIGHT_ONLY_MM = Kernel(
     name="weight_only_mm",
     family="weight_only",

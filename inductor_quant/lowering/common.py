@@ -88,6 +88,8 @@ def lower_gemm(
 ) -> Any | None:
     """The output of the best kernel for the GEMM, as IR that the scheduler may fuse into.
 
+    Of three dimensions where it is the sums of parts of K, see ``Kernel``.
+
     One configuration, the best guess, unless max-autotune pays for timing up to
     ``Options.max_choices``. None: no kernel supports this spec on this device, or, with
     ``on_error="fallback"``, we failed; the caller then lowers to what was matched.
@@ -120,9 +122,15 @@ def _best_kernel(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
+    split_k = 1
     for kernel, config in _candidates(family, spec, problem, device, options):
         if len(choices) == limit:
             break
+        if choices and config.split_k != split_k:
+            continue  # one selection is among outputs of the same shape
+        if config.split_k != split_k:
+            split_k = config.split_k
+            layout = compat.FixedLayout(layout.device, torch.float32, [split_k, *layout.size])
         extra = kernel.constants(spec, problem, config, device) | constants
         if options.numerics == "strict":
             # a multiply-add rounds once where the graph rounds twice
@@ -143,9 +151,41 @@ def _best_kernel(
             node=node.name if node is not None else "",
             times_us=tuple(None if ms is None else 1000 * ms for ms in times),
             sizes=(problem.m, problem.n, problem.k),
+            weight=packed_weight(problem),
         )
     )
     return result
+
+
+def packed_weight(problem: Problem) -> report.PackedWeight | None:
+    """For a report; None where there is none, or where a size is symbolic."""
+    weight = problem.weight
+    if weight is None:
+        return None
+    tensors = []
+    for tensor in weight.tensors:
+        sizes = tuple(size for size in tensor.shape if size is not None)
+        if len(sizes) != len(tensor.shape):
+            return None
+        tensors.append((tensor.dtype, sizes))
+    return weight.format, tuple(tensors)
+
+
+def run_first(
+    family: str, spec: QuantGemmSpec, problem: Problem, inputs: list[Any], layout: Any
+) -> Any | None:
+    """The output of the family's kernel in its first configuration, in ``layout``; None: there is
+    none for this spec on this device. A helper's kernel: not in reports, not timed."""
+    if not compat.runs_triton(layout.device):
+        return None
+    device = describe_device(layout.device)
+    for kernel, config in _candidates(family, spec, problem, device, Options()):
+        choices: list[Any] = []
+        constants = kernel.constants(spec, problem, config, device)
+        if _append_choice(kernel, config, choices, inputs, layout, constants):
+            result, _ = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+            return result
+    return None
 
 
 @functools.cache

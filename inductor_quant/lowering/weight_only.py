@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,11 +11,11 @@ import torch
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
-from inductor_quant.lowering.common import lower_gemm, lowering_of
+from inductor_quant.lowering.common import lower_gemm, lowering_of, packed_weight, run_first
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.spec import ScaleSpec
-from inductor_quant.weight_format import WeightFormat
+from inductor_quant.weight_format import Step, WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # What a report shows where no kernel of ours is taken: many rows, or a format without a kernel.
@@ -50,12 +52,19 @@ def lower(
     inputs = [compat.realize(t) for t in (x, *weight, column_scale, bias) if t is not None]
     [hint_m] = compat.size_hints((m,))
     tensors = tuple(
-        WeightTensor(t.get_dtype(), tuple(map(compat.known_int, t.get_size()))) for t in weight
+        WeightTensor(
+            t.get_dtype(),
+            tuple(map(compat.known_int, t.get_size())),
+            tuple(map(compat.known_int, t.get_stride())),
+        )
+        for t in inputs[1 : 1 + len(weight)]
     )
+    is_static = compat.known_int(m) is not None
+    problem = Problem(hint_m, n, k, m_is_static=is_static, weight=Weight(parsed, tensors))
     result = lower_gemm(
         "weight_only",
         spec,
-        Problem(hint_m, n, k, weight=Weight(parsed, tensors)),
+        problem,
         inputs,
         compat.FixedLayout(device, out_dtype, [m, n]),
         {
@@ -64,12 +73,31 @@ def lower(
         },
     )
     if result is not None:
-        return result
+        if len(result.get_size()) == 2:
+            return result
+        _, columns = op.split_steps(parsed, x.get_dtype(), tensors[parsed.element.source].dtype)
+        evaluator = _evaluator(parsed, weight, device)
+        return _epilogue(evaluator, _sum_of_parts(result), columns, column_scale, bias, out_dtype)
     if compat.runs_triton(device):
         node = compat.current_node()
         name = node.name if node is not None else ""
-        report.add(report.KernelChoice("weight_only", str(spec), (UNFUSED,), node=name))
-    return _unfused(x, weight, column_scale, bias, parsed, out_dtype)
+        choice = report.KernelChoice(
+            "weight_only",
+            str(spec),
+            (UNFUSED,),
+            node=name,
+            sizes=(hint_m, n, k),
+            weight=packed_weight(problem),
+        )
+        report.add(choice)
+    value = run_first(
+        "weight_only_dequantize",
+        spec,
+        problem,
+        inputs[1 : 1 + len(weight)],
+        compat.FixedLayout(device, x.get_dtype(), [k, n]),
+    )
+    return _unfused(x, value, weight, column_scale, bias, parsed, out_dtype)
 
 
 class _Lowered(Evaluator):
@@ -87,18 +115,52 @@ class _Lowered(Evaluator):
 
 def _unfused(
     x: Any,
+    value: Any,
     weight: list[Any],
     column_scale: Any,
     bias: Any,
     format: WeightFormat,
     out_dtype: torch.dtype,
 ) -> Any:
-    """Dequantize, then multiply, as what was matched did: for a device without a kernel."""
-    evaluator = _Lowered(
-        format, weight, x.get_device(), lambda op, *a, **k: lowering_of(op)(*a, **k)
-    )
-    value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+    """Dequantize, then multiply, as what was matched did: for many rows, or without a kernel.
+
+    ``value`` is W [K, N], if a kernel has written it.
+    """
+    evaluator = _evaluator(format, weight, x.get_device())
+    if value is None:
+        value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+    if column_scale is None and out_dtype == x.get_dtype():
+        # nothing that the library does not do
+        if bias is None:
+            return lowering_of(aten.mm.default)(x, value)
+        if bias.get_dtype() == out_dtype:
+            return lowering_of(aten.addmm.default)(bias, x, value)
     out = evaluator.convert(lowering_of(aten.mm.default)(x, value), torch.float32)
+    return _epilogue(evaluator, out, (), column_scale, bias, out_dtype)
+
+
+def _sum_of_parts(parts: Any) -> Any:
+    """[split_k, M, N] added up: written out, as a reduction it would be a kernel of its own."""
+    count = compat.known_int(parts.get_size()[0])
+    assert count is not None
+    each = [lowering_of(aten.select.int)(parts, 0, i) for i in range(count)]
+    return functools.reduce(lowering_of(aten.add.Tensor), each)
+
+
+def _evaluator(format: WeightFormat, weight: list[Any], device: torch.device) -> _Lowered:
+    return _Lowered(format, weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k))
+
+
+def _epilogue(
+    evaluator: _Lowered,
+    out: Any,
+    columns: Sequence[Step],
+    column_scale: Any,
+    bias: Any,
+    out_dtype: torch.dtype,
+) -> Any:
+    """What the kernels do behind the sum over k, for sums in fp32."""
+    out = evaluator.apply(out, columns, torch.float32)
     if column_scale is not None:
         out = lowering_of(aten.mul.Tensor)(out, evaluator.convert(column_scale, torch.float32))
     if bias is not None:

@@ -52,7 +52,8 @@ def reference(
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
     Rounding. W is computed in fp32 from the tensors as they are given: the element, then each step.
-    It is rounded to x's dtype once, after the last step that depends on k, for the matrix unit;
+    It is rounded to x's dtype once, after the last step that depends on k, for the matrix unit (or
+    not at all: where steps are the same for a group of rows, a kernel may apply them to its sum);
     without such steps, or with integer ones alone, the rounding changes nothing (integers up to 256
     in bf16, 2048 in fp16; fp8). What follows, the scales of whole columns that end ``format``
     (``WeightFormat.column_steps``), column_scale and bias, is applied to the sum. Sum and epilogue
@@ -112,7 +113,7 @@ def preferred_rows(
 
     With more it takes less time to dequantize the weight once and to multiply with cuBLAS than to
     dequantize it for each tile of rows; a weight that is converted and no more costs less a tile.
-    The limits are guesses between few and many rows, until a benchmark of the family sets them.
+    By rule: between rows where one was faster and rows where the other was.
     """
     kept, _ = split_steps(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import ir
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-from . import _libdevice
+from . import _libdevice, _ptx
 from ._floats import Array, decode, encode, is_known, is_stored_as_bits
 
 AsmEmulation = Callable[..., Array | tuple[Array, ...]]
@@ -135,20 +135,34 @@ class Builder(InterpreterBuilder):
         isPure: bool,
         pack: int,
     ) -> Any:
-        emulation = asm_emulations.get(inlineAsm.strip())
-        if emulation is None:
-            raise NotImplementedError(
-                f"no emulation of this assembly; see register_asm_emulation:\n{inlineAsm}"
-            )
-        results = emulation(*[value.data for value in values])
-        arrays = results if isinstance(results, tuple) else (results,)
         types = type if isinstance(type, (list, tuple)) else [type]
+        emulation = asm_emulations.get(inlineAsm.strip())
+        operands = [value.data for value in values]
+        if emulation is None:
+            arrays = _run_ptx(inlineAsm, operands, types, pack)
+        else:
+            results = emulation(*operands)
+            arrays = results if isinstance(results, tuple) else (results,)
         return _AsmResults(
             [
                 TensorHandle(np.asarray(array), element.scalar)
                 for array, element in zip(arrays, types, strict=True)
             ]
         )
+
+
+def _run_ptx(asm: str, operands: Sequence[Any], types: Sequence[Any], pack: int) -> Sequence[Any]:
+    """The results as the interpreter stores them: bits, or numpy's own floats."""
+    scalars = [element.scalar for element in types]
+    try:
+        results = _ptx.run(asm, operands, [_get_np_dtype(scalar) for scalar in scalars], pack)
+        return [
+            bits.view(_get_np_dtype(scalar)) for bits, scalar in zip(results, scalars, strict=True)
+        ]
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"no emulation of this assembly ({error}); see register_asm_emulation:\n{asm}"
+        ) from error
 
 
 def _integer_matmul(lhs: Array, rhs: Array) -> Array:

@@ -14,7 +14,14 @@ from torch._inductor.utils import run_and_get_code
 from inductor_quant.ops import weight_only
 from inductor_quant.report import collect
 from tests.support.formats import FORMATS
-from tests.support.weight_only import Case, assert_close, gemm, make_inputs, reference
+from tests.support.weight_only import (
+    Case,
+    assert_close,
+    assert_right,
+    gemm,
+    make_inputs,
+    reference,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,15 +53,16 @@ def skip_if_unsupported(name: str) -> None:
 @pytest.mark.parametrize("dtype", [bf16, f16])
 @pytest.mark.parametrize("m", [1, 16, 33, 128])
 @pytest.mark.parametrize("name", FORMATS)
-def test_result_is_close_to_fp64_in_one_kernel(name, m, dtype):
+def test_result_is_close_to_fp64_in_our_kernels(name, m, dtype):
     skip_if_unsupported(name)
     torch.manual_seed(0)
     case = Case(name, m, 512, 1024, dtype, column_scale="channel", bias=True)
     inputs = make_inputs(case, "cuda")
     got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
-    assert_close(got, reference(case, inputs))
-    [kernel] = kernels_of(code)
-    assert "weight_only" in kernel
+    assert_right(got, case, inputs)
+    kernels = kernels_of(code)  # the second adds parts of K
+    assert len(kernels) <= 2
+    assert all("weight_only" in kernel for kernel in kernels)
 
 
 ODD = [
@@ -81,8 +89,8 @@ def test_odd_sizes_types_and_layouts(case):
     inputs = make_inputs(case, "cuda")
     got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
     # A tensor core adds up fp32 in an order of its own, and truncates.
-    assert_close(got, reference(case, inputs), slack=4 if got.dtype == f32 else 1)
-    assert len(kernels_of(code)) == 1
+    assert_right(got, case, inputs, slack=4 if got.dtype == f32 else 1)
+    assert len(kernels_of(code)) <= 2
 
 
 # A product and a difference of it may be one instruction, rounded once: then all but equal.
@@ -96,7 +104,7 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(name):
     case = Case(name, 0, 512, 1024, bf16, out_dtype=f32)
     _, _, _, *weight = make_inputs(case, "cuda")
     x = torch.eye(case.packed.format.shape[0], device="cuda").to(bf16)
-    run = compiled(gemm(case))  # for few rows: with many the weight is dequantized before
+    run = compiled(gemm(case))
     got = torch.cat([run(rows, None, None, *weight) for rows in x.split(64)])
     # On a CPU: a GPU's torch divides by a tensor's reciprocal.
     want = gemm(case)(x.cpu(), None, None, *(t.cpu() for t in weight)).cuda()
@@ -141,7 +149,7 @@ def test_dynamic_m_compiles_twice_at_most():
         x = torch.randn(m, 128, device="cuda").to(bf16)
         torch._dynamo.maybe_mark_dynamic(x, 0)
         now = dataclasses.replace(case, m=m)
-        assert_close(run(x, *weight), reference(now, (x, *weight)))
+        assert_right(run(x, *weight), now, (x, *weight))
     assert counter.frame_count <= 2
 
 
@@ -155,7 +163,7 @@ def test_max_autotune_and_cuda_graphs(name):
     with torch.no_grad(), collect() as report:
         for _ in range(3):
             torch.compiler.cudagraph_mark_step_begin()
-            assert_close(run(*inputs).clone(), reference(case, inputs))
+            assert_right(run(*inputs).clone(), case, inputs)
     [choice] = report.kernels
     assert len(choice.offered) > 1
 

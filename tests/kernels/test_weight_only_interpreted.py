@@ -60,6 +60,35 @@ def test_result_is_close_to_fp64(case):
     assert_close(got, reference(case, inputs))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_many_rows_multiply_what_one_kernel_has_written(name, dtype):
+    """W bit for bit: of identity rows the library's product is W, here in every second one."""
+    torch.manual_seed(0)
+    case = Case(name, 0, 40, 96, dtype)
+    _, _, _, *weight = make_inputs(case, "cpu")
+    k, _ = case.packed.format.shape
+    x = torch.zeros(600, k, dtype=dtype)
+    rows = torch.arange(k)
+    x[2 * rows, rows] = 1
+
+    def make(device):
+        _, _, _, *weight = make_inputs(case, device)
+        return torch.empty(x.shape, dtype=dtype, device=device), None, None, *weight
+
+    generated = simulate.generate(
+        gemm(case),
+        make,
+        backend=inductor_quant_backend,
+        options={"inductor_quant.on_error": "raise"},
+    )
+    [source] = generated.kernels.values()
+    assert "tl.dot" not in source
+    got = simulate.interpret(generated, (x, None, None, *weight))
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
+    assert torch.equal(got[2 * rows], want)
+
+
 def one_hot(case, config=None):
     """(what the kernel gives for x = the identity, what the op's reference gives)"""
     _, _, _, *weight = make_inputs(case, "cpu")

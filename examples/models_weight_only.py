@@ -1,0 +1,163 @@
+"""A linear layer with 4-bit weights in the systems of ``bench_gemm.py``; see models_linear.py.
+
+bf16 activations; unsigned numbers of 4 bits with a packed zero point and a bf16 scale for each 128
+of K, packed as GPTQ or as AWQ do, and dequantized by the plain torch code of such a layer. Only
+'linear' is measured: there is no quantized input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+Call = Callable[[], Tensor]
+
+GROUP = 128
+
+
+def in_order(position: Tensor) -> Tensor:
+    return 4 * position
+
+
+def interleaved(position: Tensor) -> Tensor:
+    """AWQ's: 0, 16, 4, 20, 8, 24, 12, 28."""
+    return position % 2 * 16 + position // 2 * 4
+
+
+def pack(numbers: Tensor, dim: int, shifts: Callable[[Tensor], Tensor]) -> Tensor:
+    """Eight neighbours along ``dim`` in an int32, each at its shift."""
+    amounts = shifts(torch.arange(8, device=numbers.device))
+    shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
+    words = (numbers.long().unflatten(dim, (-1, 8)) << amounts.view(shape)).sum(dim + 1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack(words: Tensor, dim: int, shifts: Callable[[Tensor], Tensor]) -> Tensor:
+    amounts = shifts(torch.arange(8, dtype=torch.int32, device=words.device))
+    shape = (1, -1, 1) if dim == 0 else (1, 1, -1)
+    return ((words.unsqueeze(dim + 1) >> amounts.view(shape)) & 15).flatten(dim, dim + 1)
+
+
+def scaled(q: Tensor, z: Tensor, scales: Tensor) -> Tensor:
+    """[K, N] in the type of the scales."""
+    w = (q.unflatten(0, (-1, GROUP)) - z[:, None]) * scales[:, None]
+    return w.flatten(0, 1)
+
+
+class GPTQ:
+    """Words along K, zeros along N."""
+
+    shifts = staticmethod(in_order)
+    dim = 0
+
+    @classmethod
+    def dequantize(cls, words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+        return scaled(unpack(words, cls.dim, cls.shifts), unpack(zeros, 1, cls.shifts), scales)
+
+    @classmethod
+    def linear(
+        cls, x: Tensor, words: Tensor, zeros: Tensor, scales: Tensor, bias: Tensor
+    ) -> Tensor:
+        return x @ cls.dequantize(words, zeros, scales) + bias
+
+    def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
+        self.m, self.n, self.k, self.device = m, n, k, device
+        options: dict[str, Any] = {"device": device}
+        options["generator"] = torch.Generator(device).manual_seed(0)
+        self.x = torch.randn(m, k, dtype=torch.bfloat16, **options)
+        self.bias = torch.randn(n, dtype=torch.bfloat16, **options)
+        self.q = torch.randint(0, 16, (k, n), dtype=torch.uint8, **options)
+        self.z = torch.randint(0, 16, (k // GROUP, n), dtype=torch.uint8, **options)
+        scales = torch.rand(k // GROUP, n, **options) * 0.01 + 0.001
+        self.scales = scales.to(torch.bfloat16)
+
+    @functools.cached_property
+    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Words, zeros and scales; all copies have the same values."""
+        packed = pack(self.q, self.dim, self.shifts), pack(self.z, 1, self.shifts), self.scales
+        return [packed, *self.copies(packed)]
+
+    def copies(self, first: tuple[Tensor, ...]) -> list[Any]:
+        """As many as put the weights beyond the L2 cache."""
+        from models_linear import MAX_CALLS, WEIGHT_BYTES
+
+        size = sum(tensor.nbytes for tensor in first)
+        calls = 2 if self.device == "cpu" else min(MAX_CALLS, -(-WEIGHT_BYTES // size))
+        return [tuple(tensor.clone() for tensor in first) for _ in range(max(1, calls - 1))]
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        """[K, N] in fp32, not rounded."""
+        z, s = (t.float().repeat_interleave(GROUP, 0) for t in (self.z, self.scales))
+        return (self.q.float() - z) * s
+
+    def exact(self) -> Tensor:
+        return self.x.double() @ self.weight.double() + self.bias.double()
+
+
+class AWQ(GPTQ):
+    """Words along N in AWQ's order, zeros too."""
+
+    shifts = staticmethod(interleaved)
+    dim = 1
+
+
+def compiled(backend: str, mode: str | None, problem: GPTQ) -> list[Call]:
+    fn = torch.compile(type(problem).linear, backend=backend, mode=mode, dynamic=False)
+    return [functools.partial(fn, problem.x, *t, problem.bias) for t in problem.tensors]
+
+
+def bf16(problem: GPTQ) -> list[Call]:
+    weight = problem.weight.to(torch.bfloat16).t().contiguous()
+    weights = [weight, *(w for (w,) in problem.copies((weight,)))]
+    return [functools.partial(F.linear, problem.x, w, problem.bias) for w in weights]
+
+
+def dequantize_once(problem: GPTQ) -> list[Call]:
+    """A kernel of stock Inductor that writes the bf16 weight, then cuBLAS."""
+    dequantize = torch.compile(type(problem).dequantize, dynamic=False)
+
+    def call(tensors: tuple[Tensor, ...]) -> Tensor:
+        return torch.addmm(problem.bias, problem.x, dequantize(*tensors))
+
+    return [functools.partial(call, tensors) for tensors in problem.tensors]
+
+
+def tinygemm(problem: GPTQ) -> list[Call]:
+    """PyTorch's own int4 kernel: ``(q - 8) * scale + zero``, in a layout of its own."""
+    q = problem.q.t().contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], 8)
+    scales = problem.scales.float()
+    zeros = (8 - problem.z.float()) * scales
+    both = torch.stack([scales, zeros], 2).to(torch.bfloat16)
+    sets = [(packed, both), *problem.copies((packed, both))]
+
+    def call(packed: Tensor, both: Tensor) -> Tensor:
+        out = torch.ops.aten._weight_int4pack_mm(problem.x, packed, GROUP, both)
+        return out + problem.bias
+
+    return [functools.partial(call, *tensors) for tensors in sets]
+
+
+def gemlite(problem: GPTQ) -> list[Call]:
+    from gemlite.core import DType, GemLiteLinear
+
+    def layer() -> Any:
+        made = GemLiteLinear(
+            4,
+            group_size=GROUP,
+            in_features=problem.k,
+            out_features=problem.n,
+            input_dtype=DType.BF16,
+            output_dtype=DType.BF16,
+        )
+        grouped = (t.t().reshape(-1, 1).contiguous() for t in (problem.scales, problem.z))
+        scales, zeros = (t.to(torch.bfloat16) for t in grouped)
+        made.pack(problem.q.t().contiguous(), scales, zeros, problem.bias)
+        return made
+
+    return [functools.partial(layer(), problem.x) for _ in problem.tensors]

@@ -1,0 +1,204 @@
+"""The kernel of the ``weight_only`` family for few rows of x and words of several numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.kernels import weight_only
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, Weight, legal
+from inductor_quant.kernels.few_rows_code import FewRowsCode
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.word_tile import contiguous_axis
+from inductor_quant.kernels.words import BASES, Words, tile_order, words_of
+from inductor_quant.ops.weight_only import split_steps
+from inductor_quant.spec import QuantGemmSpec
+from inductor_quant.weight_format import Field
+
+# Rows of x in one tile: the columns of the matrix instruction, which takes 8 at once.
+MIN_BLOCK_M = 8
+# Of a thread, and as many of the block: with more nothing is left for what is unpacked.
+MAX_SUMS = 64
+# More rows are for kernels that keep W in shared memory; H200, 28672 x 4096, words along K: 16 rows
+# take 30 us, 64 rows 89, unpacked into shared memory 55.
+MAX_M = 32
+
+
+def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+    """A program for each tile of the output and each part of K."""
+    *_, m, n, meta = sizes  # with parts there is their number before
+    return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) * meta["SPLIT_K"], 1, 1)
+
+
+def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    general = weight_only.supports(spec, problem, device)
+    if general is not None:
+        return general
+    assert problem.weight is not None
+    if spec.a.dtype not in BASES:
+        return Rejection(RejectionCode.NO_KERNEL, f"x of {spec} does not have 16 bits")
+    if problem.m > MAX_M:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are not few")
+    if words_of(problem.weight) is None:
+        return Rejection(
+            RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
+        )
+    return None
+
+
+def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCode:
+    weight, words = weight_of(problem)
+    loop_steps, column_steps = _steps(spec, weight)
+    return FewRowsCode(
+        weight,
+        words,
+        config,
+        x_dtype=spec.a.dtype,
+        loop_steps=loop_steps,
+        column_steps=column_steps,
+    )
+
+
+def constants(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> dict[str, Any]:
+    return {
+        "WEIGHT": code(spec, problem, config),
+        "HAS_BIAS": spec.bias,
+        "SPLIT_K": config.split_k,
+        "STAGES": config.num_stages,
+        "ACC_TYPE": "tl.float32",
+    }
+
+
+def is_legal(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> Rejection | None:
+    weight, words = weight_of(problem)
+    order = tile_order(
+        words,
+        block_k=config.block_k,
+        block_n=config.block_n,
+        warps=config.num_warps,
+        contiguous=contiguous_axis(weight, words),
+    )
+    if order is None or config.block_m < MIN_BLOCK_M:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is too small to hand out its words")
+    if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
+        )
+    if config.split_k > 1 and not problem.m_is_static:
+        # parts of K are fp32 [split_k, M, N]: gigabytes where M is large
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
+    group = group_of(spec, weight)
+    if group % config.block_k:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
+        )
+    sums = config.block_m * config.block_n // (32 * config.num_warps)
+    if sums > MAX_SUMS:
+        return Rejection(
+            RejectionCode.REGISTERS, f"{config} has {sums} sums a thread; {MAX_SUMS} is the most"
+        )
+    stage = config.block_m * config.block_k * spec.a.dtype.itemsize
+    stage += config.block_n * config.block_k * words.bits // words.count // 8
+    stage += 8 * config.block_n  # scales and zeros
+    # As tiles of the general kernel, but for the smallest: here N is the instruction's M.
+    smallest = dataclasses.replace(config, block_m=max(16, config.block_m))
+    shared_bytes = max(1, config.num_stages - 1) * stage
+    return legal(smallest, device, element_bytes=2, shared_bytes=shared_bytes)
+
+
+# By rule from a sweep on an H200 (words of GPTQ and AWQ, N x K of Llama-3-8B): up to eight programs
+# an SM, each with MIN_STEPS steps of K or more. (block_n, warps, stages), best guess first.
+_BLOCKS: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
+    "k": {
+        8: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (256, 4, 3), (64, 2, 3)),
+        16: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (64, 2, 3)),
+        32: ((128, 2, 3), (64, 2, 3), (32, 1, 3)),
+    },
+    # Of words along N a thread reads two at once: H200, AWQ, 1x28672x4096, 24 us instead of 47.
+    "n": {
+        8: ((128, 1, 3), (256, 2, 3), (256, 4, 3), (256, 1, 3), (64, 1, 3)),
+        16: ((128, 1, 3), (256, 2, 3), (128, 2, 3), (64, 1, 3)),
+        32: ((128, 2, 3), (64, 1, 3)),
+    },
+}
+# With more columns than this the largest tile of 16 rows comes first: H200, GPTQ, 16x28672x4096,
+# 28.5 instead of 34.3 us. It has 210 registers, four programs an SM.
+WIDE_N = 16384
+MIN_STEPS = 4
+MAX_SPLIT = 8
+
+
+def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+    """Legal configurations, best guess first; those of one selection share ``split_k``."""
+    weight, words = weight_of(problem)
+    blocks = _BLOCKS[words.axis]
+    # of symbolic rows there may be many: not the smallest tile
+    rows = problem.m if problem.m_is_static else max(problem.m, 16)
+    block_m = next(b for b in blocks if rows <= b)
+    group = group_of(spec, weight)
+    found = []
+    listed = list(blocks[block_m])
+    if block_m == 16 and problem.n >= WIDE_N:
+        listed.sort(key=lambda block: block != (256, 2, 3))
+    for block_n, warps, stages in listed:
+        for block_k in (128, 64, 32):
+            split = _split(problem, block_n, block_k, device)
+            config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
+            if block_k <= group and is_legal(spec, problem, config, device) is None:
+                found.append(config)
+                break
+    return [config for config in found if config.split_k == found[0].split_k]
+
+
+def _split(problem: Problem, block_n: int, block_k: int, device: Device) -> int:
+    tiles, split = -(-problem.n // block_n), 1
+    most = (8 if problem.m <= 16 else 4) * device.num_sms  # programs
+    while (
+        problem.m_is_static
+        and 2 * split <= MAX_SPLIT
+        and 2 * split * tiles <= most
+        and problem.k % (2 * split * block_k) == 0
+        and problem.k >= 2 * split * block_k * MIN_STEPS
+    ):
+        split *= 2
+    return split
+
+
+def weight_of(problem: Problem) -> tuple[Weight, Words]:
+    weight = problem.weight
+    assert weight is not None
+    words = words_of(weight)
+    assert words is not None
+    return weight, words
+
+
+def _steps(spec: QuantGemmSpec, weight: Weight) -> Any:
+    element = weight.tensors[weight.format.element.source]
+    return split_steps(weight.format, spec.a.dtype, element.dtype)
+
+
+def group_of(spec: QuantGemmSpec, weight: Weight) -> int:
+    """Rows along K that share the operands of every step in the loop, as a power of two."""
+    group = 1 << 30
+    loop_steps, _ = _steps(spec, weight)
+    for step in loop_steps:
+        rows = weight.format.block(step.operand)[0] if isinstance(step.operand, Field) else -1
+        if rows != -1:
+            group = min(group, rows & -rows)
+    return group
+
+
+WEIGHT_ONLY_FEW_ROWS = Kernel(
+    name="weight_only_few_rows",
+    family="weight_only",
+    grid=grid,
+    supports=supports,
+    constants=constants,
+    configs=configs,
+    legal=is_legal,
+)

@@ -1,0 +1,145 @@
+"""The kernel of the ``weight_only`` family for words of several numbers and more than few rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.kernels import few_rows, weight_only
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.many_rows_code import ManyRowsCode, suits
+from inductor_quant.kernels.words import BASES, words_of
+from inductor_quant.ops.weight_only import split_steps
+from inductor_quant.spec import QuantGemmSpec
+
+# Numbers of W that a thread unpacks and holds at once.
+MAX_TILE_REGISTERS = 128
+# With more rows it takes less time to write W once, but for a W of many columns; H200, GPTQ words,
+# 256 rows: 28672 x 4096 takes 122 us here and 166 with W written, 6144 x 4096 41 and 41, 4096 x
+# 4096 31 and 26.
+MAX_M = 128
+MAX_M_WIDE, WIDE_N = 256, 16384
+
+
+def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    general = weight_only.supports(spec, problem, device)
+    if general is not None:
+        return general
+    weight = problem.weight
+    assert weight is not None
+    words = words_of(weight)
+    if spec.a.dtype not in BASES or words is None:
+        return Rejection(
+            RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
+        )
+    if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N and words.axis == "k" else MAX_M):
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows: W is written once")
+    loop_steps, _ = _steps(spec, problem)
+    if not suits(loop_steps, weight, words, spec.a.dtype):
+        return Rejection(
+            RejectionCode.NO_KERNEL, "not a small integer as zero point and a scale of x's type"
+        )
+    return None
+
+
+def constants(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> dict[str, Any]:
+    weight, words = few_rows.weight_of(problem)
+    loop_steps, column_steps = _steps(spec, problem)
+    code = ManyRowsCode(
+        weight,
+        words,
+        config,
+        x_dtype=spec.a.dtype,
+        loop_steps=loop_steps,
+        column_steps=column_steps,
+    )
+    return {
+        "WEIGHT": code,
+        "HAS_BIAS": spec.bias,
+        "SPLIT_K": config.split_k,
+        "STAGES": config.num_stages,
+        "ACC_TYPE": "tl.float32",
+    }
+
+
+def is_legal(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> Rejection | None:
+    weight, words = few_rows.weight_of(problem)
+    if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
+        )
+    if config.split_k > 1 and not problem.m_is_static:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
+    group = few_rows.group_of(spec, weight)
+    if group % config.block_k:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
+        )
+    length = config.block_k if words.axis == "k" else config.block_n
+    if length < 2 * words.count:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is no two words long")
+    numbers = config.block_n * config.block_k // (32 * config.num_warps)
+    if numbers > MAX_TILE_REGISTERS:
+        return Rejection(
+            RejectionCode.REGISTERS,
+            f"{config} unpacks {numbers} numbers a thread; {MAX_TILE_REGISTERS} is the most",
+        )
+    stage = config.block_m * config.block_k * 2
+    stage += config.block_n * config.block_k * words.bits // words.count // 8
+    stage += 8 * config.block_n  # scales and zeros
+    unpacked = config.block_n * config.block_k * 2  # on its way between threads
+    return legal(config, device, element_bytes=2, shared_bytes=config.num_stages * stage + unpacked)
+
+
+# By rule from a sweep on an H200, GPTQ words, Llama-3-8B: (block_m, block_n, block_k, warps).
+_BLOCKS = {
+    64: ((64, 128, 128, 8), (64, 64, 128, 4), (64, 128, 128, 4), (64, 64, 64, 4)),
+    MAX_M: ((128, 64, 128, 4), (128, 128, 64, 8), (128, 128, 128, 8), (64, 64, 128, 4)),
+    MAX_M_WIDE: ((256, 128, 128, 8), (256, 128, 64, 8), (128, 128, 128, 8), (64, 64, 128, 4)),
+}
+MIN_STEPS = 4
+MAX_SPLIT = 8
+
+
+def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+    """Legal configurations, best guess first; those of one selection share ``split_k``."""
+    found = []
+    for block_m, block_n, block_k, warps in next(b for m, b in _BLOCKS.items() if problem.m <= m):
+        tiles = -(-problem.n // block_n) * -(-problem.m // block_m)
+        split = 1
+        # more parts while they are programs for every SM: twice, for they wait for each other
+        while (
+            problem.m_is_static
+            and 2 * split <= MAX_SPLIT
+            and split * tiles < device.num_sms
+            and problem.k % (2 * split * block_k) == 0
+            and problem.k >= 2 * split * block_k * MIN_STEPS
+        ):
+            split *= 2
+        config = GemmConfig(block_m, block_n, block_k, warps, 3, split_k=split)
+        if is_legal(spec, problem, config, device) is None:
+            found.append(config)
+    return [config for config in found if config.split_k == found[0].split_k]
+
+
+def _steps(spec: QuantGemmSpec, problem: Problem) -> Any:
+    weight = problem.weight
+    assert weight is not None
+    element = weight.tensors[weight.format.element.source]
+    return split_steps(weight.format, spec.a.dtype, element.dtype)
+
+
+WEIGHT_ONLY_WORDS = Kernel(
+    name="weight_only_words",
+    family="weight_only",
+    grid=few_rows.grid,
+    supports=supports,
+    constants=constants,
+    configs=configs,
+    legal=is_legal,
+)

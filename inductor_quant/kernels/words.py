@@ -1,0 +1,311 @@
+"""Weights whose numbers lie several to a word: how they lie, and how a warp unpacks them.
+
+``words_of`` reads that from a ``WeightFormat``; None: the format is not of this kind. ``unpack``
+gives PTX that turns words into numbers of 16 bits, about one instruction each:
+
+A field under the exponent of ``base`` is the number ``base + field``, so a mask and an exponent,
+one ``lop3``, make a float of an integer. Two fields that lie 16 bits apart are made together: here
+they are the same field of two words that ``prmt`` puts side by side. Which two does not matter,
+so for Triton this is a function of one element, right in any layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Literal
+
+import torch
+
+from inductor_quant.kernels.config import Weight
+from inductor_quant.weight_format import Form, WeightFormat
+
+# Word types, of 32 and 8 bits.
+WORD_BITS = {torch.int32: 32, torch.uint8: 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """A float whose last bits count in ones: ``bits`` with an integer below ``2**width`` in its
+    place is ``value`` plus the integer."""
+
+    value: int
+    bits: int
+    width: int
+
+
+BASES = {
+    torch.bfloat16: Base(128, 0x4300, 7),
+    torch.float16: Base(1024, 0x6400, 10),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """``W[k, n]`` is field ``k % count`` (or ``n % count``) of the word at ``k // count``, ``n``.
+
+    axis     along which the numbers of one word lie
+    bits     of a word
+    offsets  of its numbers, in their order along the axis
+    width    of a number, ``signed`` if it is one; ``add`` is added to it
+    steps    (k, n, constant) for each dimension of the tensor: where one step of the word's row
+             and of its column leads
+    """
+
+    axis: Literal["k", "n"]
+    bits: int
+    offsets: tuple[int, ...]
+    width: int
+    signed: bool
+    add: int
+    steps: tuple[tuple[int, int, int], ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.offsets)
+
+    def bias(self, base: Base) -> int:
+        """What an unpacked number has too much."""
+        return base.value + (1 << self.width - 1 if self.signed else 0) - self.add
+
+
+def words_of(weight: Weight) -> Words | None:
+    """How the numbers of ``weight`` lie in words, if each word is read at one place that is linear
+    in k and n, and its numbers are neighbours along one axis."""
+    format, element = weight.format, weight.format.element
+    bits = WORD_BITS.get(weight.tensors[element.source].dtype)
+    forms = (*element.index, element.offset)
+    has_tables = any(form.tables for form in element.index)
+    if bits is None or element != format.code or any(form.is_data for form in forms) or has_tables:
+        return None
+    if not 0 < element.width <= min(BASES[t].width for t in BASES) or element.float8:
+        return None
+    if element.wrap or element.size:
+        return None
+    chosen = {name for name in element.offset.digits if format.radix(name) > 1}
+    axis = format.pack_axis
+    if axis is None or not chosen or chosen != _last(format, axis, len(chosen)):
+        return None
+    names = sorted(chosen, key=lambda name: int(name[1:]))
+    cases = itertools.product(*(range(format.radix(name)) for name in names))
+    offsets = tuple(
+        element.offset.value(
+            dict.fromkeys(element.offset.digits, 0) | dict(zip(names, c, strict=True))
+        )
+        for c in cases
+    )
+    if len(offsets) & len(offsets) - 1 or not all(_fits(o, element.width, bits) for o in offsets):
+        return None
+    steps = [_steps(format, form, axis, chosen, len(offsets)) for form in element.index]
+    if any(step is None for step in steps):
+        return None
+    return Words(
+        axis,
+        bits,
+        offsets,
+        element.width,
+        element.signed,
+        element.add,
+        tuple(step for step in steps if step is not None),
+    )
+
+
+def _last(format: WeightFormat, axis: str, count: int) -> set[str]:
+    """The last ``count`` digits of an axis, but for those of one value."""
+    radices = format.k if axis == "k" else format.n
+    names = [f"{axis}{i}" for i, radix in enumerate(radices) if radix > 1]
+    return set(names[-count:])
+
+
+def _fits(offset: int, width: int, bits: int) -> bool:
+    """Whether a field lies within one half of a word, as ``unpack`` needs it."""
+    return offset % 16 + width <= min(16, bits)
+
+
+def _steps(
+    format: WeightFormat, form: Form, axis: str, chosen: set[str], count: int
+) -> tuple[int, int, int] | None:
+    coefs = dict(form.linear)
+    if form.const < 0 or chosen & coefs.keys():
+        return None
+    found = []
+    for name, radices in (("k", format.k), ("n", format.n)):
+        ratios = set()
+        for i, radix in enumerate(radices):
+            digit = f"{name}{i}"
+            if radix > 1 and digit not in chosen:
+                unit = format.weight_of(digit) // (count if name == axis else 1)
+                coef = coefs.get(digit, 0)
+                ratios.add(coef // unit if coef % unit == 0 else -1)
+        if len(ratios) > 1 or min(ratios, default=0) < 0:
+            return None
+        found.append(ratios.pop() if ratios else 0)
+    return found[0], found[1], form.const
+
+
+# ------------------------------------------------------------------------------------------
+# assembly
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """Arguments of ``tl.inline_asm_elementwise``: one word in, ``count`` numbers out."""
+
+    text: str
+    constraints: str
+    pack: int
+    count: int
+
+
+def unpack(words: Words, base: Base) -> Assembly:
+    """``base + field`` of each field, in the order of ``words.offsets``; of a signed field
+    ``base + field + 2**(width - 1)``."""
+    pairs = 32 // words.bits // 2 or 1  # of words that come in one register; a register of 32: 2
+    pack = 2 * pairs
+    inputs = [f"${words.count * pairs + i}" for i in range(2 if words.bits == 32 else 1)]
+    halves, lines = _halves(words.bits, inputs)
+    mask = _twice((1 << words.width) - 1)
+    exponent = _twice(base.bits)
+    # (a & b) | c, or with the sign bit turned over (a & b) ^ c
+    table = "0x6a" if words.signed else "0xea"
+    if words.signed:
+        exponent ^= _twice(1 << words.width - 1)
+    for number, offset in enumerate(words.offsets):
+        for pair in range(pairs):
+            source = halves[pair] if words.bits == 8 else halves[offset // 16]
+            if offset % 16:
+                lines.append(f"shr.u32 t, {source}, {offset % 16};")
+                source = "t"
+            target = f"${number * pairs + pair}"
+            lines.append(f"lop3.b32 {target}, {source}, {mask:#010x}, {exponent:#010x}, {table};")
+    text = "\n".join(["{", ".reg .b32 l, h, t;", *lines, "}"])
+    outputs = ["=r"] * (words.count * pairs)
+    return Assembly(text, ",".join([*outputs, *("r" for _ in inputs)]), pack, words.count)
+
+
+def scale_and_shift(dtype: torch.dtype) -> Assembly:
+    """``(a + b) * c`` of 16-bit floats, each operation rounded."""
+    kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    one = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
+    # by way of fma: before sm_90 there is no other arithmetic on bf16
+    lines = [
+        "{",
+        ".reg .b32 t, one, none;",
+        f"mov.b32 one, {_twice(one):#010x};",
+        "mov.b32 none, 0x80008000;",
+        f"fma.rn.{kind} t, $1, one, $2;",
+        f"fma.rn.{kind} $0, t, $3, none;",
+        "}",
+    ]
+    return Assembly("\n".join(lines), "=r,r,r,r", 2, 1)
+
+
+def _halves(bits: int, inputs: list[str]) -> tuple[list[str], list[str]]:
+    """Registers that hold 16 bits of two words each, and how they come about."""
+    if bits == 32:  # the low halves of two words, the high halves
+        first, second = inputs
+        return ["l", "h"], [
+            f"prmt.b32 l, {first}, {second}, 0x5410;",
+            f"prmt.b32 h, {first}, {second}, 0x7632;",
+        ]
+    [word] = inputs  # four bytes, the first two and the last two
+    return ["l", "h"], [f"prmt.b32 l, {word}, 0, 0x4140;", f"prmt.b32 h, {word}, 0, 0x4342;"]
+
+
+def _twice(half: int) -> int:
+    return half << 16 | half
+
+
+# ------------------------------------------------------------------------------------------
+# the order of a tile
+
+
+Dim = tuple[str, int]  # a name and how many
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOrder:
+    """Orders of one tile's numbers, as lists of dimensions from slow to fast.
+
+    The matrix instruction (``mma.sync`` with the weight as its first operand: 16 columns of W by 16
+    of k, two of them in a row) hands each thread the numbers of certain k and n. Which k these are
+    is free, as long as x has the same order; so is which n. So words are handed out first, and k
+    and n follow: a thread unpacks whole words, and reads neighbours in 16 bytes at once. Only
+    speed depends on what the compiler makes of it.
+
+    k, n          as they count; every number of a word is a dimension
+    rows, columns  of the tile of words, the contiguous one last
+    k_mma, n_mma  as the operand has them
+    fields        the numbers of one word
+    """
+
+    k: tuple[Dim, ...]
+    n: tuple[Dim, ...]
+    rows: tuple[Dim, ...]
+    columns: tuple[Dim, ...]
+    k_mma: tuple[Dim, ...]
+    n_mma: tuple[Dim, ...]
+    fields: tuple[Dim, ...]
+
+    @property
+    def unpacked(self) -> tuple[Dim, ...]:
+        """The words' dimensions, then those of their numbers as they are joined: lowest first."""
+        return (*self.rows, *self.columns, *reversed(self.fields))
+
+
+def tile_order(
+    words: Words, *, block_k: int, block_n: int, warps: int, contiguous: str
+) -> TileOrder | None:
+    """The order of a tile whose words are contiguous in memory along ``contiguous``; None: there is
+    none for this size."""
+    along_k = words.axis == "k"
+    r = block_k // (words.count if along_k else 1)
+    c = block_n // (1 if along_k else words.count)
+    fields = _bits("f", words.count)
+    vector = 16 * 8 // words.bits  # words in 16 bytes
+    if contiguous == "n":
+        vector = min(vector, c // (8 * warps))
+        # Of what a thread unpacks together, a pair along k, and where the word has none four.
+        low = _bits("p", 2 if along_k else 4)
+        high: tuple[Dim, ...] = () if along_k else (("h", 2),)
+        of_k = (("r", r // _size((*low, *high, ("t", 4)))), *high, ("t", 4), *low)
+        of_n = (*_bits("c", c // max(1, 8 * warps * vector)), ("w", warps), ("g", 8))
+        of_n = (*of_n, *_bits("v", vector))
+    else:
+        vector = min(vector, r // 4)
+        low = _bits("p", vector)
+        of_k = (("r", r // max(1, 4 * vector)), ("t", 4), *low)
+        of_n = (*_bits("c", c // (8 * warps)), ("w", warps), ("g", 8))
+    k = (*of_k, *fields) if along_k else of_k
+    n = of_n if along_k else (*of_n, *fields)
+    # Two of k beside the pair, one of n that tells apart the halves of the instruction's 16.
+    free_k = [dim for dim in k if dim not in (("p0", 2), ("t", 4))]
+    free_n = [dim for dim in n if dim[0] not in ("w", "g")]
+    twos = [dim for dim in free_k if dim[1] == 2][-2:]
+    halves = [dim for dim in free_n if dim[1] == 2][-1:]
+    if (_size(k), _size(n)) != (block_k, block_n) or ("p0", 2) not in k:
+        return None
+    if len(twos) < 2 or not halves:
+        return None
+    return TileOrder(
+        k,
+        n,
+        *((of_k, of_n) if contiguous == "n" else (of_n, of_k)),
+        k_mma=(*_without(free_k, twos), twos[0], ("t", 4), twos[1], ("p0", 2)),
+        n_mma=(*_without(free_n, halves), ("w", warps), halves[0], ("g", 8)),
+        fields=fields,
+    )
+
+
+def _without(dims: list[Dim], others: list[Dim]) -> tuple[Dim, ...]:
+    return tuple(dim for dim in dims if dim not in others)
+
+
+def _bits(name: str, count: int) -> tuple[Dim, ...]:
+    """Dimensions of two for a power of two, the highest first."""
+    return tuple((f"{name}{i}", 2) for i in reversed(range(count.bit_length() - 1)))
+
+
+def _size(dims: tuple[Dim, ...]) -> int:
+    return math.prod(size for _, size in dims)

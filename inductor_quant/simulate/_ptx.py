@@ -1,0 +1,135 @@
+"""Inline PTX of the kind that unpacks words, run on numpy arrays.
+
+A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
+``mov``, and ``fma`` on pairs of 16-bit floats. As in ``tl.inline_asm_elementwise``, a call works on
+``pack`` elements at a time, narrow ones side by side in a register; which elements come together is
+not said, so here they are neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Registers = dict[str, Array]
+
+
+def run(
+    asm: str, inputs: Sequence[Array], outputs: Sequence[npt.DTypeLike], pack: int
+) -> list[Array]:
+    """One array for each type of ``outputs``, in the inputs' shape, as raw bits of that size.
+
+    Raises NotImplementedError for an instruction that is not among those above.
+    """
+    shape = inputs[0].shape
+    types = [np.dtype(f"u{np.dtype(output).itemsize}") for output in outputs]
+    counts = [_registers(dtype, pack) for dtype in types]
+    registers: Registers = {}
+    for value in inputs:
+        bits = np.ascontiguousarray(np.broadcast_to(value, shape)).view(f"u{value.dtype.itemsize}")
+        for column in _pack(bits.reshape(-1, pack)).T:
+            registers[f"${sum(counts) + len(registers)}"] = column
+    for statement in re.sub(r"[{}]", "", asm).split(";"):
+        name, _, operands = statement.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        target, *sources = (part.strip() for part in operands.split(","))
+        run_one = _INSTRUCTIONS.get(name)
+        if run_one is None:
+            raise NotImplementedError(f"no emulation of the PTX instruction {name}")
+        registers[target] = run_one(*(_operand(registers, source) for source in sources))
+    results, first = [], 0
+    for dtype, count in zip(types, counts, strict=True):
+        words = np.stack([registers[f"${first + i}"] for i in range(count)], 1)
+        results.append(np.ascontiguousarray(words).view(dtype)[:, :pack].reshape(shape))
+        first += count
+    return results
+
+
+def _registers(dtype: np.dtype[Any], pack: int) -> int:
+    return max(1, dtype.itemsize * pack // 4)
+
+
+def _pack(bits: Array) -> Array:
+    """[n, pack] elements as [n, registers] of 32 bits."""
+    wide = 4 // bits.dtype.itemsize
+    missing = -bits.shape[1] % wide
+    padded = np.pad(bits, ((0, 0), (0, missing)))
+    return np.ascontiguousarray(padded).view(np.uint32)
+
+
+def _operand(registers: Registers, text: str) -> Array:
+    if text in registers:
+        return registers[text]
+    return np.asarray(int(text, 0) & 0xFFFFFFFF, dtype=np.uint32)
+
+
+def _prmt(a: Array, b: Array, selector: Array) -> Array:
+    both = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
+    result = np.zeros(np.broadcast(a, b, selector).shape, np.uint32)
+    for byte in range(4):
+        nibble = selector >> np.uint32(4 * byte) & np.uint32(15)
+        if np.any(nibble > 7):
+            raise NotImplementedError("prmt that copies a sign")
+        taken = both >> (np.uint64(8) * nibble.astype(np.uint64)) & np.uint64(255)
+        result |= taken.astype(np.uint32) << np.uint32(8 * byte)
+    return result
+
+
+def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
+    result = np.zeros(np.broadcast(a, b, c).shape, np.uint32)
+    for case in range(8):
+        if int(table) >> case & 1:
+            bits = (term if case & mask else ~term for term, mask in ((a, 4), (b, 2), (c, 1)))
+            result |= np.bitwise_and.reduce(np.broadcast_arrays(*bits))
+    return result
+
+
+def _fma_bf16x2(a: Array, b: Array, c: Array) -> Array:
+    def wide(half: Array) -> Array:
+        return (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def narrow(value: Array) -> Array:
+        bits = value.astype(np.float32).view(np.uint32)
+        bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+        return (bits >> np.uint32(16)).astype(np.uint16)
+
+    return _fma(a, b, c, wide, narrow)
+
+
+def _fma_f16x2(a: Array, b: Array, c: Array) -> Array:
+    def narrow(value: Array) -> Array:
+        return value.astype(np.float16).view(np.uint16)
+
+    return _fma(a, b, c, lambda half: half.view(np.float16), narrow)
+
+
+def _fma(
+    a: Array,
+    b: Array,
+    c: Array,
+    wide: Callable[[Array], Array],
+    narrow: Callable[[Array], Array],
+) -> Array:
+    """Both halves; exact in fp64 for what small integers and scales come to."""
+    x, y, z = (
+        wide(np.ascontiguousarray(term).view(np.uint16)).astype(np.float64)
+        for term in np.broadcast_arrays(*map(np.atleast_1d, (a, b, c)))
+    )
+    return narrow(x * y + z).view(np.uint32)
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Array]] = {
+    "and.b32": np.bitwise_and,
+    "fma.rn.bf16x2": _fma_bf16x2,
+    "fma.rn.f16x2": _fma_f16x2,
+    "lop3.b32": _lop3,
+    "mov.b32": np.positive,
+    "prmt.b32": _prmt,
+    "shr.u32": np.right_shift,
+}

@@ -1,0 +1,92 @@
+"""Kernels of weights that lie several numbers to a word, on a real GPU, in every configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant.kernels import few_rows, many_rows
+from inductor_quant.ops import weight_only
+from inductor_quant.report import collect
+from tests.kernels.test_weight_only_codegen import described, device
+from tests.support import formats
+from tests.support.weight_only import Case, assert_right, gemm, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+OPTIONS = {"inductor_quant.on_error": "raise"}
+FORMATS = ("gptq", "awq", "nibble_pairs", "int4_words", "uint2")
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
+def run(case, inputs, **options):
+    torch._dynamo.reset()
+    with collect() as report:
+        compiled = torch.compile(
+            gemm(case), backend="inductor_quant", dynamic=False, options={**OPTIONS, **options}
+        )
+        got = compiled(*inputs)
+    return got, report.kernels[-1].chosen
+
+
+@pytest.mark.parametrize("m", [1, 7, 16, 32])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_few_rows(name, m, dtype):
+    torch.manual_seed(0)
+    case = Case(name, m, 1024, 2048, dtype, bias=True, column_scale="channel")
+    inputs = make_inputs(case, "cuda")
+    got, chosen = run(case, inputs)
+    assert chosen.startswith("weight_only_few_rows")
+    assert_right(got, case, inputs)
+
+
+@pytest.mark.parametrize("m", [33, 64, 128])
+@pytest.mark.parametrize(("name", "dtype"), [("gptq", f16), ("awq", f16), ("nibble_pairs", bf16)])
+def test_more_rows(name, dtype, m):
+    torch.manual_seed(0)
+    case = Case(name, m, 1024, 2048, dtype, bias=True)
+    inputs = make_inputs(case, "cuda")
+    got, chosen = run(case, inputs)
+    assert chosen.startswith("weight_only_words")
+    assert_right(got, case, inputs)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_many_rows(name):
+    torch.manual_seed(0)
+    case = Case(name, 600, 1000 if name == "uint2" else 1024, 2048, bf16, bias=True)
+    inputs = make_inputs(case, "cuda")
+    got, chosen = run(case, inputs)
+    assert chosen.startswith("dequantize")
+    assert_right(got, case, inputs)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("module", "m"),
+    [(few_rows, 8), (few_rows, 16), (few_rows, 32), (many_rows, 64), (many_rows, 128)],
+)
+def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
+    """Rows of the identity; fp16, of which both kernels round W as the op says."""
+    kernel = "weight_only_few_rows" if module is few_rows else "weight_only_words"
+    case = Case(name, m, 512, 1024, f16)
+    _, _, _, *weight = make_inputs(case, "cuda")
+    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    spec, problem = described(case)
+    for config in module.configs(spec, problem, device(90)):
+        for split in {1, config.split_k}:
+            text = str(config).split("_k")[0] + (f"_k{split}" if split > 1 else "")
+            x = torch.zeros(m, 1024, dtype=f16, device="cuda")
+            at = 7 * torch.arange(m, device="cuda")
+            x[torch.arange(m), at] = 1
+            pinned = {"inductor_quant.configs": (f"{kernel} {text}",)}
+            got, chosen = run(case, (x, None, None, *weight), **pinned)
+            assert chosen == f"{kernel} {text}"
+            assert torch.equal(got, want[at]), text

@@ -1,0 +1,58 @@
+"""Inline PTX in the interpreter, bit for bit: what kernels use, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inductor_quant.kernels.words import BASES, Words, scale_and_shift, unpack
+from inductor_quant.simulate import _ptx
+
+LAYOUTS = [
+    (32, tuple(range(0, 32, 4)), 4),
+    (32, (0, 16, 4, 20, 8, 24, 12, 28), 4),
+    (32, tuple(range(0, 32, 2)), 2),
+    (32, (0, 3, 6, 9, 16, 19, 22, 25), 3),
+    (8, (0, 4), 4),
+    (8, (6, 4, 2, 0), 2),
+]
+
+
+def bits_of(values: torch.Tensor) -> np.ndarray:
+    return values.view(torch.int16).numpy().view(np.uint16)
+
+
+@pytest.mark.parametrize(("bits", "offsets", "width"), LAYOUTS)
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_field_comes_out_with_its_base(bits, offsets, width, signed, dtype):
+    words = Words("k", bits, offsets, width, signed, 0, ((1, 1, 0),))
+    base = BASES[dtype]
+    kind = np.int32 if bits == 32 else np.uint8
+    info = np.iinfo(kind)
+    stored = np.random.default_rng(0).integers(info.min, info.max, (64, 32), kind, endpoint=True)
+    assembly = unpack(words, base)
+    found = _ptx.run(assembly.text, [stored], [np.uint16] * assembly.count, assembly.pack)
+    for got, offset in zip(found, offsets, strict=True):
+        field = stored.astype(np.int64) >> offset & (1 << width) - 1
+        if signed:
+            field = np.where(field >= 1 << width - 1, field - (1 << width), field)
+        want = torch.from_numpy(field + words.bias(base)).to(dtype)
+        assert np.array_equal(got, bits_of(want))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_and_a_product_are_rounded_as_the_hardware_does(dtype):
+    torch.manual_seed(0)
+    a = torch.randint(128, 144, (4096,)).to(dtype)
+    b, c = -torch.randint(128, 144, (4096,)).to(dtype), torch.rand(4096).to(dtype)
+    assembly = scale_and_shift(dtype)
+    [got] = _ptx.run(assembly.text, [bits_of(t) for t in (a, b, c)], [np.uint16], assembly.pack)
+    want = ((a.double() + b.double()) * c.double()).to(dtype)
+    assert np.array_equal(got, bits_of(want))
+
+
+def test_another_instruction_is_refused():
+    with pytest.raises(NotImplementedError, match=r"sin\.approx"):
+        _ptx.run("sin.approx.f32 $0, $1;", [np.zeros(2, np.uint32)], [np.uint32], 1)
