@@ -3,11 +3,25 @@
 Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
 """
 
+from inductor_quant.kernels.fp8 import (
+    FP8_BLOCK_MM,
+    FP8_BLOCK_PERSISTENT,
+    FP8_MM,
+    FP8_PERSISTENT,
+)
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
 from inductor_quant.kernels.weight_only import WEIGHT_ONLY_MM
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
-KERNELS: tuple[Kernel, ...] = (W8A8_PERSISTENT, W8A8_MM, WEIGHT_ONLY_MM)
+KERNELS: tuple[Kernel, ...] = (
+    W8A8_PERSISTENT,
+    W8A8_MM,
+    WEIGHT_ONLY_MM,
+    FP8_PERSISTENT,
+    FP8_MM,
+    FP8_BLOCK_PERSISTENT,
+    FP8_BLOCK_MM,
+)
 
 __all__ = ["KERNELS", "Kernel"]

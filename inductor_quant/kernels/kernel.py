@@ -16,13 +16,14 @@ from inductor_quant.spec import QuantGemmSpec
 class Kernel:
     """One Triton template.
 
-    name       file ``templates/<name>.py.jinja``; its Inductor name is ``inductor_quant_<name>``
+    name       its Inductor name is ``inductor_quant_<name>``
     family     the canonical op that it computes
     grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike
     supports   (spec, problem, device) -> None, or why the kernel does not apply
     constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
     configs    (spec, problem, device) -> legal configurations, best guess first
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
+    template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
     """
 
     name: str
@@ -32,11 +33,13 @@ class Kernel:
     constants: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], dict[str, Any]]
     configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
     legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
+    template: str = ""
 
     @property
     def template_name(self) -> str:
         return f"inductor_quant_{self.name}"
 
     def source(self) -> str:
-        path = resources.files("inductor_quant.kernels") / "templates" / f"{self.name}.py.jinja"
+        name = f"{self.template or self.name}.py.jinja"
+        path = resources.files("inductor_quant.kernels") / "templates" / name
         return path.read_text(encoding="utf-8")

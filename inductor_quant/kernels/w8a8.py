@@ -90,10 +90,10 @@ def persistent_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -
     return None
 
 
-def programs(config: GemmConfig, device: Device) -> int:
-    """How many persistent programs the device runs at once."""
+def programs(config: GemmConfig, device: Device, *, sums: int = 1) -> int:
+    """How many persistent programs the device runs at once; ``sums`` is as for ``legal``."""
     threads = 32 * config.num_warps
-    accumulators = config.block_m * config.block_n // threads
+    accumulators = sums * config.block_m * config.block_n // threads
     by_registers = SM_REGISTERS // (threads * (accumulators + OTHER_REGISTERS))
     needed = shared_memory(config, ELEMENT_BYTES) + OTHER_SHARED_MEMORY
     return device.num_sms * max(1, min(by_registers, device.shared_memory // needed))
