@@ -1,0 +1,155 @@
+"""FP8 GEMMs are recognised in every spelling of theirs, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.report import collect
+from tests.support.fp8 import Case, e4m3, make_inputs
+from tests.support.fp8_spellings import BLOCKS, HAS_V2, SCALED_MM, VERSION_2, Spelling, layer
+from tests.support.graphs import capture
+from tests.support.handmade import rewritten
+from tests.support.numerics import assert_close
+
+aten = torch.ops.aten
+OPTIONS = {"inductor_quant.on_error": "raise"}
+SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ())]
+bf16 = torch.bfloat16
+
+
+def compiled(fn, make):
+    with collect() as report:
+        generated = simulate.generate(fn, make, backend=inductor_quant_backend, options=OPTIONS)
+    return generated, report
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
+    generated, report = compiled(spelling.fn, spelling.inputs)
+    assert [str(match.spec) for match in report.matches] == [spelling.spec]
+    assert not report.rejections
+    [name] = generated.kernels
+    assert spelling.case.family in name
+    assert "extern_kernels" not in generated.wrapper.split("def call", 1)[1]
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
+    torch.manual_seed(0)
+    inputs = spelling.inputs("cpu")
+    generated, _ = compiled(spelling.fn, spelling.inputs)
+    assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
+
+
+@pytest.mark.parametrize("spelling", SCALED_MM, ids=str)
+def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
+    """On a CPU, where torch has these ops too."""
+    torch.manual_seed(0)
+    inputs = spelling.inputs("cpu")
+    result, [rewrite] = capture(spelling.fn, inputs, dynamic=False)
+    assert [str(match.spec) for match in rewrite.report.matches] == [spelling.spec]
+    assert_close(result, spelling.exact(inputs), slack=2)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("before", ["norm", "silu_mul"])
+def test_the_quantization_is_one_kernel_with_what_precedes_it(kind: str, before: str) -> None:
+    """RMSNorm or SiLU * up, the largest value of a row or block, the division and the cast.
+
+    (A norm reduces rows, and blocks are shorter: its mean of squares is a kernel of its own.)
+    """
+    m, n, k = 64, 256, 512
+    fn = layer(kind)
+
+    def model(x, up, w, scale):
+        x = F.rms_norm(x, (k,)) if before == "norm" else F.silu(x) * up
+        return fn(x, w, scale)
+
+    def make(device):
+        x = torch.empty(m, k, dtype=bf16, device=device)
+        shape = (1, n) if kind == "row" else (n // 128, k // 128)
+        w = torch.empty(n, k, device=device, dtype=torch.int8).view(e4m3)
+        return x, torch.empty_like(x), w, torch.empty(shape, device=device)
+
+    generated, _ = compiled(model, make)
+    names = list(generated.kernels)
+    assert len(names) == (3 if (kind, before) == ("block", "norm") else 2), names
+    assert "fp8" in names[-1]
+
+
+# ------------------------------------------------------------------------------------------
+# near misses
+
+FNUZ = torch.float8_e4m3fnuz
+
+
+def scaled_mm(*changes: object, **kwargs: object):
+    def body(call, a, b, sa, sb, *more):
+        given = {"out_dtype": bf16, **kwargs}
+        bias = more[0] if more else None
+        return call(aten._scaled_mm.default, a, b, sa, sb, bias, None, **given)
+
+    return body
+
+
+def operands(m=32, n=64, k=256, dtype=e4m3):
+    a, b = torch.ones(m, k).to(dtype), torch.ones(n, k).to(dtype).t()
+    return a, b
+
+
+NEAR_MISSES = {
+    "another exponent bias": ("dtype", [*operands(dtype=FNUZ), torch.ones(()), torch.ones(())], {}),
+    "an fp8 result": ("dtype", [*operands(), torch.ones(()), torch.ones(())], {"out_dtype": e4m3}),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_near_miss_is_refused_and_stays(name: str) -> None:
+    code, args, options = NEAR_MISSES[name]
+    rewrite = rewritten(scaled_mm(**options), args)
+    assert rewrite.codes == [code]
+    assert rewrite.is_untouched
+
+
+def test_a_scaled_result_is_refused() -> None:
+    def body(call, a, b, sa, sb, sr):
+        return call(aten._scaled_mm.default, a, b, sa, sb, None, sr, out_dtype=bf16)
+
+    args = [*operands(), torch.ones(()), torch.ones(()), torch.ones(())]
+    assert rewritten(body, args).codes == ["scale_dtype"]
+
+
+def test_an_operand_that_is_written_to_is_refused() -> None:
+    def body(call, a, b, sa, sb):
+        call(aten.add_.Tensor, sa, 1.0)
+        return call(aten._scaled_mm.default, a, b, sa, sb, out_dtype=bf16)
+
+    args = [*operands(), torch.ones(()), torch.ones(())]
+    assert rewritten(body, args).codes == ["mutated_operand"]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
+    case = Case(48, 256, 512, block=(128, 128) if kind == "block" else None, bias=False)
+
+    def fn(a, w, sa, sb):
+        return torch._scaled_mm(a, w.t(), sa, sb if kind == "row" else sb.t(), out_dtype=bf16)
+
+    def make(device):
+        a, w, sa, sb, _ = make_inputs(case, device)
+        if kind == "row":
+            torch._dynamo.mark_dynamic(a, 0)
+            torch._dynamo.mark_dynamic(sa, 0)
+            return a, w, sa, sb
+        return a, w, sa.t().contiguous().t(), sb
+
+    _, report = compiled(fn, make)
+    assert [match.family for match in report.matches] == [case.family]
