@@ -231,8 +231,7 @@ def assemble(product: Fp8Product) -> RecognizedGemm | Rejection:
     out_dtype = graph.value(product.end).dtype
     if out_dtype not in FLOATS:
         return Rejection(RejectionCode.DTYPE, f"the result is {out_dtype}", product.end.name)
-    read = [node for node in (product.a, product.b) if isinstance(node, fx.Node)]
-    read += [scale.node for scale in scales]
+    read = [source_of(product.a), source_of(product.b), *(scale.node for scale in scales)]
     read += [product.bias] if product.bias is not None else []
     for node in read:
         if graph.is_mutated(node):
@@ -241,6 +240,13 @@ def assemble(product: Fp8Product) -> RecognizedGemm | Rejection:
             device = graph.value(node).device
             return Rejection(RejectionCode.DEVICE, f"{node.name} is on {device}", node.name)
     return _assemble(product, out_dtype, is_block=is_block)
+
+
+def source_of(operand: Any) -> fx.Node:
+    """The node that an argument of the rewritten call is made from."""
+    while not isinstance(operand, fx.Node):
+        operand = operand.node if isinstance(operand, Operand) else operand.args[0]
+    return operand
 
 
 def _assemble(product: Fp8Product, out_dtype: torch.dtype, *, is_block: bool) -> RecognizedGemm:

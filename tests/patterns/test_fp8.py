@@ -10,14 +10,22 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
 from tests.support.fp8 import Case, e4m3, make_inputs
-from tests.support.fp8_spellings import BLOCKS, HAS_V2, SCALED_MM, VERSION_2, Spelling, layer
+from tests.support.fp8_spellings import (
+    BLOCKS,
+    DEQUANTIZED,
+    HAS_V2,
+    SCALED_MM,
+    VERSION_2,
+    Spelling,
+    layer,
+)
 from tests.support.graphs import capture
 from tests.support.handmade import rewritten
 from tests.support.numerics import assert_close
 
 aten = torch.ops.aten
 OPTIONS = {"inductor_quant.on_error": "raise"}
-SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ())]
+SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]
 bf16 = torch.bfloat16
 
 
@@ -47,7 +55,7 @@ def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
     assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
 
 
-@pytest.mark.parametrize("spelling", SCALED_MM, ids=str)
+@pytest.mark.parametrize("spelling", [*SCALED_MM, *DEQUANTIZED], ids=str)
 def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
     """On a CPU, where torch has these ops too."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.fp8 import Case, Tensor, e4m3, gemm, is_fake, make_inputs, reference
+from tests.support.fp8 import Case, Tensor, e4m3, make_inputs, reference
 
 bf16, f32 = torch.bfloat16, torch.float32
 HAS_V2 = hasattr(torch.ops.aten, "_scaled_mm_v2") and hasattr(F, "scaled_mm")
@@ -88,6 +88,62 @@ VERSION_2 = [
 ]  # fmt: skip
 
 
+# ------------------------------------------------------------------------------------------
+# operands that the graph dequantizes
+
+BOTH = Case(48, 256, 384, block=(128, 128), bias=False)
+BOTH_SPEC = "(a=e4m3/1x128:f32, b=e4m3/128x128:f32, out={})"
+
+
+def _rows_dequantized(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """compressed-tensors, FP8 dynamic by token: everything in bf16."""
+    x = a.to(bf16) * sa.to(bf16)
+    return F.linear(x, w.to(bf16) * sb.t().to(bf16), bias)
+
+
+def _scaled_behind(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor) -> Tensor:
+    return ((a.float() @ w.float().t()) * sa * sb + bias).to(bf16)
+
+
+def _views(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    (m, k), n = a.shape, w.shape[0]
+    x = (a.float().view(m, k // 128, 128) * sa[..., None]).view(m, k)
+    y = w.float().view(n // 128, 128, k // 128, 128) * sb[:, None, :, None]
+    return (x @ y.view(n, k).t()).to(bf16)
+
+
+def _repeated(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    x = a.float() * sa.repeat_interleave(128, 1)
+    y = w.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return F.linear(x.to(bf16), y.to(bf16))
+
+
+def _loop(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """DeepSeek-V3's formula, written out."""
+    (m, k), n = a.shape, w.shape[0]
+    out = torch.zeros(m, n, dtype=f32, device=a.device)
+    for i in range(k // 128):
+        part = slice(128 * i, 128 * i + 128)
+        product = a[:, part].float() @ w[:, part].float().t()
+        out += product * sa[:, i : i + 1] * sb.repeat_interleave(128, 0)[:, i][None]
+    return out.to(bf16)
+
+
+DEQUANTIZED = [
+    Spelling(
+        "rows, bf16",
+        dataclasses.replace(ROW, scale_dtype=bf16),
+        _rows_dequantized,
+        _ROW_SPEC.format("+bias").replace("f32", "bf16"),
+    ),
+    Spelling("rows, scaled behind", ROW, _scaled_behind, _ROW_SPEC.format("+bias")),
+    Spelling("views", BOTH, _views, BOTH_SPEC.format("f32")),
+    Spelling("repeated", BOTH, _repeated, BOTH_SPEC.format("bf16")),
+    Spelling("loop", BOTH, _loop, BOTH_SPEC.format("f32")),
+    Spelling("loop, one row", dataclasses.replace(BOTH, m=1), _loop, BOTH_SPEC.format("f32")),
+]
+
+
 def layer(kind: str) -> Callable[..., Tensor]:
     """A linear layer of bf16 in and out that quantizes its activation as it runs: ``x``, the
     weight [N, K] and its scale."""
@@ -107,6 +163,3 @@ def layer(kind: str) -> Callable[..., Tensor]:
         )
 
     return {"row": row, "block": block}[kind]
-
-
-__all__ = ["BLOCKS", "HAS_V2", "SCALED_MM", "VERSION_2", "Spelling", "gemm", "is_fake", "layer"]
