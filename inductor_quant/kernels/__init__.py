@@ -4,6 +4,7 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 """
 
 from inductor_quant.kernels.fp8 import (
+    FP8_BLOCK_FEW,
     FP8_BLOCK_MM,
     FP8_BLOCK_PERSISTENT,
     FP8_MM,
@@ -21,6 +22,7 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_PERSISTENT,
     FP8_MM,
     FP8_BLOCK_PERSISTENT,
+    FP8_BLOCK_FEW,
     FP8_BLOCK_MM,
 )
 

@@ -32,7 +32,7 @@ class GemmConfig:
     counts.
 
     ``group_m`` is the number of row tiles that are walked together so that they share columns in
-    L2.
+    L2; ``split_k`` is how many programs share a tile, each with a part of K.
     """
 
     block_m: int
@@ -41,15 +41,16 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     group_m: int = 8
+    split_k: int = 1
 
     def __str__(self) -> str:
         return (
             f"{self.block_m}x{self.block_n}x{self.block_k}"
             f"_w{self.num_warps}_s{self.num_stages}_g{self.group_m}"
-        )
+        ) + (f"_k{self.split_k}" if self.split_k > 1 else "")
 
 
-_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)_w(\d+)_s(\d+)_g(\d+)")
+_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)_w(\d+)_s(\d+)_g(\d+)(?:_k(\d+))?")
 
 
 def parse_config(text: str) -> GemmConfig:
@@ -58,7 +59,7 @@ def parse_config(text: str) -> GemmConfig:
     if found is None:
         example = GemmConfig(128, 128, 64, num_warps=4, num_stages=3)
         raise OptionError(f"{text!r} is no configuration; one reads {str(example)!r}")
-    return GemmConfig(*map(int, found.groups()))
+    return GemmConfig(*(int(number) for number in found.groups() if number is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +77,14 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class WeightTensor:
-    """Type and sizes of one tensor of a packed weight; None: a size is symbolic."""
+    """Type, sizes and strides of one tensor of a packed weight; None: a size is symbolic.
+
+    No strides: those of a contiguous tensor. They say what is fast, never what is right.
+    """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
+    stride: tuple[int | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

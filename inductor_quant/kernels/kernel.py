@@ -18,12 +18,16 @@ class Kernel:
 
     name       its Inductor name is ``inductor_quant_<name>``
     family     the canonical op that it computes
-    grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike
+    grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike;
+               (split_k, m, n, ...) for a configuration that splits K
     supports   (spec, problem, device) -> None, or why the kernel does not apply
     constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
     configs    (spec, problem, device) -> legal configurations, best guess first
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
     template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
+
+    With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
+    to add them and to do what follows (scales, bias) is the lowering's part.
     """
 
     name: str

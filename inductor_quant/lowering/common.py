@@ -88,6 +88,8 @@ def lower_gemm(
 ) -> Any | None:
     """The output of the best kernel for the GEMM, as IR that the scheduler may fuse into.
 
+    Of three dimensions where it is the sums of parts of K, see ``Kernel``.
+
     One configuration, the best guess, unless max-autotune pays for timing up to
     ``Options.max_choices``. None: no kernel supports this spec on this device, or, with
     ``on_error="fallback"``, we failed; the caller then lowers to what was matched.
@@ -120,9 +122,15 @@ def _best_kernel(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
+    split_k = 1
     for kernel, config in _candidates(family, spec, problem, device, options):
         if len(choices) == limit:
             break
+        if choices and config.split_k != split_k:
+            continue  # one selection is among outputs of the same shape
+        if config.split_k != split_k:
+            split_k = config.split_k
+            layout = compat.FixedLayout(layout.device, torch.float32, [split_k, *layout.size])
         extra = kernel.constants(spec, problem, config, device) | constants
         if _append_choice(kernel, config, choices, inputs, layout, extra):
             offered.append(f"{kernel.name} {config}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ def _lower(
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=spec.out_dtype, device=device)
     inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
-    return lower_gemm(
+    result = lower_gemm(
         family,
         spec,
         describe_problem(inputs[0], inputs[1], spec.out_dtype),
@@ -105,6 +106,17 @@ def _lower(
         compat.FixedLayout(device, spec.out_dtype, [m, n]),
         {"triton_meta": compat.BytePointers()} if _decodes(device) else {},
     )
+    if result is not None and len(result.get_size()) == 3:
+        return _finished(_sum_of_parts(result), bias, spec.out_dtype)
+    return result
+
+
+def _sum_of_parts(parts: Any) -> Any:
+    """[split_k, M, N] added up: written out, as a reduction it would be a kernel of its own."""
+    count = compat.known_int(parts.get_size()[0])
+    assert count is not None
+    each = [lowering_of(aten.select.int)(parts, 0, i) for i in range(count)]
+    return functools.reduce(lowering_of(aten.add.Tensor), each)
 
 
 def _decodes(device: torch.device) -> bool:
