@@ -298,7 +298,8 @@ def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
         "gpu": card.name,
         **{name: store.machine[name] for name in ("torch", "triton", "date")},
         "by": f"examples/tune.py --kernel {kernel.name} --configs {options.configs} "
-        f"--group-m {' '.join(map(str, options.group_m))}",
+        f"--group-m {' '.join(map(str, options.group_m))}"
+        + (" --sweep-only" if options.sweep_only else ""),
     }
     table = cost.make_table(kernel.name, card, measured, chosen, ctas, samples, evidence)
     cost.write_table(table, options.out)

@@ -130,7 +130,7 @@ def parse(raw: dict[str, Any]) -> Table:
     configs = []
     for entry in raw["configs"]:
         values = dict(entry)
-        config = GemmConfig(**{name: values.pop(name) for name in fields})
+        config = GemmConfig(**{name: values.pop(name) for name in fields if name in values})
         configs.append(MeasuredConfig(config, **values))
     if len({c.config for c in configs}) != len(configs):
         raise ValueError("a configuration is listed twice")

@@ -66,7 +66,7 @@ def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     got, kernel = run(case, inputs)
-    assert kernel.startswith(f"{case.family}_mm ")
+    assert kernel.split()[0] in (f"{case.family}_mm", "fp8_block_few")
     assert_close(got, reference(case, inputs))
 
 
@@ -165,3 +165,30 @@ def test_a_zero_block_is_no_nan_and_nan_travels(block):
     assert got[:, 7].isnan().all()
     assert got[:, [*range(7), *range(8, 40)]].isfinite().all()
     assert not got[3, :7].any()
+
+
+FEW = [
+    Case(1, 200, 1024, block=(128, 128)),
+    Case(16, 200, 3000, block=(128, 128), a_scales="m"),
+    Case(33, 300, 3000, block=(128, 1)),
+    Case(20, 130, 2048, block=(64, 64), scale_dtype=e8m0, bias=False),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows_and_a_long_k_are_computed_in_parts(case):
+    """A last part that is shorter, and one that is empty; the bias is added once."""
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    with collect() as report:
+        generated = simulate.generate(
+            lambda *given: F.silu(gemm(case)(*given)),
+            lambda device: make_inputs(case, device),
+            backend=inductor_quant_backend,
+            options=OPTIONS,
+        )
+    kernel = report.kernels[0].chosen
+    assert kernel.startswith("fp8_block_few ")
+    # the sum, the bias and SiLU are one kernel behind the product
+    assert len(generated.kernels) == (2 if "_k" in kernel else 1)
+    assert_close(simulate.interpret(generated, inputs), F.silu(reference(case, inputs)), slack=2)
