@@ -67,7 +67,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.DEVICE: "there is no kernel for this device; the graph stays as it was",
     RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
-    RejectionCode.MANY_ROWS: "so many rows that the graph better dequantizes the weight once",
+    RejectionCode.MANY_ROWS: "so many rows that the graph is faster as it is",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it as it was",
     RejectionCode.NO_KERNEL: "recognised, but no kernel covers it",
     RejectionCode.BLOCK_SHAPE: "a block size that the kernel or the matrix unit does not take",

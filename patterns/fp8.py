@@ -21,6 +21,11 @@ from inductor_quant.patterns.graph import aten
 from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
 from inductor_quant.spec import ScaleSpec
 
+# With more rows cuBLASLt, which the graph calls, is faster than our kernels: in blocks, because two
+# accumulators an element halve the tile, and where sums are moved to fp32 on the way (no fast
+# accumulation) for the same reason.
+MAX_BLOCK_ROWS = 64
+MAX_PRECISE_ROWS = 512
 # torch.nn.functional.ScalingType
 TENSOR, ROW, BLOCK_1X128, BLOCK_128X128 = 0, 1, 4, 5
 BLOCK = 128
@@ -287,7 +292,17 @@ def _assemble(product: Fp8Product, out_dtype: torch.dtype, *, is_block: bool) ->
         k=graph.size_name(k),
         row_scale=product.a_scale.node if per_token and product.a_scale else None,
         shape=product.shape,
+        too_many_rows=_has_too_many_rows(product, is_block=is_block),
     )
+
+
+def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
+    rows = graph.size_hint(product.sizes[0])
+    if product.anchor.target not in _ANCHORS or rows is None:
+        return False  # what the graph does else is slower with any number of rows
+    if is_block:
+        return rows > MAX_BLOCK_ROWS
+    return not product.fast_accum and rows > MAX_PRECISE_ROWS
 
 
 def _scale_spec(scale: Scale | None) -> ScaleSpec | None:

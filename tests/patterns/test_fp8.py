@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -124,6 +126,36 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
     rewrite = rewritten(scaled_mm(**options), args)
     assert rewrite.codes == [code]
     assert rewrite.is_untouched
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("rows", "block", "fast", "codes"),
+    [
+        (65, (128, 128), False, ["many_rows"]),
+        (64, (128, 128), False, []),
+        (513, None, False, ["many_rows"]),
+        (513, None, True, []),
+    ],
+)
+def test_many_rows_are_left_to_cublaslt_where_it_is_faster(rows, block, fast, codes) -> None:
+    case = Case(rows, 256, 512, block=block, a_scales="m", bias=False)
+
+    def fn(a, w, sa, sb):
+        return torch._scaled_mm(
+            a, w.t(), sa, sb.t() if block else sb, out_dtype=bf16, use_fast_accum=fast
+        )
+
+    with collect() as report, contextlib.suppress(Exception):
+        # stock's call of the library has no kernel on a virtual GPU
+        simulate.generate(
+            fn,
+            lambda device: make_inputs(case, device)[:4],
+            backend=inductor_quant_backend,
+            options=OPTIONS,
+        )
+    assert [rejection.code.value for rejection in report.rejections] == codes
+    assert len(report.matches) == 1 - len(codes)
 
 
 def test_a_scaled_result_is_refused() -> None:
