@@ -23,6 +23,8 @@ LARGE = [
     Case(4100, 4000, 528, block=(128, 128), a_scales="m"),
     Case(4096, 2112, 7168, block=(128, 128), a_scales="m"),
     Case(64, 7168, 2048, block=(128, 128)),
+    Case(16, 2112, 7168, block=(128, 128), a_scales="m"),
+    Case(1, 4096, 7168, block=(128, 128)),
     Case(16, 24576, 1536, block=(128, 128), a_scales="m"),
 ]
 SMALL = [Case(64, 512, 512), Case(64, 512, 512, block=(128, 128))]

@@ -193,3 +193,22 @@ def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
 
     _, report = compiled(fn, make)
     assert [match.family for match in report.matches] == [case.family]
+
+
+def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -> None:
+    """Such as the block product of transformers or torchao: two fp8 matrices, scales between."""
+    library = torch.library.Library("test_fp8_producer", "DEF")
+    library.define("block_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor")
+
+    def fake(a, a_scale, b, b_scale):
+        return a.new_empty(a.shape[0], b.shape[0], dtype=bf16)
+
+    torch.library.register_fake("test_fp8_producer::block_mm", fake, lib=library)
+    product = torch.ops.test_fp8_producer.block_mm.default
+    a, w, sa, sb, _ = make_inputs(Case(48, 256, 512, block=(128, 128)), "cpu")
+    rewrite = rewritten(lambda call, *given: call(product, *given), [a, sa, w, sb])
+    [rejection] = rewrite.report.rejections
+    assert rejection.code.value == "opaque"
+    assert rejection.site is not None
+    assert (rejection.site.m, rejection.site.n, rejection.site.k) == (48, 256, 512)
+    assert rejection.site.source == "e4m3"
