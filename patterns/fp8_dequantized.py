@@ -3,7 +3,8 @@
 Scales may be applied before the product or behind it, to rows, columns, tensors or blocks, in views
 or repeated. A sum of products over slices of K, each scaled by itself (DeepSeek's formula written
 out), is one site of many products. As in ``operand``, nothing is compared by its spelling: which
-element of which tensor is read at (m, k, n) is what decides.
+element of which tensor is read at (m, k, n) is what decides. The same as one batched product, added
+up over the batch, is read with a digit for the batch.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ from inductor_quant.patterns.product import _plain_bias
 from inductor_quant.patterns.reader import sizes
 from inductor_quant.patterns.symbolic import Reader
 
-PRODUCTS = {aten.mm.default: ("self", "mat2"), aten.addmm.default: ("mat1", "mat2")}
+PRODUCTS = {
+    aten.mm.default: ("self", "mat2"),
+    aten.addmm.default: ("mat1", "mat2"),
+    aten.bmm.default: ("self", "mat2"),
+}
 # From an operand up to its fp8 numbers: views, casts, and the multiplication by a scale.
 _SEARCH_LIMIT = 24
+_SUM = aten.sum.dim_IntList
 _BLOCKS = (32, 64, 128, 256)
 _NOT_FP8 = Rejection(RejectionCode.NOT_QUANTIZED, "the activation is not made of fp8 numbers")
 
@@ -60,6 +66,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     if not all(map(graph.is_tensor_node, operands)) or not all(map(_comes_from_fp8, operands)):
         return _NOT_FP8
     try:
+        if anchor.target == aten.bmm.default:
+            return _batched(anchor)
         for root in _roots(anchor):
             terms = _terms(root)
             if terms is None or len(terms) < 2:
@@ -70,6 +78,23 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
         found = _Site(anchor, [_Term(anchor, ())]).product(anchor)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
+    return found if isinstance(found, Rejection) else fp8.assemble(found)
+
+
+def _batched(anchor: fx.Node) -> RecognizedGemm | Rejection:
+    """A batch of slices of K, each with its scales, added up."""
+    root = anchor
+    while (user := graph.single_user(root)) is not None and root.target != _SUM:
+        if user.target not in (aten.mul.Tensor, _SUM) and not _is_widening(user):
+            break
+        root = user
+    term = None
+    if root.target == _SUM and list(root.args[1]) == [0]:  # type: ignore[arg-type]
+        is_plain = len(root.args) < 3 and not root.kwargs
+        term = _term(root.args[0]) if is_plain else None  # type: ignore[arg-type]
+    if term is None:
+        return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
+    found = _Site(anchor, [term]).product(root)
     return found if isinstance(found, Rejection) else fp8.assemble(found)
 
 
@@ -143,7 +168,7 @@ def _term(node: fx.Node) -> _Term | None:
     """A product behind factors and casts to fp32; nothing of it is used elsewhere."""
     if not graph.single_user(node):
         return None
-    if node.target == aten.mm.default:
+    if node.target in (aten.mm.default, aten.bmm.default):
         return _Term(node, ())
     if _is_widening(node):
         return _term(node.args[0])  # type: ignore[arg-type]
@@ -180,11 +205,14 @@ class _Site:
         self.anchor, self.terms = anchor, terms
         self.reader = _Reader()
         x = _argument(anchor, PRODUCTS[anchor.target][0])  # type: ignore[index]
-        (self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
+        (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
         variable = self.reader.space.variable
         self.m, self.n = variable("m", self.rows), variable("n", self.columns)
         self.k = variable("k", self.step)
-        self.depth = self.step * len(terms)
+        # slices of K: the terms of a sum, or the matrices of a batch
+        self.batch = tuple(self.reader.space.variable("b", size) for size in batch)
+        self.slices = batch[0] if batch else len(terms)
+        self.depth = self.step * self.slices
 
     def product(self, root: fx.Node) -> Fp8Product | Rejection:
         read = [self._read(term) for term in self.terms]
@@ -192,7 +220,8 @@ class _Site:
         if found is not None:
             return found
         read.sort(key=lambda item: item[0])  # type: ignore[index]
-        if [item[0] for item in read] != list(range(0, self.depth, self.step)):  # type: ignore[index]
+        wanted = [self.step * i for i in range(len(self.terms))]
+        if [item[0] for item in read] != wanted:  # type: ignore[index]
             return self._no("the slices do not cover K")
         a = self._same([item[1] for item in read])  # type: ignore[index]
         b = self._same([item[2] for item in read])  # type: ignore[index]
@@ -214,12 +243,12 @@ class _Site:
     def _read(self, term: _Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
         """(first k, a, b, scales) of one term; a scale says on which side it was found."""
         x, w = (_argument(term.product, name) for name in PRODUCTS[term.product.target])  # type: ignore[index]
-        if sizes(x) != [self.rows, self.step] or sizes(w) != [self.step, self.columns]:
+        if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
             return self._no("slices of several sizes")
         sides: list[_Place] = []
         scales: list[tuple[str, _Place]] = []
         for side, node, index in (("a", x, (self.m, self.k)), ("b", w, (self.k, self.n))):
-            element, factors = self._unwound(self.reader.read(node, index))
+            element, factors = self._unwound(self.reader.read(node, (*self.batch, *index)))
             if element is None:
                 return (
                     _NOT_FP8 if side == "a" else self._no("the weight is not made of fp8 numbers")
@@ -227,7 +256,8 @@ class _Site:
             sides.append(element)
             scales += [(side, factor) for factor in factors]
         for factor, node in term.factors:
-            place = self._place(self.reader.operand(factor, node, (self.m, self.n)))
+            position = (*self.batch, self.m, self.n)
+            place = self._place(self.reader.operand(factor, node, position))
             if place is None:
                 return self._no("a factor that is no scale")
             scales.append(("", place))
@@ -243,6 +273,8 @@ class _Site:
         if depth != self.depth or w.count != depth * self.columns:
             return self._no("operands that are parts of others")
         k = self.k + first
+        if self.batch:
+            k = self.batch[0] * self.step + k
         if not self._equal(x.position, self.m * depth + k):
             return self._no("the activation is not read in order")
         a = Operand(x.node, (-1, depth))
@@ -326,8 +358,8 @@ class _Site:
 
     def _k_counts(self, count: int) -> list[int]:
         """In how many blocks along K a scale of ``count`` numbers may lie."""
-        if len(self.terms) > 1:
-            return [number for number in (len(self.terms), 1) if count % number == 0]
+        if self.slices > 1:
+            return [number for number in (self.slices, 1) if count % number == 0]
         numbers = [self.step // block for block in _BLOCKS if self.step % block == 0]
         return [
             number for number in [*dict.fromkeys([*numbers, 1])] if number and count % number == 0
@@ -337,7 +369,9 @@ class _Site:
         """The position of the scale of (m, k) or (k, n) in term ``term``."""
         divmod_ = self.reader.space.divmod
         block = Index(term if along_k > 1 else 0)
-        if len(self.terms) == 1 and along_k > 1:
+        if self.batch and along_k > 1:
+            block = self.batch[0]
+        elif len(self.terms) == 1 and along_k > 1:
             block = divmod_(self.k, self.step // along_k)[0]
         which = self.m if side == "a" else self.n
         size = self.rows if side == "a" else self.columns
@@ -371,7 +405,7 @@ class _Site:
             return Rejection(
                 RejectionCode.SCALE_AXIS, "scales of different blocks of K", self.anchor.name
             )
-        if len(self.terms) > 1 and not k_blocks - {-1}:
+        if self.slices > 1 and not k_blocks - {-1}:
             return self._no("slices of K that share their scales")
         bias = None
         if self.anchor.target == aten.addmm.default:

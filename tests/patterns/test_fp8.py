@@ -212,3 +212,44 @@ def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -
     assert rejection.site is not None
     assert (rejection.site.m, rejection.site.n, rejection.site.k) == (48, 256, 512)
     assert rejection.site.source == "e4m3"
+
+
+def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
+    """DeepSeek's formula with a mistake: ``scale_of`` gives the scale of slice i."""
+
+    def fn(a, w, sa, sb):
+        out = 0.0
+        for i in slices:
+            part = slice(128 * i, 128 * i + 128)
+            product = a[:, part].float() @ w[:, part].float().t()
+            j, columns = scale_of(i), sb.repeat_interleave(128, 0)
+            out = out + product * sa[:, j : j + 1] * columns[:, column_of(i)]
+        return out.to(bf16)
+
+    return fn
+
+
+def batched_over_rows(a, w, sa, sb):
+    """A batch that is no slicing of K: 3 products of 16 rows, added up."""
+    x = (a.float() * sa.repeat_interleave(128, 1)).view(3, 16, 384)
+    return torch.bmm(x, w.float().t().expand(3, -1, -1)).sum(0) * sb[0, 0]
+
+
+NO_BLOCKS = {
+    "scales in another order": looped(scale_of=lambda i: 2 - i),
+    "columns' scales in another order": looped(column_of=lambda i: 2 - i),
+    "one scale for all slices": looped(scale_of=lambda i: 0),
+    "a slice twice": looped(slices=(0, 1, 1)),
+    "a slice left out": looped(slices=(0, 2)),
+    "a batch of rows": batched_over_rows,
+}
+
+
+@pytest.mark.parametrize("name", NO_BLOCKS)
+def test_a_sum_that_is_no_product_of_blocks_keeps_its_value(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = make_inputs(Case(48, 256, 384, block=(128, 128)), "cpu")[:4]
+    result, [rewrite] = capture(NO_BLOCKS[name], inputs, dynamic=False)
+    assert "fp8_block" not in {match.family for match in rewrite.report.matches}
+    [before] = rewrite.before(*rewrite.inputs)
+    torch.testing.assert_close(result, before, rtol=2e-2, atol=2e-2)
