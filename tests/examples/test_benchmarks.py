@@ -20,6 +20,7 @@ import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import bench_systems  # noqa: E402
 import models_build  # noqa: E402
+import models_fp8  # noqa: E402
 import models_linear  # noqa: E402
 import models_quantize  # noqa: E402
 import models_sweep  # noqa: E402
@@ -28,7 +29,7 @@ from inductor_quant import simulate  # noqa: E402
 from inductor_quant.kernels import KERNELS, table  # noqa: E402
 from inductor_quant.kernels.config import GemmConfig, Problem  # noqa: E402
 from inductor_quant.kernels.table import MeasuredConfig  # noqa: E402
-from inductor_quant.ops import w8a8  # noqa: E402
+from inductor_quant.ops import fp8_block, w8a8  # noqa: E402
 
 # ------------------------------------------------------------------------------------------
 # processes
@@ -430,3 +431,24 @@ def test_the_rendered_template_computes_the_canonical_op(monkeypatch):
     expected = w8a8.reference(a, b, a_scale, b_scale, None, out_dtype=torch.bfloat16)
     assert torch.equal(out, expected)
     assert math.isfinite(out.float().sum())
+
+
+@pytest.mark.parametrize("measure", ["gemm", "silu", "linear"])
+def test_an_fp8_problem_is_what_its_reference_says(measure):
+    problem = models_fp8.Fp8(measure, 17, 64, 128, "cpu")
+    out = problem.calls(problem.function)[0]().double()
+    exact = problem.exact()
+    assert (out - exact).square().mean().sqrt() <= 4e-3 * exact.square().mean().sqrt()
+
+
+def test_a_block_problem_lays_its_scales_out_as_cublaslt_takes_them():
+    problem = models_fp8.Fp8Block("gemm", 48, 256, 384, "cpu")
+    assert problem.sa.stride() == (1, 48)
+    assert (problem.sw.shape, problem.sw.stride()) == ((3, 2), (1, 3))
+    out = fp8_block.op(
+        *(problem.a, problem.weights[0].t(), problem.sa, problem.sw, None),
+        block_k=128,
+        block_n=128,
+        out_dtype=torch.float32,
+    )
+    torch.testing.assert_close(out.double(), problem.exact(), rtol=1e-4, atol=1e-4)
