@@ -131,6 +131,13 @@ def shared_memory(config: GemmConfig, element_bytes: int) -> int:
     return config.num_stages * tile * element_bytes
 
 
+def refuse_split(config: GemmConfig) -> Rejection | None:
+    """For kernels whose programs have all of K."""
+    if config.split_k == 1:
+        return None
+    return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: this kernel does not split K")
+
+
 def legal(
     config: GemmConfig,
     device: Device,

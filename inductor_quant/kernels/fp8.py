@@ -19,6 +19,7 @@ from inductor_quant.kernels.config import (
     GemmConfig,
     Problem,
     legal,
+    refuse_split,
 )
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec, dtype_name
@@ -153,9 +154,7 @@ def persistent_constants(
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
-    if config.split_k > 1:
-        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: this kernel does not split K")
-    return is_legal_tile(spec, config, device)
+    return refuse_split(config) or is_legal_tile(spec, config, device)
 
 
 def is_legal_tile(spec: QuantGemmSpec, config: GemmConfig, device: Device) -> Rejection | None:

@@ -15,6 +15,7 @@ from inductor_quant.kernels.config import (
     GemmConfig,
     Problem,
     legal,
+    refuse_split,
     shared_memory,
 )
 from inductor_quant.kernels.kernel import Kernel
@@ -141,7 +142,7 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} has no row beyond the {problem.m} of a"
         )
-    return legal(config, device, element_bytes=ELEMENT_BYTES)
+    return refuse_split(config) or legal(config, device, element_bytes=ELEMENT_BYTES)
 
 
 def persistent_configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
-from inductor_quant.kernels import fp8
+from inductor_quant.kernels import KERNELS, fp8
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.ops.fp8 import make_spec
 from inductor_quant.report import collect
@@ -131,3 +131,16 @@ def test_what_the_kernel_for_few_rows_does_not_take(problem, device, says):
     rejection = fp8.few_supports(BLOCKS, problem, device)
     assert rejection is not None
     assert says in rejection.detail
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if "few" not in k.name], ids=lambda k: k.name
+)
+def test_a_pin_that_splits_k_is_passed_over_by_kernels_that_do_not(kernel):
+    if kernel.family == "weight_only":
+        pytest.skip("needs a weight")
+    config = GemmConfig(64, 64, 128, 4, 3, split_k=2)
+    spec = BLOCKS if kernel.family == "fp8_block" else FAST
+    found = kernel.legal(spec, Problem(4096, 4096, 4096), config, H200)
+    assert found is not None
+    assert "does not split K" in found.detail
