@@ -3,14 +3,15 @@
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
     python examples/bench_gemm.py --family weight_only         # W4A16, words along K
+    python examples/bench_gemm.py --family fp8_block           # FP8 in blocks; or fp8: by rows
     python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
-Two measures that never mix: 'gemm' has quantized inputs (GEMM, scales, bias), 'linear' has bf16
-inputs (quantization counted as well). A ratio is time ours / time peer, the median over interleaved
-rounds, with its quartiles. The share is the time that the card's measured ceilings allow over the
-time of the faster of ours. The systems are those of models_linear.py; gemlite and torchao take part
-where they are installed. Shapes come in an order in which the first half covers the grid, and rows
-that are in the --json file are not measured again."""
+Measures that never mix: 'gemm' has quantized inputs (GEMM, scales, bias), 'silu' has SiLU behind
+that, 'linear' has bf16 inputs (quantization counted as well). A ratio is time ours / time peer, the
+median over interleaved rounds, with its quartiles. The share is the time that the card's measured
+ceilings allow over the time of the faster of ours. The systems are those of models_linear.py;
+gemlite and torchao take part where they are installed. Shapes come in an order in which the first
+half covers the grid, and rows that are in the --json file are not measured again."""
 
 from __future__ import annotations
 
@@ -34,12 +35,29 @@ from bench_systems import (
 
 HERE = Path(__file__).parent
 WORKER = HERE / "models_linear.py"
-FAMILIES = ("w8a8", "weight_only", "weight_only_awq")  # those of models_linear.py
+_WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize", "tinygemm", "gemlite"]
+_COMPILED = ["ours", "ours-autotune", "stock", "stock-autotune"]
+# family -> measure -> systems; those of models_linear.py, where each has its entry
 DEFAULT_SYSTEMS = {
-    "gemm": ["ours", "ours-autotune", "stock", "stock-autotune", "int_mm-bare", "gemlite"],
-    "linear": ["ours", "ours-autotune", "stock", "stock-autotune", "bf16", "gemlite", "torchao"],
+    "w8a8": {
+        "gemm": [*_COMPILED, "int_mm-bare", "gemlite"],
+        "silu": _COMPILED,
+        "linear": [*_COMPILED, "bf16", "gemlite", "torchao"],
+    },
+    "fp8": {
+        "gemm": [*_COMPILED, "cublaslt"],
+        "silu": _COMPILED,
+        "linear": [*_COMPILED, "bf16"],
+    },
+    "fp8_block": {
+        "gemm": [*_COMPILED, "cublaslt", "deepseek"],
+        "silu": _COMPILED,
+        "linear": [*_COMPILED, "bf16"],
+    },
+    "weight_only": {"linear": _WEIGHT_ONLY},
+    "weight_only_awq": {"linear": _WEIGHT_ONLY},
 }
-WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize", "tinygemm", "gemlite"]
+MEASURES = ("gemm", "silu", "linear")
 OPTIONAL = ("gemlite", "torchao")  # systems that are packages
 GEMLITE_LIMIT_S = 120  # tuning one shape takes it 10 to 20 s; stop waiting after this
 TINY = [(17, 64, 64), (32, 64, 128)]
@@ -50,10 +68,9 @@ def is_weight_only(family: str) -> bool:
     return family.startswith("weight_only")
 
 
-def default_systems(family: str, measured: str) -> list[str]:
+def default_systems(family: str, name: str) -> list[str]:
     missing = [s for s in OPTIONAL if importlib.util.find_spec(s) is None]
-    wanted = WEIGHT_ONLY if is_weight_only(family) else DEFAULT_SYSTEMS[measured]
-    return [system for system in wanted if system not in missing]
+    return [system for system in DEFAULT_SYSTEMS[family][name] if system not in missing]
 
 
 def grid_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -81,7 +98,7 @@ def bytes_moved(row: Row) -> int:
     m, n, k = row["m"], row["n"], row["k"]
     if is_weight_only(row["family"]):  # 4 bits; a scale of 16 and a zero of 4 for each 128
         return 2 * m * k + n * k // 2 + n * k // 128 * 5 // 2 + 2 * m * n
-    return (1 if row["measure"] == "gemm" else 2) * m * k + n * k + 2 * m * n
+    return (2 if row["measure"] == "linear" else 1) * m * k + n * k + 2 * m * n
 
 
 def floor_us(row: Row, ceilings: dict[str, float]) -> float:
@@ -200,8 +217,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     grids: dict[str, Any] = json.loads((HERE / "shapes.json").read_text())
-    parser.add_argument("--family", choices=FAMILIES, default="w8a8")
-    parser.add_argument("--measure", choices=list(DEFAULT_SYSTEMS), help="weight_only: linear")
+    parser.add_argument("--family", choices=list(DEFAULT_SYSTEMS), default="w8a8")
+    parser.add_argument("--measure", choices=MEASURES, help="default: the first that a family has")
     parser.add_argument("--grid", choices=[g for g in grids if g not in ("comment", "formal")])
     parser.add_argument("--m", type=int, nargs="+")
     parser.add_argument("--systems", nargs="+", help="default: all that are installed")
@@ -216,7 +233,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
     options = parser.parse_args()
 
-    options.measure = options.measure or ("linear" if is_weight_only(options.family) else "gemm")
+    options.measure = options.measure or next(iter(DEFAULT_SYSTEMS[options.family]))
     names = options.systems or default_systems(options.family, options.measure)
     rows, ceilings = run(options, names)
     if not rows:

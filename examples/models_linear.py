@@ -4,8 +4,8 @@ A family (``FAMILIES``) makes a problem; a system (``SYSTEMS``) turns it into ca
 several weights, more bytes together than the L2 cache holds, so that each call reads its weight
 from memory. The calls are captured in one CUDA graph; ``us`` is the time of one.
 
-A problem has two measures. 'gemm': quantized input; GEMM, scales, bias. 'linear': bf16 input, its
-quantization counted as well."""
+A problem has three measures. 'gemm': quantized input; GEMM, scales, bias. 'silu': the same with
+SiLU behind it. 'linear': bf16 input, its quantization counted as well. FP8: see ``models_fp8``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import models_weight_only as weight_only
 import torch
 import torch.nn.functional as F
 from bench_systems import serve
+from models_fp8 import Fp8, Fp8Block, cublaslt, deepseek
 from models_timing import Replay, machine, seconds
 
 Tensor = torch.Tensor
@@ -86,27 +87,28 @@ class W8A8:
 
     def calls(self, fn: Callable[..., Tensor]) -> list[Call]:
         """``fn``, int8_gemm or int8_linear compiled in some way, on each weight."""
-        if self.measure == "gemm":
-            return [
-                functools.partial(fn, self.a, w, self.sa, self.sw, self.bias) for w in self.weights
-            ]
-        return [functools.partial(fn, self.x, w, self.sw, self.bias) for w in self.weights]
+        if self.measure == "linear":
+            return [functools.partial(fn, self.x, w, self.sw, self.bias) for w in self.weights]
+        return [functools.partial(fn, self.a, w, self.sa, self.sw, self.bias) for w in self.weights]
 
     @property
     def function(self) -> Callable[..., Tensor]:
+        if self.measure == "silu":
+            return lambda *given: F.silu(int8_gemm(*given))
         return int8_gemm if self.measure == "gemm" else int8_linear
 
     def exact(self) -> Tensor:
         """fp64 of the int8 operands."""
-        a, sa = (self.a, self.sa) if self.measure == "gemm" else quantize_rows(self.x)
-        return self.integer_product(a) * sa.double() * self.sw.double() + self.bias.double()
+        a, sa = quantize_rows(self.x) if self.measure == "linear" else (self.a, self.sa)
+        out = self.integer_product(a) * sa.double() * self.sw.double() + self.bias.double()
+        return F.silu(out) if self.measure == "silu" else out
 
     def integer_product(self, a: Tensor) -> Tensor:
         return a.double() @ self.weights[0].double().t()
 
     def unquantized(self) -> Tensor:
         """fp64 of the operands as they are before any quantization of the activation."""
-        if self.measure == "gemm":
+        if self.measure != "linear":
             return self.exact()
         return self.x.double() @ (self.weights[0] * self.sw[:, None]).double().t() + self.bias
 
@@ -116,9 +118,10 @@ class Entry:
     """A system. ``build`` makes the calls; ``reference`` is what the first one should give."""
 
     build: Callable[[Any], list[Call]]
-    reference: Callable[[Any], Tensor] = W8A8.exact
+    reference: Callable[[Any], Tensor] = lambda problem: problem.exact()
     bound: float = EXACT
-    measures: tuple[str, ...] = ("gemm", "linear")
+    measures: tuple[str, ...] = ("gemm", "silu", "linear")
+    families: tuple[str, ...] = ("w8a8", "fp8", "fp8_block")
 
 
 def compiled(backend: str, mode: str | None = None) -> Entry:
@@ -135,10 +138,15 @@ def bf16(mode: str | None) -> Entry:
 
     def build(problem: W8A8) -> list[Call]:
         fn = torch.compile(linear, mode=mode, dynamic=False)
-        return [functools.partial(fn, problem.x, w, problem.bias) for w in problem.bf16_weights]
+        bias = None if isinstance(problem, Fp8Block) else problem.bias
+        return [functools.partial(fn, problem.x, w, bias) for w in problem.bf16_weights]
 
     # bf16 weights are rounded once more than the reference's
-    return Entry(build, W8A8.unquantized, 2 * EXACT, ("linear",))
+    return Entry(build, unquantized, 2 * EXACT, ("linear",))
+
+
+def unquantized(problem: Any) -> Tensor:
+    return problem.unquantized()
 
 
 def bare_int_mm(problem: W8A8) -> list[Call]:
@@ -192,18 +200,26 @@ SYSTEMS: dict[str, Entry] = {
     "bf16": bf16(None),  # cuBLAS
     "bf16-autotune": bf16(MAX_AUTOTUNE),
     # eager PyTorch around cuBLASLt's int8 GEMM
-    "int_mm": Entry(lambda problem: problem.calls(problem.function)),
+    "int_mm": Entry(lambda problem: problem.calls(problem.function), families=("w8a8",)),
     # cuBLASLt's int8 GEMM alone, without scales: what the others do on top is not in it
     "int_mm-bare": Entry(
-        bare_int_mm, lambda problem: problem.integer_product(problem.a), 0, ("gemm",)
+        *(bare_int_mm, lambda problem: problem.integer_product(problem.a), 0, ("gemm",)),
+        families=("w8a8",),
     ),
-    "gemlite": Entry(gemlite, W8A8.unquantized, REQUANTIZED),
-    "torchao": Entry(torchao, W8A8.unquantized, REQUANTIZED, ("linear",)),
+    "gemlite": Entry(gemlite, unquantized, REQUANTIZED, ("gemm", "linear"), ("w8a8",)),
+    "torchao": Entry(torchao, unquantized, REQUANTIZED, ("linear",), ("w8a8",)),
+    # eager PyTorch: cuBLASLt's fp8 GEMM with its scales, alone
+    "cublaslt": Entry(cublaslt, measures=("gemm",), families=("fp8", "fp8_block")),
+    "deepseek": Entry(deepseek, measures=("gemm",), families=("fp8_block",)),
 }
 
 # bf16 once more: the weight's rounding, of tinygemm its zero points'.
 _WEIGHT_ONLY = functools.partial(
-    Entry, reference=weight_only.GPTQ.exact, bound=2 * EXACT, measures=("linear",)
+    Entry,
+    reference=weight_only.GPTQ.exact,
+    bound=2 * EXACT,
+    measures=("linear",),
+    families=("weight_only", "weight_only_awq"),
 )
 WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
     name: _WEIGHT_ONLY(functools.partial(weight_only.compiled, backend, mode))
@@ -222,6 +238,8 @@ WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
 # family -> its problem and its systems
 FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "w8a8": (W8A8, SYSTEMS),
+    "fp8": (Fp8, SYSTEMS),
+    "fp8_block": (Fp8Block, SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
 }
@@ -241,8 +259,8 @@ class Worker:
         if self.system not in systems:
             raise ValueError(f"it has no {family}")
         entry = systems[self.system]
-        if measure not in entry.measures:
-            raise ValueError(f"there is no measure {measure!r}")
+        if measure not in entry.measures or family not in entry.families:
+            raise ValueError(f"there is no measure {measure!r} of {family}")
         problem = make(measure, m, n, k, self.device)
         with torch.no_grad():
             calls = entry.build(problem)

@@ -6,6 +6,7 @@ hundreds of configurations on dozens of shapes take a minute. ``tune.py`` uses i
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import statistics
 import tempfile
@@ -22,7 +23,7 @@ import inductor_quant
 from inductor_quant.kernels import Kernel
 from inductor_quant.kernels.config import GemmConfig, Problem
 from inductor_quant.lowering.common import describe_device
-from inductor_quant.ops import w8a8
+from inductor_quant.ops import fp8, w8a8
 from inductor_quant.spec import QuantGemmSpec, ScaleSpec
 
 WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
@@ -34,30 +35,92 @@ Shape = tuple[int, int, int]
 # what is tuned: an entry for each kernel
 
 
+F32 = torch.float32
+
+
 def w8a8_spec() -> QuantGemmSpec:
-    f32 = torch.float32
     return w8a8.make_spec(
-        a_scale=ScaleSpec(f32, (1, -1)),
-        b_scale=ScaleSpec(f32, (-1, 1)),
+        a_scale=ScaleSpec(F32, (1, -1)),
+        b_scale=ScaleSpec(F32, (-1, 1)),
         out_dtype=torch.bfloat16,
         bias=False,
     )
 
 
-def w8a8_inputs(m: int, n: int, k: int, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def fp8_spec() -> QuantGemmSpec:
+    """As torchao calls it."""
+    return fp8.make_spec(
+        a_scale=ScaleSpec(F32, (1, -1)),
+        b_scale=ScaleSpec(F32, (-1, 1)),
+        out_dtype=torch.bfloat16,
+        bias=False,
+        fast_accum=True,
+    )
+
+
+def fp8_block_spec() -> QuantGemmSpec:
+    """DeepSeek-V3's blocks."""
+    return fp8.make_spec(
+        a_scale=ScaleSpec(F32, (1, 128)),
+        b_scale=ScaleSpec(F32, (128, 128)),
+        out_dtype=torch.bfloat16,
+        bias=False,
+    )
+
+
+def row_inputs(m: int, n: int, k: int, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     device = weight.device
     return {
-        "A": torch.randint(-128, 128, (m, k), dtype=torch.int8, device=device),
+        "A": numbers(weight.dtype, m * k, device).view(m, k),
         "B": weight.t(),
         "A_SCALE": torch.rand(m, 1, device=device),
         "B_SCALE": torch.rand(1, n, device=device),
     }
 
 
+def block_inputs(m: int, n: int, k: int, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Scales of the activation lie along M, as cuBLASLt wants them."""
+    k_blocks, n_blocks = -(-k // 128), -(-n // 128)
+    return row_inputs(m, n, k, weight) | {
+        "A_SCALE": torch.rand(k_blocks, m, device=weight.device).t(),
+        "B_SCALE": torch.rand(n_blocks, k_blocks, device=weight.device).t(),
+    }
+
+
+def numbers(dtype: torch.dtype, count: int, device: torch.device | str) -> torch.Tensor:
+    """Elements of an operand. What they are decides the power that a product takes: normally
+    distributed ones for floats."""
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, (count,), dtype=dtype, device=device)
+    part = torch.randn(min(count, 2**24), device=device).to(dtype).view(torch.int8)
+    return part.repeat(-(-count // part.numel()))[:count].view(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A kernel to tune: the spec, its tensors by the template's names, what the op takes beside
+    them."""
+
+    spec: Callable[[], QuantGemmSpec]
+    inputs: Callable[..., dict[str, torch.Tensor]]
+    options: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.spec().b.dtype
+
+
 EVEN = Problem(4096, 4096, 4096, has_aligned_rows=True)  # every BLOCK_K divides K; full tiles
-TARGETS: dict[str, tuple[Callable[[], QuantGemmSpec], Callable[..., dict[str, torch.Tensor]]]] = {
-    "w8a8_mm": (w8a8_spec, w8a8_inputs),
-    "w8a8_persistent": (w8a8_spec, w8a8_inputs),
+_W8A8 = Target(w8a8_spec, row_inputs, {})
+_FP8 = Target(fp8_spec, row_inputs, {"fast_accum": True})
+_FP8_BLOCK = Target(fp8_block_spec, block_inputs, {"block_k": 128, "block_n": 128})
+TARGETS = {
+    "w8a8_mm": _W8A8,
+    "w8a8_persistent": _W8A8,
+    "fp8_mm": _FP8,
+    "fp8_persistent": _FP8,
+    "fp8_block_mm": _FP8_BLOCK,
+    "fp8_block_persistent": _FP8_BLOCK,
 }
 
 
@@ -111,11 +174,11 @@ def numeric(constants: dict[str, Any]) -> dict[str, int]:
     return {name: value for name, value in constants.items() if type(value) is int}
 
 
-def load_kernel(source: str, folder: str) -> Any:
+def load_kernel(source: str, folder: str, name: str = "rendered") -> Any:
     """The kernel in ``source``; a file, because Triton reads a kernel's source from one."""
-    path = Path(folder) / "rendered.py"
+    path = Path(folder) / f"{name}.py"
     path.write_text(source)
-    spec = importlib.util.spec_from_file_location("rendered", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -131,16 +194,17 @@ class Sweep:
 
     def __init__(self, kernel: Kernel, configs: list[GemmConfig], device: str = "cuda") -> None:
         self.kernel = kernel
-        spec, self.make_inputs = TARGETS[kernel.name][0](), TARGETS[kernel.name][1]
+        target = TARGETS[kernel.name]
+        spec, self.make_inputs = target.spec(), target.inputs
         self.spec, self.card = spec, describe_device(torch.device(device))
-        flags = kernel.constants(spec, EVEN, configs[0], self.card)
         self.folder = tempfile.TemporaryDirectory()
-        source, self.tensors, self.numbers = render(kernel, flags)
-        self.jit = load_kernel(source, self.folder.name)
+        self._jits: dict[str, Any] = {}
         self.out_dtype = spec.out_dtype
-        self.pool = torch.randint(-128, 128, (WEIGHT_BYTES,), dtype=torch.int8, device=device)
+        self.pool = numbers(target.dtype, WEIGHT_BYTES, device)
         self.failed: dict[GemmConfig, str] = {}
         self.resources: dict[GemmConfig, tuple[int, int]] = {}  # registers, shared memory
+        for config in configs:
+            self.jit(config)
         if device == "cpu":
             return
         # tensor descriptors lie in memory that Triton asks for
@@ -149,9 +213,18 @@ class Sweep:
         with ThreadPoolExecutor(16) as executor:
             list(executor.map(lambda config: self._compile(config, arguments), configs))
 
+    def jit(self, config: GemmConfig) -> Any:
+        """The plain kernel; configurations whose constants choose the same text share it."""
+        flags = self.kernel.constants(self.spec, EVEN, config, self.card)
+        source, self.tensors, self.numbers = render(self.kernel, flags)
+        if source not in self._jits:
+            name = f"rendered{len(self._jits)}"
+            self._jits[source] = load_kernel(source, self.folder.name, name)
+        return self._jits[source]
+
     def _compile(self, config: GemmConfig, arguments: list[Any]) -> None:
         try:
-            self.jit.warmup(*arguments, grid=(1,), **self.meta(config))
+            self.jit(config).warmup(*arguments, grid=(1,), **self.meta(config))
         except Exception as error:
             self.failed[config] = f"{type(error).__name__}: {str(error)[:100]}"
 
@@ -201,7 +274,8 @@ class Sweep:
         """Run the kernel once; gives Triton's compiled kernel."""
         meta = self.meta(config)
         m, n, _ = shape
-        return self.jit[self.kernel.grid(m, n, meta, cdiv=triton.cdiv)](*arguments, **meta)
+        grid = self.kernel.grid(m, n, meta, cdiv=triton.cdiv)
+        return self.jit(config)[grid](*arguments, **meta)
 
     def meta(self, config: GemmConfig) -> dict[str, int]:
         """What Triton compiles the kernel for: the tile, and the template's numeric constants."""
@@ -223,12 +297,13 @@ def time_compiled(
 ) -> dict[GemmConfig, float]:
     """Median microseconds of each configuration in the kernel that Inductor makes of the template,
     as the package's own autotuning times it."""
-    spec, inputs = TARGETS[kernel.name]
+    target = TARGETS[kernel.name]
     op = getattr(torch.ops.inductor_quant, kernel.family)
     m, n, k = shape
-    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8, device="cuda")
-    tensors = list(inputs(m, n, k, weight).values())
-    bias = torch.randn(n, device="cuda", dtype=spec().out_dtype)
+    weight = numbers(target.dtype, n * k, "cuda").view(n, k)
+    tensors = list(target.inputs(m, n, k, weight).values())
+    out_dtype = target.spec().out_dtype
+    bias = torch.randn(n, device="cuda", dtype=out_dtype)
     options = {
         "max_autotune": True,
         "inductor_quant.configs": tuple(f"{kernel.name} {config}" for config in configs),
@@ -238,7 +313,7 @@ def time_compiled(
     torch.compiler.reset()
     with inductor_quant.collect() as report:
         torch.compile(
-            lambda *given: op(*given, out_dtype=spec().out_dtype),
+            lambda *given: op(*given, **target.options, out_dtype=out_dtype),
             backend="inductor_quant",
             dynamic=False,
             options=options,

@@ -35,11 +35,11 @@ import torch
 import triton
 from bench_systems import show_table, track
 from models_cost import Card, Samples, Shape
-from models_sweep import TARGETS, Sweep, time_compiled
+from models_sweep import EVEN, TARGETS, Sweep, time_compiled
 
 import inductor_quant
 from inductor_quant.kernels import KERNELS, Kernel
-from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
 
 HERE = Path(__file__).parent
 SWEEP_ROUNDS = 3
@@ -50,17 +50,25 @@ FINALISTS = 8  # of those selected; a shape takes about six seconds to compile a
 # what to measure
 
 
-def shapes(kernel: Kernel, device: Device) -> list[Shape]:
-    """Those to measure: rows of decoding and prefill, and of an image encoder's batch."""
-    grids = json.loads((HERE / "shapes.json").read_text())
-    rows = {
+# family -> grid -> M
+ROWS: dict[str, dict[str, tuple[int, ...]]] = {
+    "w8a8": {
         "llama8b": (16, 32, 64, 128, 256, 512, 1024, 4096),
         "deepseek": (16, 64, 256, 2048),
         "vit_h": (16384, 65536),
         "minilm": (512, 4096, 32768),
-    }
+    },
+    "fp8": {"llama8b": (16, 64, 128, 256, 512, 1024, 2048, 4096), "vit_h": (16384,)},
+    "fp8_block": {"deepseek": (16, 32, 64, 128, 256, 512, 1024, 4096)},
+}
+
+
+def shapes(kernel: Kernel, device: Device) -> list[Shape]:
+    """Those to measure: rows of decoding and prefill, and of an image encoder's batch."""
+    grids = json.loads((HERE / "shapes.json").read_text())
+    rows = ROWS[kernel.family]
     found = [(m, n, k) for grid, ms in rows.items() for m in ms for n, k in grids[grid]]
-    spec = TARGETS[kernel.name][0]()
+    spec = TARGETS[kernel.name].spec()
     problems = {shape: Problem(*shape, has_aligned_rows=True) for shape in found}
     return [shape for shape in found if kernel.supports(spec, problems[shape], device) is None]
 
@@ -72,8 +80,25 @@ def candidates(kernel: Kernel, device: Device, group_m: Iterable[int]) -> list[G
         blocks, blocks, (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6, 8), group_m
     )
     configs = (GemmConfig(*values) for values in grid)
-    rule = is_sensible_persistent if kernel.name == "w8a8_persistent" else is_sensible
-    return [c for c in configs if rule(c) and legal(c, device, element_bytes=1) is None]
+    rule = RULES[kernel.name]
+    spec = TARGETS[kernel.name].spec()
+    legal = functools.partial(kernel.legal, spec, EVEN)
+    return [c for c in configs if rule(c) and legal(c, device) is None]
+
+
+def is_sensible_block(c: GemmConfig) -> bool:
+    """One block of K a step; two accumulators an element, so tiles are half as large."""
+    return c.block_k == 128 and is_sensible(c)
+
+
+def is_sensible_block_persistent(c: GemmConfig) -> bool:
+    return (
+        c.block_k == 128
+        and c.num_stages in (3, 4, 5, 6)
+        and c.num_warps in (4, 8)
+        and c.block_m * c.block_n >= 64 * 128
+        and min(c.block_m, c.block_n) >= 64
+    )
 
 
 def is_sensible_persistent(c: GemmConfig) -> bool:
@@ -105,6 +130,16 @@ def is_sensible(c: GemmConfig) -> bool:
         or (c.block_m == 256 and c.block_n < 64)
         or (c.num_stages == 2 and c.block_k < 128)
     )
+
+
+RULES: dict[str, Callable[[GemmConfig], bool]] = {
+    "w8a8_mm": is_sensible,
+    "w8a8_persistent": is_sensible_persistent,
+    "fp8_mm": is_sensible,
+    "fp8_persistent": is_sensible_persistent,
+    "fp8_block_mm": is_sensible_block,
+    "fp8_block_persistent": is_sensible_block_persistent,
+}
 
 
 def suits(config: GemmConfig, shape: Shape) -> bool:
@@ -230,6 +265,8 @@ def measure(store: Store, kernel: Kernel, options: argparse.Namespace) -> None:
     wanted = [shape for shape in wanted if shape in store.sweep]
     if any(set(finalists(s)) - set(times) - set(sweep.failed) for s, times in store.finals.items()):
         store.finals.clear()  # another selection than that of the finals in the file
+    if options.sweep_only:
+        wanted = []
     run(store.finals, finalists, functools.partial(time_compiled, kernel), "finals")
     for config, reason in sweep.failed.items():
         print(f"failed: {config}: {reason}")
@@ -261,7 +298,8 @@ def fit(store: Store, kernel: Kernel, options: argparse.Namespace) -> bool:
         "gpu": card.name,
         **{name: store.machine[name] for name in ("torch", "triton", "date")},
         "by": f"examples/tune.py --kernel {kernel.name} --configs {options.configs} "
-        f"--group-m {' '.join(map(str, options.group_m))}",
+        f"--group-m {' '.join(map(str, options.group_m))}"
+        + (" --sweep-only" if options.sweep_only else ""),
     }
     table = cost.make_table(kernel.name, card, measured, chosen, ctas, samples, evidence)
     cost.write_table(table, options.out)
@@ -286,6 +324,7 @@ def main() -> int:
     parser.add_argument("--samples", type=Path, required=True, help="file of measurements")
     parser.add_argument("--out", type=Path, help="the table; default: the package's own")
     parser.add_argument("--fit-only", action="store_true", help="do not measure")
+    parser.add_argument("--sweep-only", action="store_true", help="leave step 3 out")
     parser.add_argument("--configs", type=int, default=26, help="how many to keep")
     parser.add_argument("--group-m", type=int, nargs="+", default=[8])
     parser.add_argument("--budget", type=float, default=480, help="seconds for measuring")

@@ -36,6 +36,7 @@ _EXPORTS = {
     "autotune_select_algorithm": "torch._inductor.select_algorithm",
     "compile_fx": "torch._inductor.compile_fx",
     "FixedLayout": "torch._inductor.ir",
+    "fallback_handler": "torch._inductor.lowering",
     "get_algorithm_selector_cache": "torch._inductor.select_algorithm",
     "lowerings": "torch._inductor.lowering",
     "make_pointwise": "torch._inductor.lowering",
@@ -48,6 +49,7 @@ _PARAMETERS = {
     "compile_fx": ("model_", "example_inputs_", "config_patches"),
     "FixedLayout": ("device", "dtype", "size"),
     "make_pointwise": ("fn", "override_return_dtype"),
+    "fallback_handler": ("kernel", "add_to_fallback_set"),
     "register_lowering": ("aten_fn", "type_promotion_kind"),
 }
 
@@ -273,6 +275,17 @@ def select(
         selector.get_algorithm_selector_cache().feedback_saver_fns.remove(save)
     node = result[0] if isinstance(result, tuple) else result
     return node, [timed.get(choice) for choice in choices]
+
+
+class BytePointers(dict[str, Any]):
+    """A template's ``triton_meta`` in which e4m3 tensors are bytes: Triton has no pointers to e4m3
+    below compute capability 8.9. Inductor puts its own entries in by ``update``."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        if "signature" in self:
+            types = self["signature"].items()
+            self["signature"] = {n: "*u8" if t == "*fp8e4nv" else t for n, t in types}
 
 
 def keep_rows_in_registers(op: Any, longest: int) -> None:

@@ -39,6 +39,7 @@ class RejectionCode(enum.StrEnum):
     FAMILY_DISABLED = "family_disabled"
     MODULE_EXCLUDED = "module_excluded"
     NUMERICS = "numerics"
+    MANY_ROWS = "many_rows"
     INTERNAL_ERROR = "internal_error"
     # kernels
     NO_KERNEL = "no_kernel"
@@ -69,6 +70,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.FAMILY_DISABLED: "Options.families leaves this family out",
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules leaves this module out",
     RejectionCode.NUMERICS: 'not bit for bit what the graph computes, as numerics="strict" asks',
+    RejectionCode.MANY_ROWS: "so many rows that the graph is faster as it is",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it as it was",
     RejectionCode.NO_KERNEL: "recognised, but no kernel covers it",
     RejectionCode.BLOCK_SHAPE: "a block size that the kernel or the matrix unit does not take",

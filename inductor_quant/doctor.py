@@ -16,11 +16,16 @@ import torch
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant._version import __version__
-from inductor_quant.kernels import w8a8, weight_only
+from inductor_quant.kernels import fp8, w8a8, weight_only
 from inductor_quant.options import DISABLE_VARIABLE, FAMILIES, is_disabled_by_environment
 
 # What a family needs of a card: the lowest compute capability that its kernels run on.
-_FAMILY_ARCH = {"w8a8": w8a8.MIN_ARCH, "weight_only": weight_only.MIN_ARCH}
+_FAMILY_ARCH = {
+    "w8a8": w8a8.MIN_ARCH,
+    "weight_only": weight_only.MIN_ARCH,
+    "fp8": fp8.MIN_ARCH,
+    "fp8_block": fp8.MIN_ARCH,
+}
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")
 
 

@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 
+from inductor_quant import measure_fp8
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.report import PackedWeight
 from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec
 from inductor_quant.weight_format import WeightFormat
 
-TIMED_FAMILIES = ("w8a8", "weight_only")
+TIMED_FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
 ROUNDS = 9
 MAX_COPIES = 32
 # Dense int8 operations a second (1e12) from the vendor's datasheets: A100 SXM, L40S, H100/H200 SXM,
-# B200. A measured matrix product cannot serve: nothing that we could call reaches the units' rate.
+# B200; FP8 has the same rate from sm_89 on. A measured matrix product cannot serve: nothing that we
+# could call reaches the units' rate.
 INT8_TOPS = {80: 624.0, 89: 733.0, 90: 1979.0, 100: 4500.0}
 
 
@@ -119,6 +121,8 @@ def _inputs(
     """Arguments of the GEMM, as often as it takes for the weights to exceed the L2 cache."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
     copies = max(2, min(MAX_COPIES, -(-4 * l2 // (n * k))))
+    if measure_fp8.is_fp8(spec):
+        return measure_fp8.inputs(spec, m, n, k, device, copies)
 
     def integers(rows: int, cols: int) -> torch.Tensor:
         return torch.randint(-128, 128, (rows, cols), dtype=torch.int8, device=device)
@@ -205,6 +209,9 @@ def _dequantized(spec: QuantGemmSpec, format: WeightFormat) -> Callable[..., tor
 
 
 def _canonical(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
+    if measure_fp8.is_fp8(spec):
+        return measure_fp8.canonical(spec)
+
     def run(*arguments: torch.Tensor | None) -> torch.Tensor:
         return torch.ops.inductor_quant.w8a8(*arguments, out_dtype=spec.out_dtype)
 
@@ -212,6 +219,9 @@ def _canonical(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
 
 
 def _plain(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
+    if measure_fp8.is_fp8(spec):
+        return measure_fp8.plain(spec)
+
     def run(
         a: torch.Tensor,
         b: torch.Tensor,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from inductor_quant.errors import OptionError
 
-FAMILIES = ("w8a8", "weight_only")
+FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
 # The form that kernels.config.parse_config reads; a pin that is refused there is refused too late.

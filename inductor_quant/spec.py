@@ -23,6 +23,7 @@ _SHORT = {
     torch.uint32: "u32",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
+    torch.float8_e8m0fnu: "e8m0",
 }
 GATHERED = 0
 _GRANULARITY = {(-1, -1): "tensor", (1, -1): "token", (-1, 1): "channel"}
@@ -85,14 +86,19 @@ class OperandSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantGemmSpec:
-    """``out = dequantize(a) @ dequantize(b) + bias``, products accumulated in ``acc_dtype``."""
+    """``out = dequantize(a) @ dequantize(b) + bias``, products accumulated in ``acc_dtype``.
+
+    fast_accum  the matrix unit may keep the whole sum in fewer bits than ``acc_dtype`` has
+    """
 
     a: OperandSpec
     b: OperandSpec
     out_dtype: torch.dtype
     acc_dtype: torch.dtype
     bias: bool = False
+    fast_accum: bool = False
 
     def __str__(self) -> str:
         bias = "+bias" if self.bias else ""
-        return f"(a={self.a}, b={self.b}, out={dtype_name(self.out_dtype)}{bias})"
+        fast = ", fast_accum" if self.fast_accum else ""
+        return f"(a={self.a}, b={self.b}, out={dtype_name(self.out_dtype)}{bias}{fast})"

@@ -12,10 +12,16 @@ if __name__ != "inductor_quant.patterns":
         f"this package is inductor_quant.patterns; imported as {__name__!r} it would exist twice"
     )
 
-from inductor_quant.patterns import qdq, w8a8, weight_only
+from inductor_quant.patterns import fp8, fp8_dequantized, qdq, w8a8, weight_only
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
-BUILT_IN: tuple[Pattern, ...] = (w8a8.PATTERN, qdq.PATTERN, weight_only.PATTERN)
+BUILT_IN: tuple[Pattern, ...] = (
+    w8a8.PATTERN,
+    qdq.PATTERN,
+    fp8.PATTERN,
+    fp8_dequantized.PATTERN,
+    weight_only.PATTERN,
+)
 _patterns: list[Pattern] = list(BUILT_IN)
 
 

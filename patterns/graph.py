@@ -63,6 +63,14 @@ def size_name(size: int | torch.SymInt) -> int | str:
     return size if isinstance(size, int) else str(size)
 
 
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """A size; a symbolic one as it was in the call that is being compiled, if that is known."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return hint if isinstance(hint, int) else None
+
+
 def base(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` is a view of, itself if it is none."""
     while _is_view(node):

@@ -23,6 +23,8 @@ class RecognizedGemm:
                the call; an ``Operand`` among the arguments stands for a node seen in another shape
     row_scale  the scale of the activation, if it has one
     shape      of ``end``, if that is not [M, N]: arguments of a reshape
+    too_many_rows
+               with so many rows the graph is faster as it is
     """
 
     family: str
@@ -38,6 +40,7 @@ class RecognizedGemm:
     k: int | str
     row_scale: fx.Node | None = None
     shape: tuple[Any, ...] | None = None
+    too_many_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

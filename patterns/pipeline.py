@@ -250,6 +250,8 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
         return Rejection(
             RejectionCode.NUMERICS, "torch._inductor.config.emulate_precision_casts is off"
         )
+    if found.too_many_rows:
+        return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None
 
 

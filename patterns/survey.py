@@ -30,15 +30,13 @@ _PRODUCTS: dict[object, tuple[int, int]] = {
 if hasattr(aten, "_scaled_mm_v2"):
     _PRODUCTS[aten._scaled_mm_v2.default] = (0, 1)
 
-_QUANTIZED = (
-    torch.int8,
-    torch.uint8,
-    torch.int32,
+_FLOAT8 = (
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
 )
+_QUANTIZED = (torch.int8, torch.uint8, torch.int32, *_FLOAT8)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Their ops are known one by one; those of other packages may multiply.
 _OWN_NAMESPACES = ("aten", "prims", "prim", "inductor", "inductor_quant", "quantized_decomposed")
@@ -72,9 +70,13 @@ def _is_operator(target: object) -> bool:
 
 
 def _opaque_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The first float and the first quantized matrix among the inputs."""
+    """The first float and the first quantized matrix among the inputs; of an FP8 product both are
+    quantized, and the floats are scales."""
     tensors = [n for n in node.all_input_nodes if graph.is_tensor_node(n)]
     matrices = [n for n in tensors if graph.value(n).dim() >= 2]
+    fp8 = [n for n in matrices if graph.value(n).dtype in _FLOAT8]
+    if len(fp8) >= 2:
+        return fp8[0], fp8[1]
     x = next((n for n in matrices if graph.value(n).dtype in _FLOATS), None)
     return x, next((n for n in matrices if graph.value(n).dtype in _QUANTIZED), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_quant import explanation, measure
+from inductor_quant import explanation, measure, measure_fp8
 from inductor_quant.decisions import Match, Site
 from inductor_quant.ops import weight_only
 from inductor_quant.report import KernelChoice, Report
@@ -72,3 +72,17 @@ def test_operands_of_every_packed_format_are_valid(name: str) -> None:
 def test_a_weight_only_row_without_its_weight_has_no_time() -> None:
     of = spec(OperandSpec(bf16), OperandSpec(torch.uint8, bits=4))
     assert measure.time_gemm(of, 16, 256, 512, torch.device("cpu"), None) is None
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_operands_of_fp8_are_what_the_op_and_stock_torch_take(is_block: bool) -> None:
+    blocks = ((1, 128), (128, 128)) if is_block else ((1, -1), (-1, 1))
+    e4m3 = torch.float8_e4m3fn
+    a, b = (OperandSpec(e4m3, ScaleSpec(f32, block)) for block in blocks)
+    of = QuantGemmSpec(a, b, bf16, f32, bias=not is_block)
+    [first, second] = measure_fp8.inputs(of, 48, 256, 384, torch.device("cpu"), 2)
+    assert first[1] is not second[1]
+    out = measure_fp8.canonical(of)(*first)
+    assert (out.shape, out.dtype) == ((48, 256), bf16)
+    if not is_block:  # blocks are for a GPU
+        torch.testing.assert_close(measure_fp8.plain(of)(*first), out, rtol=2e-2, atol=0.5)

@@ -4,6 +4,13 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 """
 
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
+from inductor_quant.kernels.fp8 import (
+    FP8_BLOCK_FEW,
+    FP8_BLOCK_MM,
+    FP8_BLOCK_PERSISTENT,
+    FP8_MM,
+    FP8_PERSISTENT,
+)
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
@@ -17,6 +24,11 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_WORDS,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
+    FP8_PERSISTENT,
+    FP8_MM,
+    FP8_BLOCK_PERSISTENT,
+    FP8_BLOCK_FEW,
+    FP8_BLOCK_MM,
 )
 
 __all__ = ["KERNELS", "Kernel"]

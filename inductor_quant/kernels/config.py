@@ -133,13 +133,26 @@ def shared_memory(config: GemmConfig, element_bytes: int) -> int:
     return config.num_stages * tile * element_bytes
 
 
+def refuse_split(config: GemmConfig) -> Rejection | None:
+    """For kernels whose programs have all of K."""
+    if config.split_k == 1:
+        return None
+    return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: this kernel does not split K")
+
+
 def legal(
-    config: GemmConfig, device: Device, *, element_bytes: int, shared_bytes: int | None = None
+    config: GemmConfig,
+    device: Device,
+    *,
+    element_bytes: int,
+    shared_bytes: int | None = None,
+    sums: int = 1,
 ) -> Rejection | None:
     """None where ``config`` can run on ``device``, else why not.
 
     ``element_bytes`` is the size of what the matrix unit multiplies. ``shared_bytes`` is what the
-    kernel keeps in shared memory; None: tiles of both operands, see ``shared_memory``.
+    kernel keeps in shared memory; None: tiles of both operands, see ``shared_memory``. ``sums`` is
+    the number of accumulators of an element: 2 where the matrix unit's is added to another.
     """
     for name in ("block_m", "block_n", "block_k", "num_warps"):
         value = getattr(config, name)
@@ -161,7 +174,7 @@ def legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config}: a block has at most {MAX_WARPS} warps"
         )
-    accumulators = config.block_m * config.block_n // (32 * config.num_warps)
+    accumulators = sums * config.block_m * config.block_n // (32 * config.num_warps)
     most = MAX_ACCUMULATORS_WGMMA if device.arch in (INTERPRETER_ARCH, 90) else MAX_ACCUMULATORS
     if accumulators > most:
         return Rejection(

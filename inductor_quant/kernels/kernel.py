@@ -16,7 +16,7 @@ from inductor_quant.spec import QuantGemmSpec
 class Kernel:
     """One Triton template.
 
-    name       file ``templates/<name>.py.jinja``; its Inductor name is ``inductor_quant_<name>``
+    name       its Inductor name is ``inductor_quant_<name>``
     family     the canonical op that it computes
     grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike;
                (split_k, m, n, ...) for a configuration that splits K
@@ -24,6 +24,7 @@ class Kernel:
     constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
     configs    (spec, problem, device) -> legal configurations, best guess first
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
+    template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
 
     With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
     to add them and to do what follows (scales, bias) is the lowering's part.
@@ -36,11 +37,13 @@ class Kernel:
     constants: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], dict[str, Any]]
     configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
     legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
+    template: str = ""
 
     @property
     def template_name(self) -> str:
         return f"inductor_quant_{self.name}"
 
     def source(self) -> str:
-        path = resources.files("inductor_quant.kernels") / "templates" / f"{self.name}.py.jinja"
+        name = f"{self.template or self.name}.py.jinja"
+        path = resources.files("inductor_quant.kernels") / "templates" / name
         return path.read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from inductor_quant.kernels.config import (
     GemmConfig,
     Problem,
     legal,
+    refuse_split,
     shared_memory,
 )
 from inductor_quant.kernels.kernel import Kernel
@@ -90,10 +91,10 @@ def persistent_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -
     return None
 
 
-def programs(config: GemmConfig, device: Device) -> int:
-    """How many persistent programs the device runs at once."""
+def programs(config: GemmConfig, device: Device, *, sums: int = 1) -> int:
+    """How many persistent programs the device runs at once; ``sums`` is as for ``legal``."""
     threads = 32 * config.num_warps
-    accumulators = config.block_m * config.block_n // threads
+    accumulators = sums * config.block_m * config.block_n // threads
     by_registers = SM_REGISTERS // (threads * (accumulators + OTHER_REGISTERS))
     needed = shared_memory(config, ELEMENT_BYTES) + OTHER_SHARED_MEMORY
     return device.num_sms * max(1, min(by_registers, device.shared_memory // needed))
@@ -141,7 +142,7 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} has no row beyond the {problem.m} of a"
         )
-    return legal(config, device, element_bytes=ELEMENT_BYTES)
+    return refuse_split(config) or legal(config, device, element_bytes=ELEMENT_BYTES)
 
 
 def persistent_configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

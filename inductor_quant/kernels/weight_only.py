@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal, refuse_split
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.w8a8 import grid
 from inductor_quant.kernels.weight_code import TRITON_TYPES, WeightCode
@@ -125,7 +125,7 @@ def is_legal(
     # The unpacked tile passes through shared memory on its way to the matrix unit, as fp32 at most
     # where it is turned round.
     unpacked = config.block_n * config.block_k * 4
-    found = legal(
+    found = refuse_split(config) or legal(
         config,
         device,
         element_bytes=element_bytes,

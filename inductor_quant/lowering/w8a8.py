@@ -40,8 +40,8 @@ def lower(
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
     spec = op.make_spec(
-        a_scale=_scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=_scale_spec(b_scale, (-1, 1), dim=1),
+        a_scale=scale_spec(a_scale, (1, -1), dim=0),
+        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
         out_dtype=out_dtype,
         bias=bias is not None,
         a_zero=op.zero_kind(_dtype(a_zero_point), a_zero),
@@ -84,7 +84,7 @@ def lower(
     return _unfused(a, b, a_scale, b_scale, bias, zeros, alpha=alpha, out_dtype=out_dtype)
 
 
-def _scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
+def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
     if scale is None:
         return None
     return ScaleSpec(scale.get_dtype(), full if _is_long(scale, dim) else (-1, -1))

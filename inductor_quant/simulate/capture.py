@@ -184,10 +184,16 @@ def interpret(generated: Generated, args: Sequence[Any]) -> Any:
     if len(generated._graphs) != 1:
         raise ValueError(f"need exactly one graph to interpret, got {len(generated._graphs)}")
     [graph] = generated._graphs
-    values = _bind_inputs(generated._fn, graph.inputs, args)
+    values = [_as_kernels_see(v) for v in _bind_inputs(generated._fn, graph.inputs, args)]
     with virtual_gpu(generated.arch), torch.no_grad():
         outputs = graph.compiled(*values)
     return _like_output(generated, graph, outputs, args)
+
+
+def _as_kernels_see(value: Any) -> Any:
+    """Inductor's kernels take e8m0 tensors as bytes; the interpreter does not know the type."""
+    is_e8m0 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e8m0fnu
+    return value.view(torch.uint8) if is_e8m0 else value
 
 
 def _resolve_backend(

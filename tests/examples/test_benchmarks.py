@@ -20,6 +20,7 @@ import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import bench_systems  # noqa: E402
 import models_build  # noqa: E402
+import models_fp8  # noqa: E402
 import models_linear  # noqa: E402
 import models_quantize  # noqa: E402
 import models_sweep  # noqa: E402
@@ -28,7 +29,7 @@ from inductor_quant import simulate  # noqa: E402
 from inductor_quant.kernels import KERNELS, table  # noqa: E402
 from inductor_quant.kernels.config import GemmConfig, Problem  # noqa: E402
 from inductor_quant.kernels.table import MeasuredConfig  # noqa: E402
-from inductor_quant.ops import w8a8  # noqa: E402
+from inductor_quant.ops import fp8_block, w8a8  # noqa: E402
 
 # ------------------------------------------------------------------------------------------
 # processes
@@ -343,6 +344,7 @@ def test_every_shape_has_candidates_and_old_measurements_are_refitted(
 ):
     import tune
 
+    assert {kernel.name for kernel in TUNED} == set(tune.RULES)
     for kernel in TUNED:
         candidates = tune.candidates(kernel, card.device(), [8])
         shapes = tune.shapes(kernel, card.device())
@@ -388,11 +390,12 @@ TUNED = [kernel for kernel in KERNELS if kernel.name in models_sweep.TARGETS]
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", TUNED, ids=lambda kernel: kernel.name)
 def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, card, tmp_path):
-    config = GemmConfig(128, 128, 128, 4, 3)
-    spec = models_sweep.TARGETS[kernel.name][0]()
+    config = GemmConfig(128, 128, 128, 8 if "block" in kernel.name else 4, 3)
+    spec = models_sweep.TARGETS[kernel.name].spec()
     constants = kernel.constants(spec, models_sweep.EVEN, config, card.device())
     source, tensors, numbers = models_sweep.render(kernel, constants)
-    types = {"A": "*i8", "B": "*i8", "A_SCALE": "*fp32", "B_SCALE": "*fp32", "OUT": "*bf16"}
+    element = "*i8" if kernel.family == "w8a8" else "*fp8e4nv"
+    types = {"A": element, "B": element, "A_SCALE": "*fp32", "B_SCALE": "*fp32", "OUT": "*bf16"}
     ones = dict.fromkeys(("A_stride1", "B_stride0", "A_SCALE_stride0", "B_SCALE_stride1"), 1)
     ones = {name: 1 for name in ones if name in numbers}
     signature = {name: types[name] for name in (*tensors, "OUT")}
@@ -408,7 +411,8 @@ def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, car
         divisible_by_16=tuple(signature),
     )
     assert compiled.spill_stores == 0
-    staging = 8192 + 32 if kernel.name == "w8a8_persistent" else 0  # of the result; barriers
+    staging = 32 * 1024 if config.num_warps == 8 else 8 * 1024  # of the result; barriers
+    staging = staging + 32 if kernel.name.endswith("persistent") else 0
     assert compiled.shared_bytes <= config.num_stages * (128 + 128) * 128 + staging
     assert any(name.startswith("wgmma") for name in compiled.matrix_instructions())
 
@@ -427,3 +431,24 @@ def test_the_rendered_template_computes_the_canonical_op(monkeypatch):
     expected = w8a8.reference(a, b, a_scale, b_scale, None, out_dtype=torch.bfloat16)
     assert torch.equal(out, expected)
     assert math.isfinite(out.float().sum())
+
+
+@pytest.mark.parametrize("measure", ["gemm", "silu", "linear"])
+def test_an_fp8_problem_is_what_its_reference_says(measure):
+    problem = models_fp8.Fp8(measure, 17, 64, 128, "cpu")
+    out = problem.calls(problem.function)[0]().double()
+    exact = problem.exact()
+    assert (out - exact).square().mean().sqrt() <= 4e-3 * exact.square().mean().sqrt()
+
+
+def test_a_block_problem_lays_its_scales_out_as_cublaslt_takes_them():
+    problem = models_fp8.Fp8Block("gemm", 48, 256, 384, "cpu")
+    assert problem.sa.stride() == (1, 48)
+    assert (problem.sw.shape, problem.sw.stride()) == ((3, 2), (1, 3))
+    out = fp8_block.op(
+        *(problem.a, problem.weights[0].t(), problem.sa, problem.sw, None),
+        block_k=128,
+        block_n=128,
+        out_dtype=torch.float32,
+    )
+    torch.testing.assert_close(out.double(), problem.exact(), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,221 @@
+"""FP8 problems of ``bench_gemm.py``: rows and blocks. ``models_linear.py`` times them.
+
+'gemm': FP8 in; GEMM, scales and (rows) bias. 'silu': the same with SiLU behind it. 'linear': bf16
+in, its quantization counted as well."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+Tensor = torch.Tensor
+Call = Callable[[], Tensor]
+
+WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
+MAX_CALLS = 40
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+BLOCK = 128
+LARGEST = 448.0  # of e4m3
+
+
+def row_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
+    """As torchao calls it."""
+    return torch._scaled_mm(a, w.t(), sa, sw, bias, out_dtype=BF16, use_fast_accum=True)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (x.float() / scale).to(E4M3), scale
+
+
+def block_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor) -> Tensor:
+    """DeepSeek-V3's scales, as cuBLASLt takes them: sa [M, K / 128] along M, sw
+    [K / 128, N / 128] along K."""
+    return torch._scaled_mm(a, w.t(), sa, sw, out_dtype=BF16)
+
+
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    parts = x.float().reshape(m, k // BLOCK, BLOCK)
+    scale = parts.abs().amax(-1).clamp_min(1e-12) / LARGEST
+    a = (parts / scale[..., None]).to(E4M3).reshape(m, k)
+    return a, scale.t().contiguous().t()
+
+
+class Fp8:
+    """e4m3 weights with a scale for each channel, e4m3 activations with one for each token."""
+
+    quantize = staticmethod(quantize_rows)
+    bound = 4e-3  # of the relative RMS error: fast accumulation adds in fewer bits
+
+    def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
+        self.measure, self.m, self.n, self.k, self.device = measure, m, n, k, device
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.options: dict[str, Any] = {"device": device, "generator": self.generator}
+        self.x = torch.randn(m, k, dtype=BF16, **self.options)
+        self.a, self.sa = self.quantize(self.x)
+        self.sw = self.weight_scale()
+        self.bias = torch.randn(n, dtype=BF16, **self.options)
+
+    def weight_scale(self) -> Tensor:
+        return torch.rand(1, self.n, **self.options) * 1e-3 + 1e-4
+
+    def count(self, element_bytes: int) -> int:
+        """How many weights are beyond the L2 cache."""
+        if self.device == "cpu":
+            return 2
+        return max(2, min(MAX_CALLS, -(-WEIGHT_BYTES // (self.n * self.k * element_bytes))))
+
+    @functools.cached_property
+    def weights(self) -> list[Tensor]:
+        size = (self.n, self.k)
+        return [(torch.randn(size, **self.options) * 50).to(E4M3) for _ in range(self.count(1))]
+
+    def dense(self, w: Tensor) -> Tensor:
+        return w.double() * self.sw.t().double()
+
+    @functools.cached_property
+    def bf16_weights(self) -> list[Tensor]:
+        first = self.dense(self.weights[0]).to(BF16)
+        return [first] + [first.clone() for _ in range(self.count(2) - 1)]
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        """What the product takes beside the activation and the weight."""
+        return self.sw, self.bias
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        return row_gemm
+
+    @property
+    def function(self) -> Callable[..., Tensor]:
+        product, quantize = self.product, self.quantize
+        if self.measure == "silu":
+            return lambda a, w, sa, *more: F.silu(product(a, w, sa, *more))
+        if self.measure == "gemm":
+            return product
+
+        def linear(x: Tensor, w: Tensor, *more: Tensor) -> Tensor:
+            a, sa = quantize(x)
+            return product(a, w, sa, *more)
+
+        return linear
+
+    def calls(self, fn: Callable[..., Tensor]) -> list[Call]:
+        if self.measure == "linear":
+            return [functools.partial(fn, self.x, w, *self.constants) for w in self.weights]
+        return [functools.partial(fn, self.a, w, self.sa, *self.constants) for w in self.weights]
+
+    def exact(self) -> Tensor:
+        """fp64 of the FP8 operands."""
+        out = (self.a.double() * self.sa.double()) @ self.dense(self.weights[0]).t()
+        return self.finished(out + self.bias.double())
+
+    def finished(self, out: Tensor) -> Tensor:
+        return F.silu(out) if self.measure == "silu" else out
+
+    def unquantized(self) -> Tensor:
+        """fp64 of the activation as it is before its quantization."""
+        out = self.x.double() @ self.dense(self.weights[0]).t() + self.bias.double()
+        return self.finished(out)
+
+
+class Fp8Block(Fp8):
+    """DeepSeek-V3: weights in blocks of 128 x 128, activations of 1 x 128. No bias."""
+
+    quantize = staticmethod(quantize_blocks)
+
+    def weight_scale(self) -> Tensor:
+        n_blocks, k_blocks = -(-self.n // BLOCK), -(-self.k // BLOCK)
+        return (torch.rand(n_blocks, k_blocks, **self.options) * 1e-3 + 1e-4).t()
+
+    def dense(self, w: Tensor) -> Tensor:
+        scale = self.sw.t().double().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return w.double() * scale[: self.n, : self.k]
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]:
+        return (self.sw,)
+
+    @property
+    def product(self) -> Callable[..., Tensor]:
+        return block_gemm
+
+    def exact(self) -> Tensor:
+        rows = self.sa.double().repeat_interleave(BLOCK, 1)[:, : self.k]
+        return self.finished((self.a.double() * rows) @ self.dense(self.weights[0]).t())
+
+    def unquantized(self) -> Tensor:
+        return self.finished(self.x.double() @ self.dense(self.weights[0]).t())
+
+
+# ------------------------------------------------------------------------------------------
+# DeepSeek-V3's own kernel: its tiling and its autotuned choices, after the formula that was
+# published with the model (inference/kernel.py)
+
+_TILES = [
+    triton.Config({"BM": m, "BN": n, "BK": BLOCK}, num_stages=stages, num_warps=8)
+    for m in (16, 32, 64)
+    for n in (32, 64, 128)
+    for stages in (3, 4, 5, 6)
+]
+
+
+@triton.autotune(configs=_TILES, key=["M", "N", "K"])
+@triton.jit
+def _plain_kernel(
+    a_ptr,
+    w_ptr,
+    out_ptr,
+    sa_ptr,
+    sw_ptr,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    blocks = tl.cdiv(K, BK)
+    a_tile = a_ptr + (rows % M)[:, None] * K + ks[None, :]
+    w_tile = w_ptr + (columns % N)[None, :] * K + ks[:, None]
+    sa = sa_ptr + (rows % M) * blocks
+    sw = sw_ptr + ((columns % N) // BK) * blocks
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for block in range(blocks):
+        inside = ks < K - block * BK
+        a = tl.load(a_tile + block * BK, mask=inside[None, :], other=0.0)
+        w = tl.load(w_tile + block * BK, mask=inside[:, None], other=0.0)
+        scale = tl.load(sa + block)[:, None] * tl.load(sw + block)[None, :]
+        acc += tl.dot(a, w) * scale
+    out = out_ptr + rows[:, None] * N + columns[None, :]
+    tl.store(out, acc.to(tl.bfloat16), mask=(rows[:, None] < M) & (columns[None, :] < N))
+
+
+def deepseek(problem: Fp8Block) -> list[Call]:
+    """The scales of the activation lie along K, as this kernel has them; 'gemm' alone."""
+    m, n, k = problem.m, problem.n, problem.k
+    sa, sw = problem.sa.contiguous(), problem.sw.t().contiguous()
+
+    def gemm(w: Tensor) -> Tensor:
+        out = torch.empty(m, n, dtype=BF16, device=w.device)
+        grid = lambda meta: (triton.cdiv(m, meta["BM"]), triton.cdiv(n, meta["BN"]))  # noqa: E731
+        _plain_kernel[grid](problem.a, w, out, sa, sw, m, n, k)
+        return out
+
+    return [functools.partial(gemm, w) for w in problem.weights]
+
+
+def cublaslt(problem: Fp8) -> list[Call]:
+    """``torch._scaled_mm`` in eager mode, alone."""
+    return problem.calls(problem.product)

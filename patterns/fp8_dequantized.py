@@ -1,0 +1,468 @@
+"""FP8 products whose operands the graph dequantizes: ``mm(q.to(bf16) * s, w.to(bf16) * t)``.
+
+Scales may be applied before the product or behind it, to rows, columns, tensors or blocks, in views
+or repeated. A sum of products over slices of K, each scaled by itself (DeepSeek's formula written
+out), is one site of many products. As in ``operand``, nothing is compared by its spelling: which
+element of which tensor is read at (m, k, n) is what decides. The same as one batched product, added
+up over the batch, is read with a digit for the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.patterns import fp8, graph
+from inductor_quant.patterns.digits import Index, Unsupported
+from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
+from inductor_quant.patterns.expression import FLOAT8, Expr, Load, Op
+from inductor_quant.patterns.fp8 import Fp8Product, Scale
+from inductor_quant.patterns.graph import aten
+from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
+from inductor_quant.patterns.product import _plain_bias
+from inductor_quant.patterns.reader import sizes
+from inductor_quant.patterns.symbolic import Reader
+
+PRODUCTS = {
+    aten.mm.default: ("self", "mat2"),
+    aten.addmm.default: ("mat1", "mat2"),
+    aten.bmm.default: ("self", "mat2"),
+}
+# From an operand up to its fp8 numbers: views, casts, and the multiplication by a scale.
+_SEARCH_LIMIT = 24
+_SUM = aten.sum.dim_IntList
+_BLOCKS = (32, 64, 128, 256)
+_NOT_FP8 = Rejection(RejectionCode.NOT_QUANTIZED, "the activation is not made of fp8 numbers")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """One product of a sum, and the factors that it is multiplied by: (factor, the mul)."""
+
+    product: fx.Node
+    factors: tuple[tuple[fx.Node, fx.Node], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a number is read: at this position of ``node``'s elements in row-major order."""
+
+    node: fx.Node
+    position: Index
+
+    @property
+    def count(self) -> int:
+        return math.prod(sizes(self.node))
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``anchor``: an mm or addmm; of a sum of products the first of them."""
+    operands = [_argument(anchor, name) for name in PRODUCTS[anchor.target]]  # type: ignore[index]
+    if not all(map(graph.is_tensor_node, operands)) or not all(map(_comes_from_fp8, operands)):
+        return _NOT_FP8
+    try:
+        if anchor.target == aten.bmm.default:
+            return _batched(anchor)
+        for root in _roots(anchor):
+            terms = _terms(root)
+            if terms is None or len(terms) < 2:
+                continue
+            found = _Site(anchor, terms).product(root)
+            if not isinstance(found, Rejection):
+                return fp8.assemble(found)
+        found = _Site(anchor, [_Term(anchor, ())]).product(anchor)
+    except (Unsupported, RecursionError) as reason:
+        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
+    return found if isinstance(found, Rejection) else fp8.assemble(found)
+
+
+def _batched(anchor: fx.Node) -> RecognizedGemm | Rejection:
+    """A batch of slices of K, each with its scales, added up."""
+    root = anchor
+    while (user := graph.single_user(root)) is not None and root.target != _SUM:
+        if user.target not in (aten.mul.Tensor, _SUM) and not _is_widening(user):
+            break
+        root = user
+    term = None
+    if root.target == _SUM and list(root.args[1]) == [0]:  # type: ignore[arg-type]
+        is_plain = len(root.args) < 3 and not root.kwargs
+        term = _term(root.args[0]) if is_plain else None  # type: ignore[arg-type]
+    if term is None:
+        return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
+    found = _Site(anchor, [term]).product(root)
+    return found if isinstance(found, Rejection) else fp8.assemble(found)
+
+
+def _argument(node: fx.Node, name: str) -> Any:
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return graph.arguments(node, *names)[names.index(name)]
+
+
+def _comes_from_fp8(node: fx.Node) -> bool:
+    """A quick look before the careful one."""
+    todo, seen = [node], {node}
+    while todo and len(seen) < _SEARCH_LIMIT:
+        current = todo.pop(0)
+        value = current.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in FLOAT8:
+            return True
+        if current.target in PRODUCTS:
+            continue
+        fresh = [parent for parent in current.all_input_nodes if parent not in seen]
+        todo += fresh
+        seen.update(fresh)
+    return False
+
+
+# ------------------------------------------------------------------------------------------
+# a sum of products
+
+
+def _roots(anchor: fx.Node) -> list[fx.Node]:
+    """The sums that ``anchor`` may be a term of, the widest first."""
+    found: list[fx.Node] = []
+    node = anchor
+    while (user := graph.single_user(node)) is not None:
+        if user.target == aten.add.Tensor:
+            found.append(user)
+        elif user.target != aten.mul.Tensor and not _is_widening(user):
+            break
+        node = user
+    return found[::-1]
+
+
+def _is_widening(node: fx.Node) -> bool:
+    return node.target == CAST and graph.value(node).dtype == torch.float32
+
+
+def _terms(root: fx.Node) -> list[_Term] | None:
+    """The scaled products that ``root`` adds up; None where it adds something else."""
+    todo, found = [root], []
+    while todo:
+        node = todo.pop()
+        if node.target == aten.add.Tensor and (node is root or graph.single_user(node)):
+            parts = graph.arguments(node, "self", "other")
+            if node.kwargs.get("alpha", 1) != 1 or not all(map(graph.is_tensor_node, parts)):
+                return None
+            todo += parts
+        elif _is_zero(node):
+            continue
+        else:
+            term = _term(node)
+            if term is None:
+                return None
+            found.append(term)
+    return found
+
+
+def _is_zero(node: fx.Node) -> bool:
+    return node.target == aten.full.default and node.args[1] in (0, 0.0)
+
+
+def _term(node: fx.Node) -> _Term | None:
+    """A product behind factors and casts to fp32; nothing of it is used elsewhere."""
+    if not graph.single_user(node):
+        return None
+    if node.target in (aten.mm.default, aten.bmm.default):
+        return _Term(node, ())
+    if _is_widening(node):
+        return _term(node.args[0])  # type: ignore[arg-type]
+    if node.target != aten.mul.Tensor:
+        return None
+    left, right = graph.arguments(node, "self", "other")
+    for inner, factor in ((left, right), (right, left)):
+        if not graph.is_tensor_node(inner) or not graph.is_tensor_node(factor):
+            continue
+        found = _term(inner)
+        if found is not None:
+            return _Term(found.product, (*found.factors, (factor, node)))
+    return None
+
+
+# ------------------------------------------------------------------------------------------
+# what is multiplied
+
+
+class _Reader(Reader):
+    """Ends at fp8 numbers: how they were computed does not matter."""
+
+    def _read(self, node: fx.Node, index: tuple[Index, ...]) -> Expr:
+        is_computed = node.op == "call_function" and graph.value(node).dtype in FLOAT8
+        if is_computed and node.target in (CAST, aten.clamp.default):
+            return self.leaf(node, index)
+        return super()._read(node, index)
+
+
+class _Site:
+    """Reads the terms of one sum: a [M, K] and b [K, N] in slices of ``step`` along K."""
+
+    def __init__(self, anchor: fx.Node, terms: list[_Term]) -> None:
+        self.anchor, self.terms = anchor, terms
+        self.reader = _Reader()
+        x = _argument(anchor, PRODUCTS[anchor.target][0])  # type: ignore[index]
+        (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
+        variable = self.reader.space.variable
+        self.m, self.n = variable("m", self.rows), variable("n", self.columns)
+        self.k = variable("k", self.step)
+        # slices of K: the terms of a sum, or the matrices of a batch
+        self.batch = tuple(self.reader.space.variable("b", size) for size in batch)
+        self.slices = batch[0] if batch else len(terms)
+        self.depth = self.step * self.slices
+
+    def product(self, root: fx.Node) -> Fp8Product | Rejection:
+        read = [self._read(term) for term in self.terms]
+        found = next((item for item in read if isinstance(item, Rejection)), None)
+        if found is not None:
+            return found
+        read.sort(key=lambda item: item[0])  # type: ignore[index]
+        wanted = [self.step * i for i in range(len(self.terms))]
+        if [item[0] for item in read] != wanted:  # type: ignore[index]
+            return self._no("the slices do not cover K")
+        a = self._same([item[1] for item in read])  # type: ignore[index]
+        b = self._same([item[2] for item in read])  # type: ignore[index]
+        if a is None or b is None:
+            return self._no("the slices are of several tensors")
+        scales = self._scales([item[3] for item in read])  # type: ignore[index]
+        return scales if isinstance(scales, Rejection) else self._finish(root, a, b, *scales)
+
+    def _no(self, detail: str) -> Rejection:
+        return Rejection(RejectionCode.WEIGHT_FORM, detail, self.anchor.name)
+
+    def _equal(self, left: Index, right: Index) -> bool:
+        leaves = self.reader.space.leaves
+        return leaves(left) == leaves(right)
+
+    def _same(self, operands: list[Any]) -> Any | None:
+        return operands[0] if all(item == operands[0] for item in operands) else None
+
+    def _read(self, term: _Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
+        """(first k, a, b, scales) of one term; a scale says on which side it was found."""
+        x, w = (_argument(term.product, name) for name in PRODUCTS[term.product.target])  # type: ignore[index]
+        if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
+            return self._no("slices of several sizes")
+        sides: list[_Place] = []
+        scales: list[tuple[str, _Place]] = []
+        for side, node, index in (("a", x, (self.m, self.k)), ("b", w, (self.k, self.n))):
+            element, factors = self._unwound(self.reader.read(node, (*self.batch, *index)))
+            if element is None:
+                return (
+                    _NOT_FP8 if side == "a" else self._no("the weight is not made of fp8 numbers")
+                )
+            sides.append(element)
+            scales += [(side, factor) for factor in factors]
+        for factor, node in term.factors:
+            position = (*self.batch, self.m, self.n)
+            place = self._place(self.reader.operand(factor, node, position))
+            if place is None:
+                return self._no("a factor that is no scale")
+            scales.append(("", place))
+        return self._placed(sides[0], sides[1], scales)
+
+    def _placed(
+        self, x: _Place, w: _Place, scales: list[tuple[str, _Place]]
+    ) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
+        if x.count % self.rows or w.count % self.columns:
+            return self._no("operands that are parts of others")
+        depth = x.count // self.rows
+        first = x.position.const
+        if depth != self.depth or w.count != depth * self.columns:
+            return self._no("operands that are parts of others")
+        k = self.k + first
+        if self.batch:
+            k = self.batch[0] * self.step + k
+        if not self._equal(x.position, self.m * depth + k):
+            return self._no("the activation is not read in order")
+        a = Operand(x.node, (-1, depth))
+        if self._equal(w.position, self.n * depth + k):
+            flat = Operand(w.node, (self.columns, depth))
+            return first, a, Derived(aten.permute.default, (flat, (1, 0))), scales
+        if self._equal(w.position, k * self.columns + self.n):
+            return first, a, Operand(w.node, (depth, self.columns)), scales
+        return self._no("the weight is not read in order")
+
+    def _unwound(self, expr: Expr) -> tuple[_Place | None, list[_Place]]:
+        """The fp8 number in a product of one with scales, and the scales."""
+        if isinstance(expr, Load) and expr.dtype in FLOAT8:
+            return self._place(expr), []
+        if isinstance(expr, Op) and expr.name == "cast":
+            return self._unwound(expr.args[0])
+        if isinstance(expr, Op) and expr.name == "mul":
+            for inner, factor in (expr.args, expr.args[::-1]):
+                element, scales = self._unwound(inner)
+                place = self._place(factor)
+                if element is not None and place is not None:
+                    return element, [*scales, place]
+        return None, []
+
+    def _place(self, expr: Expr) -> _Place | None:
+        while isinstance(expr, Op) and expr.name == "cast" and isinstance(expr.args[0], Load):
+            if expr.dtype != torch.float32:
+                break
+            expr = expr.args[0]  # exact
+        found = (expr.node, expr.index) if isinstance(expr, Load) else getattr(expr, "at", None)
+        if found is None:
+            return None
+        node, index = found
+        position = Index()
+        for size, part in zip(sizes(node), index, strict=True):
+            position = position * size + part
+        return _Place(node, position)
+
+    # -- scales
+
+    def _scales(
+        self, terms: list[list[tuple[str, _Place]]]
+    ) -> tuple[Scale | None, Scale | None] | Rejection:
+        """The scale of a and that of b, the same tensors in every term."""
+        found: dict[str, Scale] = {}
+        for scales in zip(*terms, strict=True) if len({len(t) for t in terms}) == 1 else ():
+            sides = [side for side in "ab" if side not in found and scales[0][0] in ("", side)]
+            for side in sides:
+                scale = self._fit(side, [place for _, place in scales])
+                if scale is not None:
+                    found[side] = scale
+                    break
+            else:
+                return Rejection(
+                    RejectionCode.SCALE_AXIS,
+                    "a factor that is no scale of rows, columns or blocks",
+                    scales[0][1].node.name,
+                )
+        if len(found) < len(terms[0]):
+            return self._no("terms with scales of their own")
+        return found.get("a"), found.get("b")
+
+    def _fit(self, side: str, places: list[_Place]) -> Scale | None:
+        node = places[0].node
+        if any(place.node is not node for place in places):
+            return None
+        count, size = places[0].count, self.rows if side == "a" else self.columns
+        if count == 1:
+            return Scale(node, (-1, -1), Operand(node, (1, 1)))
+        for along_k in self._k_counts(count):
+            parts = count // along_k
+            if size % parts or (side == "a" and parts != size):
+                continue
+            for is_transposed in (False, True):
+                if all(
+                    self._equal(place.position, self._at(side, i, along_k, parts, is_transposed))
+                    for i, place in enumerate(places)
+                ):
+                    return self._scale(side, node, along_k, parts, is_transposed)
+        return None
+
+    def _k_counts(self, count: int) -> list[int]:
+        """In how many blocks along K a scale of ``count`` numbers may lie."""
+        if self.slices > 1:
+            return [number for number in (self.slices, 1) if count % number == 0]
+        numbers = [self.step // block for block in _BLOCKS if self.step % block == 0]
+        return [
+            number for number in [*dict.fromkeys([*numbers, 1])] if number and count % number == 0
+        ]
+
+    def _at(self, side: str, term: int, along_k: int, parts: int, is_transposed: bool) -> Index:
+        """The position of the scale of (m, k) or (k, n) in term ``term``."""
+        divmod_ = self.reader.space.divmod
+        block = Index(term if along_k > 1 else 0)
+        if self.batch and along_k > 1:
+            block = self.batch[0]
+        elif len(self.terms) == 1 and along_k > 1:
+            block = divmod_(self.k, self.step // along_k)[0]
+        which = self.m if side == "a" else self.n
+        size = self.rows if side == "a" else self.columns
+        part = Index() if parts == 1 else divmod_(which, size // parts)[0]
+        return block * parts + part if is_transposed else part * along_k + block
+
+    def _scale(
+        self, side: str, node: fx.Node, along_k: int, parts: int, is_transposed: bool
+    ) -> Scale:
+        block_k = -1 if along_k == 1 else self.depth // along_k
+        size = self.rows if side == "a" else self.columns
+        length = size // parts
+        if block_k == -1 and length == size:
+            return Scale(node, (-1, -1), Operand(node, (1, 1)))
+        stored = (along_k, parts) if is_transposed else (parts, along_k)
+        argument: Any = Operand(node, stored)
+        if is_transposed == (side == "a"):
+            argument = Derived(aten.permute.default, (argument, (1, 0)))
+        block = (1, block_k) if side == "a" else (block_k, length)
+        return Scale(node, block, argument)
+
+    # -- the whole
+
+    def _finish(
+        self, root: fx.Node, a: Any, b: Any, a_scale: Scale | None, b_scale: Scale | None
+    ) -> Fp8Product | Rejection:
+        blocks = {scale.block for scale in (a_scale, b_scale) if scale is not None}
+        k_blocks = {scale.block[1] for scale in [a_scale] if scale is not None}
+        k_blocks |= {scale.block[0] for scale in [b_scale] if scale is not None}
+        if len(k_blocks) > 1 or (k_blocks - {-1} and len(blocks) < 2):
+            return Rejection(
+                RejectionCode.SCALE_AXIS, "scales of different blocks of K", self.anchor.name
+            )
+        if self.slices > 1 and not k_blocks - {-1}:
+            return self._no("slices of K that share their scales")
+        bias = None
+        if self.anchor.target == aten.addmm.default:
+            bias = _argument(self.anchor, "self")
+            refused = _plain_bias(self.anchor, bias)
+            if refused is not None:
+                return refused
+        epilogue = Epilogue(root, graph.value(root).dtype, [root])
+        if a_scale is None and b_scale is None and bias is None:
+            behind = read_epilogue(root)
+            if isinstance(behind, Epilogue) and behind.alpha == 1.0 and behind.reshape is None:
+                epilogue, bias = behind, behind.bias
+                a_scale = _behind(behind.row_scale, (1, -1), (-1, 1))
+                b_scale = _behind(behind.column_scale, (-1, 1), (1, -1))
+        inside = {node for node in self.reader.nodes() if node.op == "call_function"}
+        inside |= set(epilogue.interior) | self._between(root)
+        for node in inside:
+            if graph.is_mutated(node):
+                name = node.name
+                return Rejection(RejectionCode.MUTATED_OPERAND, f"{name} is written to", name)
+        return Fp8Product(
+            anchor=self.anchor,
+            end=epilogue.end,
+            a=a,
+            b=b,
+            a_dtype=graph.value(fp8.source_of(a)).dtype,
+            b_dtype=graph.value(fp8.source_of(b)).dtype,
+            sizes=(self.rows, self.columns, self.depth),
+            a_scale=a_scale,
+            b_scale=b_scale,
+            bias=bias,
+            interior=tuple(sorted(inside)),
+        )
+
+    def _between(self, root: fx.Node) -> set[fx.Node]:
+        """The products, and what adds and scales them."""
+        found = {root, *(term.product for term in self.terms)}
+        todo = [term.product for term in self.terms]
+        while todo:
+            node = todo.pop()
+            if node is root:
+                continue
+            for user in graph.users(node):
+                if user not in found:
+                    found.add(user)
+                    todo.append(user)
+        return found
+
+
+def _behind(scale: fx.Node | None, block: tuple[int, int], shape: tuple[int, int]) -> Scale | None:
+    if scale is None:
+        return None
+    if all(map(graph.is_one, graph.value(scale).shape)):
+        return Scale(scale, (-1, -1), Operand(scale, (1, 1)))
+    return Scale(scale, block, Operand(scale, shape))
+
+
+PATTERN = Pattern(
+    name="fp8_dequantized", family="fp8", anchors=tuple(PRODUCTS), recognize=recognize
+)

@@ -1,0 +1,146 @@
+"""The code of FP8 kernels for virtual GPUs: matrix instructions, spills, what is fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.decisions import RejectionCode
+from inductor_quant.kernels import KERNELS, fp8
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.ops.fp8 import make_spec
+from inductor_quant.report import collect
+from inductor_quant.spec import ScaleSpec
+from tests.support.fp8 import Case, e5m2, e8m0, gemm, make_inputs
+
+pytestmark = pytest.mark.compiles
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+H200 = Device(arch=90, num_sms=132, shared_memory=232448)
+F32 = torch.float32
+ROWS = make_spec(a_scale=None, b_scale=None, out_dtype=torch.bfloat16, bias=False)
+FAST = make_spec(a_scale=None, b_scale=None, out_dtype=torch.bfloat16, bias=False, fast_accum=True)
+BLOCKS = make_spec(
+    a_scale=ScaleSpec(F32, (1, 128)),
+    b_scale=ScaleSpec(F32, (128, 128)),
+    out_dtype=torch.bfloat16,
+    bias=False,
+)
+CASES = [
+    Case(64, 512, 512),
+    Case(64, 512, 512, fast_accum=True),
+    Case(4096, 4096, 1024),
+    Case(4096, 4096, 1024, fast_accum=True),
+    Case(64, 512, 512, a_dtype=e5m2),
+    Case(256, 512, 512, block=(128, 128)),
+    Case(4096, 4096, 1024, block=(128, 128)),
+    Case(256, 512, 512, block=(64, 64), a_dtype=e5m2),
+    Case(256, 512, 512, block=(32, 32), scale_dtype=e8m0),
+    Case(16, 2112, 7168, block=(128, 128), a_scales="m"),
+]
+INSTRUCTION = {80: "bf16.bf16", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
+
+
+def generate(fn, make, arch=90):
+    with collect() as report:
+        generated = simulate.generate(
+            fn, make, arch=arch, backend=inductor_quant_backend, options=OPTIONS
+        )
+    return generated, report.kernels[0].chosen
+
+
+@pytest.mark.parametrize("arch", INSTRUCTION)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_matrix_unit_multiplies_and_nothing_spills(case, arch):
+    """sm_80 has no FP8: bytes are decoded to bf16 there."""
+    generated, kernel = generate(gemm(case), lambda device: make_inputs(case, device), arch)
+    name, source = next(iter(generated.kernels.items()))
+    compiled = simulate.compile_kernel(name, source)
+    assert compiled.spill_stores == 0, kernel
+    is_small = case.m < 64 and arch in (90, 100) and not kernel.startswith("fp8_block_few")
+    wanted = "mma" if is_small else INSTRUCTION[arch]
+    found = compiled.matrix_instructions()
+    assert any(wanted in opcode for opcode in found), found
+    if arch in (89, 90):
+        assert all("e4m3" in opcode or "e5m2" in opcode for opcode in found), found
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5], CASES[6]], ids=str)
+def test_silu_times_up_is_in_the_one_kernel(case):
+    def make(device):
+        up = torch.empty(case.m, case.n, dtype=torch.bfloat16, device=device)
+        return up, *make_inputs(case, device)
+
+    generated, _ = generate(lambda up, *given: F.silu(gemm(case)(*given)) * up, make)
+    assert len(generated.kernels) == 1
+
+
+def test_sums_are_moved_to_fp32_unless_they_may_be_fast():
+    """Behind 128 of K, or a shorter step; other architectures add in fp32 anyway."""
+    config = GemmConfig(64, 64, 64, 4, 4)
+    problem = Problem(64, 64, 512)
+
+    def promote(spec, arch=90, config=config):
+        device = Device(arch, 132, 232448)
+        return fp8.constants(spec, problem, config, device)["PROMOTE"]
+
+    assert promote(ROWS) == 64
+    assert promote(ROWS, config=GemmConfig(64, 64, 256, 4, 4)) == 128
+    assert promote(FAST) == promote(BLOCKS) == promote(ROWS, 89) == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "config", "code"),
+    [
+        (BLOCKS, GemmConfig(64, 64, 256, 4, 3), RejectionCode.BLOCK_SHAPE),
+        (BLOCKS, GemmConfig(128, 128, 128, 4, 3), RejectionCode.REGISTERS),
+        (ROWS, GemmConfig(128, 128, 128, 4, 3), RejectionCode.REGISTERS),
+        (FAST, GemmConfig(128, 128, 128, 4, 3), None),
+        (BLOCKS, GemmConfig(64, 128, 128, 4, 4), None),
+        (FAST, GemmConfig(64, 64, 128, 4, 3, split_k=2), RejectionCode.BLOCK_SHAPE),
+    ],
+    ids=str,
+)
+def test_what_is_legal(spec, config, code):
+    found = fp8.is_legal(spec, Problem(4096, 4096, 4096), config, H200)
+    assert (found and found.code) == code
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "split"),
+    [(2112, 7168, 8), (4096, 7168, 4), (7168, 16384, 2), (24576, 1536, 1), (64, 512, 1)],
+)
+def test_k_is_split_until_there_are_two_programs_an_sm(n, k, split):
+    [first, *others] = fp8.few_configs(BLOCKS, Problem(16, n, k), H200)
+    assert first.split_k == split
+    assert {config.split_k for config in others} == {split}
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "says"),
+    [
+        (Problem(65, 4096, 4096), H200, "not few"),
+        (Problem(16, 4096, 4096), Device(80, 108, 166912), "sm_90"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_for_few_rows_does_not_take(problem, device, says):
+    rejection = fp8.few_supports(BLOCKS, problem, device)
+    assert rejection is not None
+    assert says in rejection.detail
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if "few" not in k.name], ids=lambda k: k.name
+)
+def test_a_pin_that_splits_k_is_passed_over_by_kernels_that_do_not(kernel):
+    if kernel.family == "weight_only":
+        pytest.skip("needs a weight")
+    config = GemmConfig(64, 64, 128, 4, 3, split_k=2)
+    spec = BLOCKS if kernel.family == "fp8_block" else FAST
+    found = kernel.legal(spec, Problem(4096, 4096, 4096), config, H200)
+    assert found is not None
+    assert "does not split K" in found.detail

@@ -1,0 +1,194 @@
+"""Numerics of the FP8 kernels, run by Triton's interpreter, against fp64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.kernels.config import Device
+from inductor_quant.lowering import common
+from inductor_quant.report import collect
+from tests.support.fp8 import Case, e5m2, e8m0, gemm, make_inputs, reference
+from tests.support.numerics import assert_close
+
+pytestmark = pytest.mark.interp
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+OPTIONS = {"inductor_quant.on_error": "raise"}
+LAYOUTS = ("columns", "sliced", "every_second", "unaligned")
+
+ROWS = [
+    *(Case(m, 64, 64) for m in (1, 7, 16, 33, 130)),
+    Case(20, 77, 57),
+    Case(1, 1, 1),
+    Case(17, 50, 260, fast_accum=True),
+    *(Case(30, 50, 64, out_dtype=dtype) for dtype in (f16, f32)),
+    *(Case(30, 50, 64, scale_dtype=dtype) for dtype in (f16, bf16)),
+    Case(30, 50, 64, a_scale="tensor", b_scale="tensor", bias=False),
+    Case(30, 50, 64, a_scale="none"),
+    Case(30, 50, 64, b_scale="none", a_dtype=e5m2),
+    *(Case(30, 50, 64, w_layout=x) for x in LAYOUTS),
+    *(Case(30, 50, 64, a_layout=x) for x in LAYOUTS),
+]
+BLOCKS = [
+    *(Case(m, 256, 256, block=(128, 128)) for m in (1, 17, 130)),
+    *(Case(33, 200, 300, block=(b, b)) for b in (128, 64, 32)),
+    Case(33, 200, 300, block=(128, 128), a_scales="m"),
+    Case(33, 200, 300, block=(128, 1), a_scales="m", scale_dtype=bf16),
+    Case(33, 77, 100, block=(64, 48), bias=False),
+    Case(20, 70, 96, block=(32, 32), scale_dtype=e8m0, a_scales="m"),
+    Case(20, 70, 96, block=(32, 1), scale_dtype=e8m0, a_dtype=e5m2),
+    *(Case(30, 50, 200, block=(128, 128), w_layout=x) for x in LAYOUTS),
+    *(Case(30, 50, 200, block=(128, 128), a_layout=x) for x in LAYOUTS),
+]
+
+
+def run(case, inputs, fn=None, make=None, **options):
+    with collect() as report:
+        generated = simulate.generate(
+            fn or gemm(case),
+            make or (lambda device: make_inputs(case, device)),
+            backend=inductor_quant_backend,
+            options=OPTIONS,
+            **options,
+        )
+    [choice] = report.kernels
+    return simulate.interpret(generated, inputs), choice.chosen
+
+
+@pytest.mark.parametrize("case", [*ROWS, *BLOCKS], ids=str)
+def test_result_is_close_to_fp64(case):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    got, kernel = run(case, inputs)
+    assert kernel.split()[0] in (f"{case.family}_mm", "fp8_block_few")
+    assert_close(got, reference(case, inputs))
+
+
+@pytest.mark.parametrize("case", [*ROWS[3:6], *BLOCKS[2:5], *BLOCKS[9:11]], ids=str)
+def test_a_device_without_fp8_decodes_it(case):
+    """sm_80: each of the 256 bytes is the same bf16 number."""
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    got, _ = run(case, inputs, arch=80)
+    assert_close(got, reference(case, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, e5m2], ids=str)
+def test_every_byte_is_decoded_exactly(dtype):
+    """NaN and infinity among them."""
+    case = Case(16, 16, 16, a_dtype=dtype, bias=False, out_dtype=f32)
+    case = dataclasses.replace(case, a_scale="none", b_scale="none")
+    ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
+    generated = simulate.generate(
+        gemm(case),
+        lambda device: make_inputs(case, device),
+        backend=inductor_quant_backend,
+        options=OPTIONS,
+        arch=80,
+    )
+    for row in torch.arange(256).to(torch.uint8).reshape(16, 16):
+        a = torch.diag(row).view(dtype)  # each byte alone in its row: there is no 0 * NaN
+        got = simulate.interpret(generated, (a, ones, None, None, None))
+        want = row.view(dtype).float()[:, None].expand(16, 16)
+        assert torch.equal(got.nan_to_num(), want.nan_to_num())
+        assert torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 200, 144),
+        Case(257, 140, 128, fast_accum=True, out_dtype=f16),
+        Case(300, 200, 272, block=(128, 128)),
+        Case(300, 200, 272, block=(64, 64), a_scales="m", scale_dtype=e8m0),
+    ],
+    ids=str,
+)
+def test_the_persistent_kernel_is_close_to_fp64(case, monkeypatch):
+    """On a chip of one SM, so that few tiles are many: two programs take three and more each."""
+    chip = Device(90, num_sms=1, shared_memory=232448)
+    monkeypatch.setattr(common, "describe_device", lambda device: chip)
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    got, kernel = run(case, inputs)
+    assert kernel.startswith(f"{case.family}_persistent "), kernel
+    assert_close(got, reference(case, inputs))
+
+
+@pytest.mark.parametrize("case", [Case(30, 50, 64), Case(30, 50, 256, block=(128, 128))], ids=str)
+def test_a_fused_epilogue_computes_what_it_says(case):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    residual = torch.randn(30, 50, dtype=bf16)
+
+    def make(device):
+        return torch.empty(30, 50, dtype=bf16, device=device), *make_inputs(case, device)
+
+    got, _ = run(
+        case,
+        (residual, *inputs),
+        lambda residual, *inputs: F.gelu(gemm(case)(*inputs)) + residual,
+        make,
+    )
+    assert_close(got, F.gelu(reference(case, inputs)) + residual.double(), slack=2)
+
+
+@pytest.mark.parametrize("case", [Case(8, 50, 64), Case(8, 50, 256, block=(128, 128))], ids=str)
+def test_one_kernel_serves_every_dynamic_m(case):
+    def make(device):
+        inputs = make_inputs(case, device)
+        for tensor in (inputs[0], inputs[2]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return inputs
+
+    generated = simulate.generate(gemm(case), make, backend=inductor_quant_backend)
+    for m in (2, 5, 16, 40):
+        other = dataclasses.replace(case, m=m)
+        inputs = make_inputs(other, "cpu")
+        assert_close(simulate.interpret(generated, inputs), reference(other, inputs))
+
+
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_a_zero_block_is_no_nan_and_nan_travels(block):
+    case = Case(20, 40, 256, block=block, bias=False)
+    a, w, a_scale, b_scale, _ = make_inputs(case, "cpu")
+    a.view(torch.uint8)[3, :128] = 0
+    a_scale[3] = 0
+    w.view(torch.uint8)[7, 200] = 0x7F  # NaN
+    got, _ = run(case, (a, w, a_scale, b_scale, None))
+    assert got[:, 7].isnan().all()
+    assert got[:, [*range(7), *range(8, 40)]].isfinite().all()
+    assert not got[3, :7].any()
+
+
+FEW = [
+    Case(1, 200, 1024, block=(128, 128)),
+    Case(16, 200, 3000, block=(128, 128), a_scales="m"),
+    Case(33, 300, 3000, block=(128, 1)),
+    Case(20, 130, 2048, block=(64, 64), scale_dtype=e8m0, bias=False),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_rows_and_a_long_k_are_computed_in_parts(case):
+    """A last part that is shorter, and one that is empty; the bias is added once."""
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    with collect() as report:
+        generated = simulate.generate(
+            lambda *given: F.silu(gemm(case)(*given)),
+            lambda device: make_inputs(case, device),
+            backend=inductor_quant_backend,
+            options=OPTIONS,
+        )
+    kernel = report.kernels[0].chosen
+    assert kernel.startswith("fp8_block_few ")
+    # the sum, the bias and SiLU are one kernel behind the product
+    assert len(generated.kernels) == (2 if "_k" in kernel else 1)
+    assert_close(simulate.interpret(generated, inputs), F.silu(reference(case, inputs)), slack=2)

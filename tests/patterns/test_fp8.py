@@ -1,0 +1,255 @@
+"""FP8 GEMMs are recognised in every spelling of theirs, and nothing else is."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.report import collect
+from tests.support.fp8 import Case, e4m3, make_inputs
+from tests.support.fp8_spellings import (
+    BLOCKS,
+    DEQUANTIZED,
+    HAS_V2,
+    SCALED_MM,
+    VERSION_2,
+    Spelling,
+    layer,
+)
+from tests.support.graphs import capture
+from tests.support.handmade import rewritten
+from tests.support.numerics import assert_close
+
+aten = torch.ops.aten
+OPTIONS = {"inductor_quant.on_error": "raise"}
+SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]
+bf16 = torch.bfloat16
+
+
+def compiled(fn, make):
+    with collect() as report:
+        generated = simulate.generate(fn, make, backend=inductor_quant_backend, options=OPTIONS)
+    return generated, report
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
+    generated, report = compiled(spelling.fn, spelling.inputs)
+    assert [str(match.spec) for match in report.matches] == [spelling.spec]
+    assert not report.rejections
+    [name] = generated.kernels
+    assert spelling.case.family in name
+    assert "extern_kernels" not in generated.wrapper.split("def call", 1)[1]
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
+    torch.manual_seed(0)
+    inputs = spelling.inputs("cpu")
+    generated, _ = compiled(spelling.fn, spelling.inputs)
+    assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
+
+
+@pytest.mark.parametrize("spelling", [*SCALED_MM, *DEQUANTIZED], ids=str)
+def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
+    """On a CPU, where torch has these ops too."""
+    torch.manual_seed(0)
+    inputs = spelling.inputs("cpu")
+    result, [rewrite] = capture(spelling.fn, inputs, dynamic=False)
+    assert [str(match.spec) for match in rewrite.report.matches] == [spelling.spec]
+    assert_close(result, spelling.exact(inputs), slack=2)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("before", ["norm", "silu_mul"])
+def test_the_quantization_is_one_kernel_with_what_precedes_it(kind: str, before: str) -> None:
+    """RMSNorm or SiLU * up, the largest value of a row or block, the division and the cast.
+
+    (A norm reduces rows, and blocks are shorter: its mean of squares is a kernel of its own.)
+    """
+    m, n, k = 64, 256, 512
+    fn = layer(kind)
+
+    def model(x, up, w, scale):
+        x = F.rms_norm(x, (k,)) if before == "norm" else F.silu(x) * up
+        return fn(x, w, scale)
+
+    def make(device):
+        x = torch.empty(m, k, dtype=bf16, device=device)
+        shape = (1, n) if kind == "row" else (n // 128, k // 128)
+        w = torch.empty(n, k, device=device, dtype=torch.int8).view(e4m3)
+        return x, torch.empty_like(x), w, torch.empty(shape, device=device)
+
+    generated, _ = compiled(model, make)
+    names = list(generated.kernels)
+    assert len(names) == (3 if (kind, before) == ("block", "norm") else 2), names
+    assert "fp8" in names[-1]
+
+
+# ------------------------------------------------------------------------------------------
+# near misses
+
+FNUZ = torch.float8_e4m3fnuz
+
+
+def scaled_mm(*changes: object, **kwargs: object):
+    def body(call, a, b, sa, sb, *more):
+        given = {"out_dtype": bf16, **kwargs}
+        bias = more[0] if more else None
+        return call(aten._scaled_mm.default, a, b, sa, sb, bias, None, **given)
+
+    return body
+
+
+def operands(m=32, n=64, k=256, dtype=e4m3):
+    a, b = torch.ones(m, k).to(dtype), torch.ones(n, k).to(dtype).t()
+    return a, b
+
+
+NEAR_MISSES = {
+    "another exponent bias": ("dtype", [*operands(dtype=FNUZ), torch.ones(()), torch.ones(())], {}),
+    "an fp8 result": ("dtype", [*operands(), torch.ones(()), torch.ones(())], {"out_dtype": e4m3}),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_a_near_miss_is_refused_and_stays(name: str) -> None:
+    code, args, options = NEAR_MISSES[name]
+    rewrite = rewritten(scaled_mm(**options), args)
+    assert rewrite.codes == [code]
+    assert rewrite.is_untouched
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("rows", "block", "fast", "codes"),
+    [
+        (65, (128, 128), False, ["many_rows"]),
+        (64, (128, 128), False, []),
+        (513, None, False, ["many_rows"]),
+        (513, None, True, []),
+    ],
+)
+def test_many_rows_are_left_to_cublaslt_where_it_is_faster(rows, block, fast, codes) -> None:
+    case = Case(rows, 256, 512, block=block, a_scales="m", bias=False)
+
+    def fn(a, w, sa, sb):
+        return torch._scaled_mm(
+            a, w.t(), sa, sb.t() if block else sb, out_dtype=bf16, use_fast_accum=fast
+        )
+
+    with collect() as report, contextlib.suppress(Exception):
+        # stock's call of the library has no kernel on a virtual GPU
+        simulate.generate(
+            fn,
+            lambda device: make_inputs(case, device)[:4],
+            backend=inductor_quant_backend,
+            options=OPTIONS,
+        )
+    assert [rejection.code.value for rejection in report.rejections] == codes
+    assert len(report.matches) == 1 - len(codes)
+
+
+def test_a_scaled_result_is_refused() -> None:
+    def body(call, a, b, sa, sb, sr):
+        return call(aten._scaled_mm.default, a, b, sa, sb, None, sr, out_dtype=bf16)
+
+    args = [*operands(), torch.ones(()), torch.ones(()), torch.ones(())]
+    assert rewritten(body, args).codes == ["scale_dtype"]
+
+
+def test_an_operand_that_is_written_to_is_refused() -> None:
+    def body(call, a, b, sa, sb):
+        call(aten.add_.Tensor, sa, 1.0)
+        return call(aten._scaled_mm.default, a, b, sa, sb, out_dtype=bf16)
+
+    args = [*operands(), torch.ones(()), torch.ones(())]
+    assert rewritten(body, args).codes == ["mutated_operand"]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("kind", ["row", "block"])
+def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
+    case = Case(48, 256, 512, block=(128, 128) if kind == "block" else None, bias=False)
+
+    def fn(a, w, sa, sb):
+        return torch._scaled_mm(a, w.t(), sa, sb if kind == "row" else sb.t(), out_dtype=bf16)
+
+    def make(device):
+        a, w, sa, sb, _ = make_inputs(case, device)
+        if kind == "row":
+            torch._dynamo.mark_dynamic(a, 0)
+            torch._dynamo.mark_dynamic(sa, 0)
+            return a, w, sa, sb
+        return a, w, sa.t().contiguous().t(), sb
+
+    _, report = compiled(fn, make)
+    assert [match.family for match in report.matches] == [case.family]
+
+
+def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -> None:
+    """Such as the block product of transformers or torchao: two fp8 matrices, scales between."""
+    library = torch.library.Library("test_fp8_producer", "DEF")
+    library.define("block_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor")
+
+    def fake(a, a_scale, b, b_scale):
+        return a.new_empty(a.shape[0], b.shape[0], dtype=bf16)
+
+    torch.library.register_fake("test_fp8_producer::block_mm", fake, lib=library)
+    product = torch.ops.test_fp8_producer.block_mm.default
+    a, w, sa, sb, _ = make_inputs(Case(48, 256, 512, block=(128, 128)), "cpu")
+    rewrite = rewritten(lambda call, *given: call(product, *given), [a, sa, w, sb])
+    [rejection] = rewrite.report.rejections
+    assert rejection.code.value == "opaque"
+    assert rejection.site is not None
+    assert (rejection.site.m, rejection.site.n, rejection.site.k) == (48, 256, 512)
+    assert rejection.site.source == "e4m3"
+
+
+def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
+    """DeepSeek's formula with a mistake: ``scale_of`` gives the scale of slice i."""
+
+    def fn(a, w, sa, sb):
+        out = 0.0
+        for i in slices:
+            part = slice(128 * i, 128 * i + 128)
+            product = a[:, part].float() @ w[:, part].float().t()
+            j, columns = scale_of(i), sb.repeat_interleave(128, 0)
+            out = out + product * sa[:, j : j + 1] * columns[:, column_of(i)]
+        return out.to(bf16)
+
+    return fn
+
+
+def batched_over_rows(a, w, sa, sb):
+    """A batch that is no slicing of K: 3 products of 16 rows, added up."""
+    x = (a.float() * sa.repeat_interleave(128, 1)).view(3, 16, 384)
+    return torch.bmm(x, w.float().t().expand(3, -1, -1)).sum(0) * sb[0, 0]
+
+
+NO_BLOCKS = {
+    "scales in another order": looped(scale_of=lambda i: 2 - i),
+    "columns' scales in another order": looped(column_of=lambda i: 2 - i),
+    "one scale for all slices": looped(scale_of=lambda i: 0),
+    "a slice twice": looped(slices=(0, 1, 1)),
+    "a slice left out": looped(slices=(0, 2)),
+    "a batch of rows": batched_over_rows,
+}
+
+
+@pytest.mark.parametrize("name", NO_BLOCKS)
+def test_a_sum_that_is_no_product_of_blocks_keeps_its_value(name: str) -> None:
+    torch.manual_seed(0)
+    inputs = make_inputs(Case(48, 256, 384, block=(128, 128)), "cpu")[:4]
+    result, [rewrite] = capture(NO_BLOCKS[name], inputs, dynamic=False)
+    assert "fp8_block" not in {match.family for match in rewrite.report.matches}
+    [before] = rewrite.before(*rewrite.inputs)
+    torch.testing.assert_close(result, before, rtol=2e-2, atol=2e-2)

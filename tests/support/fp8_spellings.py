@@ -1,0 +1,175 @@
+"""Spellings of FP8 GEMMs as producers write them, as data: what the recogniser has to make of
+each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.support.fp8 import Case, Tensor, e4m3, make_inputs, reference
+
+bf16, f32 = torch.bfloat16, torch.float32
+HAS_V2 = hasattr(torch.ops.aten, "_scaled_mm_v2") and hasattr(F, "scaled_mm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spelling:
+    """``fn(*inputs(device))``, which means ``op``, the canonical op's case; ``finish`` is what the
+    model computes from its result. ``spec``: what a report has to say."""
+
+    name: str
+    case: Case
+    fn: Callable[..., Tensor]
+    spec: str
+    finish: Callable[[Tensor], Tensor] = lambda out: out
+    make: Callable[[Case, str], tuple[Any, ...]] = make_inputs
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+    def inputs(self, device: str) -> tuple[Any, ...]:
+        return self.make(self.case, device)
+
+    def exact(self, inputs: tuple[Any, ...]) -> Tensor:
+        return self.finish(reference(self.case, inputs))
+
+
+def _mm(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None, **kw: Any) -> Tensor:
+    return torch._scaled_mm(a, w.t(), sa, sb, bias, out_dtype=bf16, **kw)
+
+
+def _blocks(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    return _mm(a, w, sa, sb.t(), bias)
+
+
+def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tensor]:
+    def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+        first, second = (getattr(F.ScalingType, name) for name in recipes)
+        sb = sb.t() if transpose else sb
+        return F.scaled_mm(a, w.t(), sa, first, sb, second, bias=bias, output_dtype=bf16)
+
+    return fn
+
+
+ROW = Case(32, 64, 128)
+BLOCK = Case(48, 256, 512, block=(128, 128), a_scales="m", bias=False)
+_ROW_SPEC = "(a=e4m3/token:f32, b=e4m3/channel:f32, out=bf16{})"
+_BLOCK_SPEC = "(a=e4m3/1x128:f32, b=e4m3/128x{}:f32, out=bf16)"
+
+SCALED_MM = [
+    Spelling("row", ROW, _mm, _ROW_SPEC.format("+bias")),
+    Spelling("row, fast", dataclasses.replace(ROW, fast_accum=True),
+             lambda *given: _mm(*given, use_fast_accum=True),
+             _ROW_SPEC.format("+bias, fast_accum").replace(")", "") + ")"),
+    Spelling("row, bias outside", ROW,
+             lambda a, w, sa, sb, bias: _mm(a, w, sa, sb, None) + bias, _ROW_SPEC.format("")),
+    Spelling("row, gelu", ROW, lambda *given: F.gelu(_mm(*given)), _ROW_SPEC.format("+bias"),
+             F.gelu),
+    Spelling("tensor", Case(32, 64, 128, a_scale="tensor", b_scale="tensor"),
+             lambda a, w, sa, sb, bias: _mm(a, w, sa.reshape(()), sb.reshape(()), bias),
+             "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
+    Spelling("one row", Case(1, 64, 128), _mm,
+             "(a=e4m3/tensor:f32, b=e4m3/channel:f32, out=bf16+bias)"),
+]  # fmt: skip
+BLOCKS = [
+    Spelling("blocks", BLOCK, _blocks, _BLOCK_SPEC.format(128)),
+    Spelling("blocks of one column", dataclasses.replace(BLOCK, block=(128, 1)), _blocks,
+             _BLOCK_SPEC.format(1)),
+]  # fmt: skip
+VERSION_2 = [
+    Spelling("v2, row", ROW, _v2(("RowWise", "RowWise")), _ROW_SPEC.format("+bias")),
+    Spelling("v2, tensor", Case(32, 64, 128, a_scale="tensor", b_scale="tensor"),
+             _v2(("TensorWise", "TensorWise")),
+             "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------
+# operands that the graph dequantizes
+
+BOTH = Case(48, 256, 384, block=(128, 128), bias=False)
+BOTH_SPEC = "(a=e4m3/1x128:f32, b=e4m3/128x128:f32, out={})"
+
+
+def _rows_dequantized(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """compressed-tensors, FP8 dynamic by token: everything in bf16."""
+    x = a.to(bf16) * sa.to(bf16)
+    return F.linear(x, w.to(bf16) * sb.t().to(bf16), bias)
+
+
+def _scaled_behind(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor) -> Tensor:
+    return ((a.float() @ w.float().t()) * sa * sb + bias).to(bf16)
+
+
+def _views(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    (m, k), n = a.shape, w.shape[0]
+    x = (a.float().view(m, k // 128, 128) * sa[..., None]).view(m, k)
+    y = w.float().view(n // 128, 128, k // 128, 128) * sb[:, None, :, None]
+    return (x @ y.view(n, k).t()).to(bf16)
+
+
+def _repeated(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    x = a.float() * sa.repeat_interleave(128, 1)
+    y = w.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return F.linear(x.to(bf16), y.to(bf16))
+
+
+def _loop(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """DeepSeek-V3's formula, written out."""
+    (m, k), n = a.shape, w.shape[0]
+    out = torch.zeros(m, n, dtype=f32, device=a.device)
+    for i in range(k // 128):
+        part = slice(128 * i, 128 * i + 128)
+        product = a[:, part].float() @ w[:, part].float().t()
+        out += product * sa[:, i : i + 1] * sb.repeat_interleave(128, 0)[:, i][None]
+    return out.to(bf16)
+
+
+def _bmm(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """The loop as one batched product."""
+    (m, k), n = a.shape, w.shape[0]
+    x = a.view(m, k // 128, 128).permute(1, 0, 2).float()
+    y = w.view(n, k // 128, 128).permute(1, 2, 0).float()
+    columns = sb.repeat_interleave(128, 0).t()[:, None]
+    return (torch.bmm(x, y) * sa.t()[..., None] * columns).sum(0).to(bf16)
+
+
+DEQUANTIZED = [
+    Spelling(
+        "rows, bf16",
+        dataclasses.replace(ROW, scale_dtype=bf16),
+        _rows_dequantized,
+        _ROW_SPEC.format("+bias").replace("f32", "bf16"),
+    ),
+    Spelling("rows, scaled behind", ROW, _scaled_behind, _ROW_SPEC.format("+bias")),
+    Spelling("views", BOTH, _views, BOTH_SPEC.format("f32")),
+    Spelling("repeated", BOTH, _repeated, BOTH_SPEC.format("bf16")),
+    Spelling("loop", BOTH, _loop, BOTH_SPEC.format("f32")),
+    Spelling("batched", BOTH, _bmm, BOTH_SPEC.format("f32")),
+    Spelling("loop, one row", dataclasses.replace(BOTH, m=1), _loop, BOTH_SPEC.format("f32")),
+]
+
+
+def layer(kind: str) -> Callable[..., Tensor]:
+    """A linear layer of bf16 in and out that quantizes its activation as it runs: ``x``, the
+    weight [N, K] and its scale."""
+
+    def row(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        amax = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12)
+        q = (x.float() / (amax / 448)).clamp(-448, 448).to(e4m3)
+        return torch._scaled_mm(q, w.t(), amax / 448, scale, out_dtype=bf16, use_fast_accum=True)
+
+    def block(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        m, k = x.shape
+        parts = x.float().reshape(m, k // 128, 128)
+        amax = parts.abs().amax(-1).clamp_min(1e-12) / 448
+        q = (parts / amax[..., None]).to(e4m3).reshape(m, k)
+        return torch.ops.inductor_quant.fp8_block(
+            q, w.t(), amax, scale.t(), None, block_k=128, block_n=128, out_dtype=bf16
+        )
+
+    return {"row": row, "block": block}[kind]
