@@ -25,11 +25,12 @@ ALLOWED: dict[str, set[str]] = {
     "decisions": {"spec"},
     "options": {"errors"},
     "_torch_compat": BASE,
+    "_gluon_compat": set(),
     "report": BASE,
     "ops": BASE | {"_torch_compat"},
     "patterns": BASE | {"_torch_compat", "report", "ops", "patterns"},
     "kernels": BASE | {"_torch_compat", "ops", "kernels"},
-    "lowering": BASE | {"_torch_compat", "report", "ops", "kernels", "lowering"},
+    "lowering": BASE | {"_torch_compat", "_gluon_compat", "report", "ops", "kernels", "lowering"},
     "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering"},
     "measure": BASE | {"_torch_compat", "report", "ops"},
     "doctor": BASE | {"_torch_compat", "kernels"},
@@ -38,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": {"simulate"},
 }
 ON_TOP = {"__init__"}  # may name every layer, but only resolves them on first use
-BOUNDARY = {"_torch_compat", "simulate"}
+BOUNDARY = {"_torch_compat", "_gluon_compat", "simulate"}
 # Where the types of public operators live: they have no public name.
 ANNOTATIONS = "torch._ops"
 

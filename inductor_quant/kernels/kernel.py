@@ -25,6 +25,7 @@ class Kernel:
     configs    (spec, problem, device) -> legal configurations, best guess first
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
     template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
+    is_gluon   it is written in Gluon, which not every Triton has
 
     With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
     to add them and to do what follows (scales, bias) is the lowering's part.
@@ -38,6 +39,7 @@ class Kernel:
     configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
     legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
     template: str = ""
+    is_gluon: bool = False
 
     @property
     def template_name(self) -> str:

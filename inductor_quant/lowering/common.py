@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import _gluon_compat as gluon
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.errors import OptionError
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 # Templates register themselves under their name when they are made: at import, before any cache
 # look-up.
 _TEMPLATES = {
-    kernel.name: compat.TritonTemplate(
+    kernel.name: (gluon.template_type() if kernel.is_gluon else compat.TritonTemplate)(
         name=kernel.template_name, grid=compat.SymbolicGridFn(kernel.grid), source=kernel.source()
     )
     for kernel in KERNELS
+    if gluon.available() or not kernel.is_gluon
 }
 _INTERPRETER = Device(arch=INTERPRETER_ARCH, num_sms=132, shared_memory=232448)
 
@@ -199,7 +201,9 @@ def _candidates(
     """Legal configurations of the kernels that support the spec: the user's, else the tables'."""
     pinned = [(name, parse_config(text)) for name, text in map(_kernel_and_config, options.configs)]
     for kernel in KERNELS:
-        if kernel.family != family or kernel.supports(spec, problem, device) is not None:
+        if kernel.family != family or kernel.name not in _TEMPLATES:
+            continue
+        if kernel.supports(spec, problem, device) is not None:
             continue
         mine = [config for name, config in pinned if name in ("", kernel.name)]
         for config in mine if pinned else kernel.configs(spec, problem, device):

@@ -1,0 +1,146 @@
+"""The boundary's part for Gluon: a template whose kernel is ``@gluon.jit``, inside Inductor.
+
+Gluon (``triton.experimental.gluon``) is Triton's language with explicit layouts, barriers and warp
+specialisation. Inductor does not know it (https://github.com/pytorch/pytorch/issues/188212 proposes
+it), but little is missing: the decorator, the class that carries a kernel to the compiler, and one
+kind of constant. ``runtime`` is what generated kernels import, also in Inductor's compile workers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
+_NAMES = ("gluon", "gl", "mbarrier", "tma", "tma_load", "warpgroup_mma", "warpgroup_mma_wait")
+
+
+@functools.cache
+def available() -> bool:
+    """Whether the installed Triton has a Gluon that our templates are written in."""
+    try:
+        _names()
+        return True
+    except (ImportError, AttributeError):
+        return False
+
+
+@functools.cache
+def _names() -> dict[str, Any]:
+    gluon = importlib.import_module("triton.experimental.gluon")
+    hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    tma = hopper.tma
+    importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource  # noqa: B018
+    return {
+        "gluon": gluon,
+        "gl": importlib.import_module("triton.experimental.gluon.language"),
+        "mbarrier": hopper.mbarrier,
+        "tma": tma,
+        # Triton <= 3.7: the second name. Drop with 3.7.
+        "tma_load": getattr(tma, "async_load", None) or tma.async_copy_global_to_shared,
+        "warpgroup_mma": hopper.warpgroup_mma,
+        "warpgroup_mma_wait": hopper.warpgroup_mma_wait,
+    }
+
+
+@functools.cache
+def runtime() -> dict[str, Any]:
+    """The names that a Gluon kernel is written in, after Inductor's runtime and Gluon have been
+    made to fit: idempotent, once a process."""
+    names = _names()
+    _compile_gluon_sources()
+    _allow_scalar_constants()
+    return names
+
+
+def _compile_gluon_sources() -> None:
+    """``CachingAutotuner`` takes a Gluon kernel to the compiler as what it is.
+
+    It makes ``ASTSource(fn, ...)`` of every kernel; a Gluon function needs the subclass.
+    """
+    heuristics: Any = importlib.import_module("torch._inductor.runtime.triton_heuristics")
+    ordinary = heuristics.ASTSource
+    gluon_source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+
+    def source(fn: Any, *args: Any, **kwargs: Any) -> Any:
+        return (gluon_source if fn.is_gluon() else ordinary)(fn, *args, **kwargs)
+
+    heuristics.ASTSource = source
+
+
+def _allow_scalar_constants() -> None:
+    """``tl.full([1, 1], v, dtype)``, which is how Inductor writes a constant, becomes a scalar.
+
+    A tensor in Gluon has a layout, and that of a constant is not known where it is written; a
+    scalar takes the layout of what it meets. Other shapes without a layout are refused as before.
+    """
+    semantic = importlib.import_module("triton.experimental.gluon.language._semantic")
+    ordinary = semantic.GluonSemantic.full
+
+    def plain(item: Any) -> Any:
+        return getattr(item, "value", item)  # of a constexpr
+
+    def full(self: Any, shape: Any, value: Any, dtype: Any, layout: Any = None) -> Any:
+        sizes = [plain(size) for size in getattr(shape, "values", shape)]
+        if layout is not None or any(size != 1 for size in sizes):
+            return ordinary(self, shape, value, dtype, layout)
+        if hasattr(value, "handle"):
+            return self.to_tensor(value)
+        return self.scalar_constant(plain(value), plain(dtype))
+
+    semantic.GluonSemantic.full = full
+
+
+@functools.cache
+def template_type() -> type:
+    """A ``TritonTemplate`` whose kernels are Gluon's.
+
+    Its source may use two functions more than ``TritonTemplate``'s:
+
+    ``kernel_args()``: the names of all of the kernel's arguments, those of its epilogue among them.
+    ``partition(name, *parameters)``: the header of a ``@gluon.jit`` function that takes the
+    parameters and then all of the kernel's arguments, under the names that the kernel has for them;
+    for the parts of ``gl.warp_specialize``, in one of which ``store_output`` then stands.
+    """
+    select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
+
+    class GluonTemplateKernel(select_algorithm.TritonTemplateKernel):  # type: ignore[name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._register_extra_template_env_fns(self.kernel_args, self.partition)
+
+        def jit_lines(self) -> str:
+            return super().jit_lines().replace("@triton.jit", "@gluon.jit")
+
+        @classmethod
+        def gen_common_triton_imports(cls) -> str:
+            names = "\n".join(f"{name} = _gluon_runtime()[{name!r}]" for name in _NAMES)
+            return f"{super().gen_common_triton_imports()}\n{RUNTIME}\n{names}\n"
+
+        def _argument_names(self) -> str:
+            definitions, *_ = self.args.python_argdefs()
+            return ", ".join(definition.name for definition in definitions)
+
+        def kernel_args(self) -> str:
+            return self._register_hook(
+                "<KERNEL_ARGS>", self._argument_names, allow_overwriting=True
+            )
+
+        def partition(self, name: str, *parameters: str) -> str:
+            def header() -> str:
+                lines = [line for line in str(self.defines).splitlines() if line.strip()]
+                lines += [
+                    f"{alias} = {self.args.input_buffers[buffer.get_name()]}"
+                    for alias, buffer in self.named_input_nodes.items()
+                ]
+                body = "".join(f"    {line}\n" for line in lines)
+                taken = ", ".join(parameters)
+                return f"@gluon.jit\ndef {name}({taken}, {self._argument_names()}):\n{body}"
+
+            return self._register_hook(f"<PARTITION_{name}>", header)
+
+    class GluonTemplate(select_algorithm.TritonTemplate):  # type: ignore[name-defined]
+        kernel_type = GluonTemplateKernel
+
+    return GluonTemplate

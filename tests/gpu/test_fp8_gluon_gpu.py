@@ -1,0 +1,110 @@
+"""The Gluon kernel of ``fp8_block`` on a GPU: every element against fp64, whatever the sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import inductor_quant
+from inductor_quant.kernels import fp8_gluon
+from tests.support.fp8 import Case, gemm, make_inputs, reference
+from tests.support.numerics import assert_close
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.sm90,
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+        reason="for Hopper alone",
+    ),
+]
+
+CASES = [
+    # at least 132 tiles of 256 x 128, or another kernel is taken
+    Case(4096, 4096, 1024, block=(128, 128)),
+    Case(4100, 4000, 528, block=(128, 128), a_scales="m"),
+    Case(2560, 4099, 640, block=(128, 128), bias=False),
+    Case(4096, 2112, 7168, block=(128, 256), a_scales="m", scale_dtype=torch.bfloat16),
+    Case(33000, 130, 16, block=(128, 128), a_scales="m", out_dtype=torch.float16),
+    Case(4097, 1100, 144, block=(128, 128), scale_dtype=torch.float16),
+]
+
+
+def run(fn, *inputs, config=None, **options):
+    chosen = {} if config is None else {"inductor_quant.configs": (f"fp8_block_gluon {config}",)}
+    with inductor_quant.collect() as report, torch.no_grad():
+        compiled = torch.compile(
+            fn,
+            backend="inductor_quant",
+            options={"inductor_quant.on_error": "raise", **chosen, **options},
+            dynamic=False,
+        )
+        got = compiled(*inputs)
+    [choice] = report.kernels
+    assert choice.chosen.startswith("fp8_block_gluon")
+    return got
+
+
+@pytest.mark.parametrize("config", fp8_gluon.CONFIGS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result_is_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    got = run(gemm(case), *inputs, config=config)
+    assert_close(got, reference(case, inputs), case.out_dtype, slack=2)
+
+
+def test_the_epilogue_is_fused_and_right():
+    torch.manual_seed(0)
+    case = CASES[1]
+    inputs = make_inputs(case, "cuda")
+    residual = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
+
+    def fn(residual, *inputs):
+        return F.silu(gemm(case)(*inputs)).clamp(min=-0.1) * 0.5 + residual
+
+    got = run(fn, residual, *inputs)
+    want = F.silu(reference(case, inputs)).clamp(min=-0.1) * 0.5 + residual.double()
+    assert_close(got, want, case.out_dtype, slack=2)
+
+
+def test_nan_infinity_and_zero_scales_travel_as_in_the_formula():
+    torch.manual_seed(0)
+    case = Case(4096, 4096, 512, block=(128, 128), bias=False)
+    inputs = make_inputs(case, "cuda")
+    a, _, a_scale, b_scale, _ = inputs
+    a.view(torch.uint8)[7, 130] = 0x7F  # NaN
+    a_scale[9, 1], a_scale[11, 2], b_scale[3, 0] = math.inf, math.nan, 0.0
+    a_scale[13] = 0.0
+    got, want = run(gemm(case), *inputs), reference(case, inputs)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.isinf(), want.isinf())
+    finite = want.isfinite()
+    assert_close(got[finite], want[finite], torch.bfloat16, slack=2)
+    assert (got[13][finite[13]] == 0).all()
+
+
+def test_the_same_bits_twice_and_in_a_cuda_graph():
+    torch.manual_seed(0)
+    case = CASES[1]
+    inputs = make_inputs(case, "cuda")
+    compiled = torch.compile(gemm(case), backend="inductor_quant", dynamic=False)
+    first = compiled(*inputs).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = compiled(*inputs)
+    graph.replay()
+    assert torch.equal(first, captured)
+    assert torch.equal(first, compiled(*inputs))
+
+
+def test_rows_may_be_dynamic():
+    torch.manual_seed(0)
+    fn = torch.compile(gemm(CASES[0]), backend="inductor_quant", dynamic=True)
+    for m in (4096, 4100, 5000):
+        case = Case(m, 4096, 1024, block=(128, 128))
+        inputs = make_inputs(case, "cuda")
+        assert_close(fn(*inputs), reference(case, inputs), torch.bfloat16, slack=2)

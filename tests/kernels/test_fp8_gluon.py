@@ -1,0 +1,146 @@
+"""The Gluon kernel of ``fp8_block``: when it applies, what ptxas makes of it, and its epilogue.
+
+Triton's interpreter does not know Gluon: its numerics are tested on a GPU (tests/gpu), and those of
+``fp8_block_persistent``, which computes the same in plain Triton, in the interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.kernels import fp8_gluon
+from inductor_quant.kernels.config import Device, Problem
+from inductor_quant.ops import fp8 as op
+from inductor_quant.report import collect
+from inductor_quant.spec import ScaleSpec
+from tests.support.fp8 import Case, gemm, make_inputs
+
+CASE = Case(4096, 2112, 1536, block=(128, 128), a_scales="m")
+H200 = Device(arch=90, num_sms=132, shared_memory=232448)
+PROBLEM = Problem(m=4096, n=7168, k=16384, is_stored_narrow=True, has_aligned_rows=True)
+FLOAT = torch.float32
+A_SCALE, B_SCALE = ScaleSpec(FLOAT, (1, 128)), ScaleSpec(FLOAT, (128, 128))
+
+
+def spec(a_scale=A_SCALE, b_scale=B_SCALE, **dtypes):
+    return op.make_spec(
+        a_scale=a_scale, b_scale=b_scale, out_dtype=torch.bfloat16, bias=True, **dtypes
+    )
+
+
+def test_it_takes_large_products_on_hopper():
+    assert fp8_gluon.supports(spec(), PROBLEM, H200) is None
+    wide = spec(b_scale=ScaleSpec(torch.bfloat16, (128, 256)))
+    assert fp8_gluon.supports(wide, PROBLEM, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "problem", "device"),
+    [
+        (spec(), PROBLEM, dataclasses.replace(H200, arch=100)),
+        (spec(), PROBLEM, dataclasses.replace(H200, arch=0)),
+        (spec(), dataclasses.replace(PROBLEM, m=256), H200),
+        (spec(), dataclasses.replace(PROBLEM, has_aligned_rows=False), H200),
+        (spec(), dataclasses.replace(PROBLEM, k_is_static=False), H200),
+        (spec(), dataclasses.replace(PROBLEM, is_stored_narrow=False), H200),
+        (spec(b_scale=ScaleSpec(FLOAT, (128, 1))), PROBLEM, H200),
+        (spec(ScaleSpec(FLOAT, (1, 64)), ScaleSpec(FLOAT, (64, 128))), PROBLEM, H200),
+        (spec(ScaleSpec(torch.float8_e8m0fnu, (1, 128))), PROBLEM, H200),
+        (spec(a_dtype=torch.float8_e5m2), PROBLEM, H200),
+    ],
+)
+def test_everything_else_is_for_the_other_kernels(given, problem, device):
+    assert fp8_gluon.supports(given, problem, device) is not None
+
+
+def generate(fn, make, config=None, **inductor):
+    options = {"inductor_quant.on_error": "raise"}
+    if config is not None:
+        options["inductor_quant.configs"] = (f"fp8_block_gluon {config}",)
+    with collect() as report:
+        generated = simulate.generate(
+            fn, make, arch=90, backend=inductor_quant_backend, options=options, **inductor
+        )
+    [choice] = report.kernels
+    assert choice.chosen.startswith("fp8_block_gluon")
+    return generated
+
+
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize("config", fp8_gluon.CONFIGS, ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_two_groups_of_warps_multiply_and_no_register_is_spilled(config, bias):
+    case = dataclasses.replace(CASE, bias=bias)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    [(name, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(name, source)
+    assert compiled.spill_stores == 0
+    assert compiled.spill_loads == 0
+    assert compiled.shared_bytes <= H200.shared_memory
+    # 128 x 128 a group, 64 x 128 at once, 32 of K in an instruction
+    products = {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3": 2 * 2 * 4}
+    assert compiled.matrix_instructions() == products
+    assert "setmaxnreg.inc.sync.aligned.u32 \t240" in compiled.ptx.replace(" 240", " \t240")
+    assert "cp.async.bulk.tensor.2d" in compiled.ptx
+
+
+@needs_gluon
+@pytest.mark.compiles
+def test_the_epilogue_is_in_the_kernel():
+    """Constants, functions of libdevice and of Inductor's own helpers, a bias and a residual.
+
+    A longer one (GELU behind it) spills a few registers, once a tile."""
+
+    def fn(residual, *inputs):
+        return F.silu(gemm(CASE)(*inputs)).tanh().clamp(min=-0.1) * 0.5 + residual
+
+    def make(device):
+        residual = torch.empty(CASE.m, CASE.n, dtype=torch.bfloat16, device=device)
+        return residual, *make_inputs(CASE, device)
+
+    [(name, source)] = generate(fn, make).kernels.items()
+    assert "libdevice.tanh" in source
+    assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@needs_gluon
+@pytest.mark.compiles
+def test_rows_may_be_dynamic():
+    def make(device):
+        inputs = make_inputs(CASE, device)
+        for tensor in (inputs[0], inputs[2]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return inputs
+
+    [(name, source)] = generate(gemm(CASE), make).kernels.items()
+    assert "4096" not in source.split("def ")[1].split("produce")[0]
+    assert simulate.compile_kernel(name, source).spill_stores == 0
+
+
+@needs_gluon
+@pytest.mark.compiles
+def test_ordinary_kernels_compile_as_before():
+    """The compiler is handed Gluon's class for Gluon's functions alone."""
+    gluon.runtime()
+    case = Case(64, 512, 512, block=(128, 128))
+    generated = simulate.generate(
+        gemm(case),
+        lambda device: make_inputs(case, device),
+        arch=90,
+        backend=inductor_quant_backend,
+        options={"inductor_quant.on_error": "raise"},
+    )
+    assert all("@gluon" not in source for source in generated.kernels.values())
+    for name, source in generated.kernels.items():
+        assert simulate.compile_kernel(name, source).spill_stores == 0
