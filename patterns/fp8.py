@@ -24,8 +24,8 @@ from inductor_quant.spec import ScaleSpec
 
 # With more rows cuBLASLt, which the graph calls, is faster than our kernels in plain Triton: two
 # accumulators an element, in blocks or where sums are moved to fp32 on the way (no fast
-# accumulation), halve the tile. From so many tiles of 256 x 128 on a chip is filled by the kernel in
-# Gluon, which is level with it and open for an epilogue.
+# accumulation), halve the tile. From so many tiles of 256 x 128 on, the kernel in Gluon fills the
+# chip; it is level with cuBLASLt, and open for an epilogue.
 MAX_BLOCK_ROWS = 64
 MIN_BLOCK_TILES = 132
 MAX_PRECISE_ROWS = 512
