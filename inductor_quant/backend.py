@@ -251,8 +251,9 @@ def _register() -> None:
         from inductor_quant import lowering, ops  # noqa: F401
         from inductor_quant.patterns import pipeline  # noqa: F401
 
-        for module in (ops.w8a8, ops.weight_only, ops.row_reduce, ops.quantize):
-            compat.add_dont_constant_fold(module.op)
+        ours = ("w8a8", "weight_only", "fp8", "fp8_block", "row_reduce", "quantize")
+        for name in ours:
+            compat.add_dont_constant_fold(getattr(ops, name).op)
 
 
 _register()
