@@ -1,9 +1,9 @@
-"""Inline PTX of the kind that unpacks words, run on numpy arrays.
+"""Inline PTX of the kind that our kernels have, run on numpy arrays.
 
 A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
-``mov``, and ``fma`` on pairs of 16-bit floats. As in ``tl.inline_asm_elementwise``, a call works on
-``pack`` elements at a time, narrow ones side by side in a register; which elements come together is
-not said, so here they are neighbours.
+``mov``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
+``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time, narrow ones side by side
+in a register; which elements come together is not said, so here they are neighbours.
 """
 
 from __future__ import annotations
@@ -124,8 +124,14 @@ def _fma(
     return narrow(x * y + z).view(np.uint32)
 
 
+def _round_to_s8(x: Array) -> Array:
+    rounded = np.clip(np.rint(x.view(np.float32)), -128, 127)
+    return np.nan_to_num(rounded, nan=0.0).astype(np.int32).view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "and.b32": np.bitwise_and,
+    "cvt.rni.sat.s8.f32": _round_to_s8,
     "fma.rn.bf16x2": _fma_bf16x2,
     "fma.rn.f16x2": _fma_f16x2,
     "lop3.b32": _lop3,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from . import _assembly, _builder, _libdevice, _reduce
+from . import _builder, _libdevice, _reduce
 from ._builder import AsmEmulation
 
 
@@ -50,8 +50,6 @@ def install() -> None:
     builder.__class__ = _builder.Builder
     triton_interpreter.ReduceOps = _reduce.HalvingReduceOps
     _libdevice.install()
-    for asm, emulation in _assembly.EMULATIONS.items():
-        register_asm_emulation(asm, emulation)
     _patch_language()
 
 

@@ -56,3 +56,9 @@ def test_a_sum_and_a_product_are_rounded_as_the_hardware_does(dtype):
 def test_another_instruction_is_refused():
     with pytest.raises(NotImplementedError, match=r"sin\.approx"):
         _ptx.run("sin.approx.f32 $0, $1;", [np.zeros(2, np.uint32)], [np.uint32], 1)
+
+
+def test_rounding_to_a_byte_goes_to_even_and_saturates():
+    x = np.array([0.5, 1.5, -2.5, 126.5, 127.6, 3e38, -128.4, -np.inf, np.nan], np.float32)
+    [got] = _ptx.run("cvt.rni.sat.s8.f32 $0, $1;", [x], [np.uint32], 1)
+    assert got.view(np.int32).tolist() == [0, 2, -2, 126, 127, 127, -128, -128, 0]
