@@ -128,6 +128,18 @@ TARGETS = {
 # measuring
 
 
+# What the lowering of w8a8 adds to a kernel's constants: no factor and no zero points here.
+LOWERED = {
+    "ALPHA": 1.0,
+    "A_ZERO": 0,
+    "A_ZERO_PER_TOKEN": False,
+    "B_ZERO_PER_CHANNEL": False,
+    "EXACT_A_ZERO": False,
+    "EXACT_B_ZERO": False,
+    "HAS_B_SUM": False,
+}
+
+
 def render(kernel: Kernel, constants: dict[str, Any]) -> tuple[str, list[str], list[str]]:
     """A module with the template as a plain Triton kernel ``kernel``, its tensors, and its sizes
     and strides, which are arguments here and constants in what Inductor makes of it."""
@@ -153,8 +165,7 @@ def render(kernel: Kernel, constants: dict[str, Any]) -> tuple[str, list[str], l
         size=lambda name, dim: number(f"{name}_size{dim}"),
         stride=lambda name, dim: number(f"{name}_stride{dim}"),
         store_output=store_output,
-        ALPHA=1.0,
-        **constants,
+        **(LOWERED | constants),
     )
     names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", *numeric(constants))
     tiles = [f"{name}: tl.constexpr" for name in names]

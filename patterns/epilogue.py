@@ -320,7 +320,7 @@ class _Reader:
             axis_of,
             scales,
             now.alpha,
-            self.anchor.args[1],  # type: ignore[arg-type]
+            graph.arguments(self.anchor, "self", "mat2")[1],
             graph.value(node).dtype,
         )
         if found is None:

@@ -16,23 +16,26 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 500
 
 # layer -> what it may import of the package. A layer is a module or a folder of it.
-BASE = {"_version", "errors", "decisions", "options", "spec", "weight_format"}
+BASE = {"_version", "errors", "decisions", "numerics", "options", "spec", "weight_format"}
 ALLOWED: dict[str, set[str]] = {
     "_version": set(),
     "errors": set(),
     "spec": set(),
+    "numerics": set(),
     "weight_format": set(),
-    "decisions": {"spec"},
+    "decisions": {"spec", "numerics"},
     "options": {"errors"},
     "_torch_compat": BASE,
     "_gluon_compat": set(),
     "report": BASE,
-    "ops": BASE | {"_torch_compat"},
+    "ops": BASE | {"_torch_compat", "report"},
     "patterns": BASE | {"_torch_compat", "report", "ops", "patterns"},
     "kernels": BASE | {"_torch_compat", "ops", "kernels"},
     "lowering": BASE | {"_torch_compat", "_gluon_compat", "report", "ops", "kernels", "lowering"},
-    "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering"},
-    "measure": BASE | {"_torch_compat", "report", "ops"},
+    "tables": BASE | {"_torch_compat", "patterns"},
+    "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering", "tables"},
+    "measure_fp8": BASE | {"_torch_compat", "ops"},
+    "measure": BASE | {"_torch_compat", "report", "ops", "measure_fp8"},
     "doctor": BASE | {"_torch_compat", "kernels"},
     "__main__": BASE | {"doctor", "explanation"},
     "explanation": BASE | {"_torch_compat", "report", "measure", "backend"},

@@ -16,7 +16,7 @@ import torch
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.kernels import fp8, w8a8
-from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, refuse_split
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import QuantGemmSpec
 
@@ -81,8 +81,9 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
-    if config in CONFIGS:
-        return None
+    split = refuse_split(config)
+    if split is not None or config in CONFIGS:
+        return split
     offered = ", ".join(map(str, CONFIGS))
     return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is none of {offered}")
 

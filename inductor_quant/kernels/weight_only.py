@@ -202,7 +202,7 @@ def dequantize_configs(spec: QuantGemmSpec, problem: Problem, device: Device) ->
 def dequantize_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
-    return None
+    return refuse_split(config)
 
 
 # Writes W [K, N], for a GEMM of the library.

@@ -45,8 +45,9 @@ def reference(
 
     The sum over the k of one block is that of the matrix unit; it is multiplied by both scales in
     fp32 and added to an fp32 sum (two-level accumulation; the reference adds in fp64). The bias
-    follows in fp32, rounded once. NaN and infinity travel as in the formula; a block whose scale is
-    0 contributes 0.
+    follows in fp32, rounded once. NaN and infinity of operands travel as in the formula; those of a
+    scale meet the sum of their block in a kernel, each of its terms in the reference. A block whose
+    scale is 0 contributes 0.
 
     Raises SpecError where shapes or dtypes are others, or a block size is not positive.
     """

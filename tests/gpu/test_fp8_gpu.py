@@ -32,6 +32,12 @@ SMALL = [Case(64, 512, 512), Case(64, 512, 512, block=(128, 128))]
 HALF = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew(monkeypatch):
+    """What a cache holds is not lowered, so nothing is reported."""
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
 def run(fn, *inputs):
     with inductor_quant.collect() as report, torch.no_grad():
         got = torch.compile(fn, backend="inductor_quant", options=OPTIONS, dynamic=False)(*inputs)

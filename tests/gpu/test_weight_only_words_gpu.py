@@ -65,7 +65,8 @@ def test_many_rows(name):
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
     assert chosen.startswith("dequantize")
-    assert_right(got, case, inputs)
+    # The library rounds its product to bf16, perhaps of parts of K too, before scales of columns.
+    assert_right(got, case, inputs, slack=3)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

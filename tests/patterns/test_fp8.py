@@ -130,16 +130,20 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("rows", "block", "fast", "codes"),
+    ("rows", "columns", "block", "fast", "codes"),
     [
-        (65, (128, 128), False, ["many_rows"]),
-        (64, (128, 128), False, []),
-        (513, None, False, ["many_rows"]),
-        (513, None, True, []),
+        (65, 256, (128, 128), False, ["many_rows"]),
+        (64, 256, (128, 128), False, []),
+        (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles
+        (4096, 2112, (128, 128), False, ["many_rows"]),  # 2.1
+        (513, 256, None, False, ["many_rows"]),
+        (513, 256, None, True, []),
     ],
 )
-def test_many_rows_are_left_to_cublaslt_where_it_is_faster(rows, block, fast, codes) -> None:
-    case = Case(rows, 256, 512, block=block, a_scales="m", bias=False)
+def test_many_rows_are_left_to_cublaslt_where_it_is_faster(
+    rows, columns, block, fast, codes
+) -> None:
+    case = Case(rows, columns, 512, block=block, a_scales="m", bias=False)
 
     def fn(a, w, sa, sb):
         return torch._scaled_mm(
