@@ -2,7 +2,7 @@
 
 A step along K gives a partial sum that must be scaled and added to the accumulator by ordinary
 instructions. Triton waits for each ``tl.dot`` whose result the loop uses, so there the matrix unit
-idles meanwhile: of some 25 kernels in plain Triton the best that are accurate reached 900 to 925
+idles meanwhile: of some 25 prototypes in plain Triton the best that are accurate reached 900 to 925
 TFLOP/s at 4096x7168x16384 on an H200, where cuBLASLt reaches 1190 to 1310. In Gluon two groups of
 warps take turns: one scales while the other multiplies, and a warp of its own loads.
 """
