@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.compiles  # that is: not from within the interpreter's own process
 def test_the_tests_that_run_in_the_interpreter_pass():
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-m", "interp", "-q", "-x", "tests"],
+        [sys.executable, "-m", "pytest", "-m", "interp", "-q", "-x", "--show-capture=no", "tests"],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
