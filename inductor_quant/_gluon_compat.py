@@ -127,13 +127,22 @@ def template_type() -> type:
                 "<KERNEL_ARGS>", self._argument_names, allow_overwriting=True
             )
 
+        def _inputs(self) -> list[str]:
+            """Assignments that give each input its name in the template, as in ``def_kernel``: a
+            view of a buffer begins at its offset."""
+            lines = []
+            for name, node in self.named_input_nodes.items():
+                offset = self.rename_indexing(node.get_layout().offset)
+                begin = f" + {select_algorithm.texpr(offset)}" if offset != 0 else ""
+                lines.append(f"{name} = {self.args.input_buffers[node.get_name()]}{begin}")
+            return lines
+
         def partition(self, name: str, *parameters: str) -> str:
+            inputs = self._inputs()
+
             def header() -> str:
                 lines = [line for line in str(self.defines).splitlines() if line.strip()]
-                lines += [
-                    f"{alias} = {self.args.input_buffers[buffer.get_name()]}"
-                    for alias, buffer in self.named_input_nodes.items()
-                ]
+                lines += inputs
                 body = "".join(f"    {line}\n" for line in lines)
                 taken = ", ".join(parameters)
                 return f"@gluon.jit\ndef {name}({taken}, {self._argument_names()}):\n{body}"

@@ -90,7 +90,7 @@ def time_gemm(
 ) -> Timing | None:
     """Times of a GEMM alone, on random operands; None where there is nothing to compute, or where
     ``weight``, of a weight_only GEMM, is not known."""
-    is_packed = spec.a.scale is None and spec.a.dtype.is_floating_point
+    is_packed = spec.a.dtype.is_floating_point and not measure_fp8.is_fp8(spec)
     if m * n * k == 0 or (is_packed and weight is None):
         return None
     if weight is not None:

@@ -15,7 +15,7 @@ FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
 # The form that kernels.config.parse_config reads; a pin that is refused there is refused too late.
-_CONFIG = re.compile(r"(\w+ )?\d+x\d+x\d+_w\d+_s\d+_g\d+(_k\d+)?", re.ASCII)
+_CONFIG = re.compile(r"(\w+ )?\d+x\d+x\d+_w\d+_s\d+_g\d+(_k[1-9]\d*)?", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)

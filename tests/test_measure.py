@@ -86,3 +86,13 @@ def test_operands_of_fp8_are_what_the_op_and_stock_torch_take(is_block: bool) ->
     assert (out.shape, out.dtype) == ((48, 256), bf16)
     if not is_block:  # blocks are for a GPU
         torch.testing.assert_close(measure_fp8.plain(of)(*first), out, rtol=2e-2, atol=0.5)
+
+
+def test_fp8_without_a_scale_of_its_activation_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    e4m3 = OperandSpec(torch.float8_e4m3fn)
+    monkeypatch.setattr(measure, "_inputs", lambda *given: [()])
+    monkeypatch.setattr(measure, "_captured", lambda *given: list)
+    monkeypatch.setattr(measure, "_median_us", lambda runs: [4.0, 8.0])
+    monkeypatch.setattr(measure, "floor_us", lambda *given: 2.0)
+    timing = measure.time_gemm(spec(e4m3, e4m3), 16, 256, 512, torch.device("cpu"), None)
+    assert timing == measure.Timing(4.0, 8.0, 0.5)

@@ -109,7 +109,9 @@ def test_max_choices_must_be_at_least_one(value):
     assert "at least 1" in message
 
 
-@pytest.mark.parametrize("text", ["64x64x64", "64x64x64_w4_s3", "axbxc_w4_s3_g8", "", " "])
+@pytest.mark.parametrize(
+    "text", ["64x64x64", "64x64x64_w4_s3", "64x64x64_w4_s3_g8_k0", "axbxc_w4_s3_g8", "", " "]
+)
 def test_a_configuration_that_cannot_be_read_is_refused_at_once(text):
     message = refusal(configs=("64x64x64_w4_s3_g8", text))
     assert f"{text!r} is no configuration" in message

@@ -50,7 +50,7 @@ class GemmConfig:
         ) + (f"_k{self.split_k}" if self.split_k > 1 else "")
 
 
-_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)_w(\d+)_s(\d+)_g(\d+)(?:_k(\d+))?")
+_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)_w(\d+)_s(\d+)_g(\d+)(?:_k([1-9]\d*))?")
 
 
 def parse_config(text: str) -> GemmConfig:

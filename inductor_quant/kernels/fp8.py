@@ -262,6 +262,9 @@ def few_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejec
 def few_is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
+    if config.split_k > 1 and not problem.m_is_static:
+        # parts of K are fp32 [split_k, M, N]: gigabytes where M is large
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
     return is_legal_tile(spec, config, device)
 
 
@@ -282,7 +285,8 @@ def _split(problem: Problem, block_m: int, block_k: int, device: Device) -> int:
     tiles, split = math.ceil(problem.n / 64) * math.ceil(problem.m / block_m), 1
     steps = math.ceil(problem.k / block_k)
     while (
-        2 * split <= MAX_SPLIT
+        problem.m_is_static
+        and 2 * split <= MAX_SPLIT
         and 2 * split * tiles <= 2 * device.num_sms
         and steps >= 2 * split * MIN_STEPS
     ):

@@ -75,6 +75,7 @@ def describe_problem(a: Any, b: Any, out_dtype: torch.dtype) -> Problem:
         n=hint_n,
         k=hint_k,
         k_is_static=compat.known_int(k) is not None,
+        m_is_static=compat.known_int(m) is not None,
         is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
         has_aligned_rows=compat.has_aligned_rows(a, 0) and compat.has_aligned_rows(b, 1),
     )
@@ -124,15 +125,17 @@ def _best_kernel(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
-    split_k = 1
+    whole, split_k = layout, 1
     for kernel, config in _candidates(family, spec, problem, device, options):
         if len(choices) == limit:
             break
         if choices and config.split_k != split_k:
             continue  # one selection is among outputs of the same shape
-        if config.split_k != split_k:
-            split_k = config.split_k
-            layout = compat.FixedLayout(layout.device, torch.float32, [split_k, *layout.size])
+        if config.split_k != split_k:  # than the one before, which could not be generated
+            split_k, layout = config.split_k, whole
+            if split_k > 1:
+                parts = [split_k, *whole.size]
+                layout = compat.FixedLayout(whole.device, torch.float32, parts)
         extra = kernel.constants(spec, problem, config, device) | constants
         if options.numerics == "strict":
             # a multiply-add rounds once where the graph rounds twice

@@ -129,6 +129,32 @@ def test_rows_may_be_dynamic():
 
 
 @needs_gluon
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_operands_may_begin_in_the_middle_of_a_tensor(is_dynamic):
+    """Each part of the kernel has its operands from where they begin, as the kernel itself has."""
+
+    def fn(a, w, a_scales, b_scales, biases):
+        start = biases.shape[0] - CASE.n
+        return gemm(CASE)(a, w, a_scales[:, 3:15], b_scales[2:19], biases[start:])
+
+    def make(device):
+        a, w, a_scale, b_scale, bias = make_inputs(CASE, device)
+        a_scales = a_scale.new_empty(CASE.m, a_scale.shape[1] + 5)
+        biases = bias.new_empty(CASE.n + 7)
+        if is_dynamic:
+            torch._dynamo.mark_dynamic(biases, 0)
+        return a, w, a_scales, b_scale.new_empty(25, b_scale.shape[1]), biases
+
+    [(_, source)] = generate(fn, make).kernels.items()
+    for operand in ("A_SCALE", "B_SCALE", "BIAS"):
+        lines = [line.strip() for line in source.splitlines()]
+        begins = [line for line in lines if line.startswith(f"{operand} = ")]
+        assert len(begins) == 3, begins  # the kernel, the part that loads, the parts that multiply
+        assert set(begins) == {begins[0]}
+        assert " + " in begins[0]
+
+
+@needs_gluon
 @pytest.mark.compiles
 def test_ordinary_kernels_compile_as_before():
     """The compiler is handed Gluon's class for Gluon's functions alone."""

@@ -194,3 +194,49 @@ def test_few_rows_and_a_long_k_are_computed_in_parts(case):
     # the sum, the bias and SiLU are one kernel behind the product
     assert len(generated.kernels) == (2 if "_k" in kernel else 1)
     assert_close(simulate.interpret(generated, inputs), F.silu(reference(case, inputs)), slack=2)
+
+
+def test_of_symbolic_rows_k_is_not_split():
+    """The parts would be fp32 [split_k, M, N], whatever M becomes."""
+    case = dataclasses.replace(FEW[1], m=8)
+
+    def make(device):
+        inputs = make_inputs(case, device)
+        for tensor, dim in ((inputs[0], 0), (inputs[2], 0)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        return inputs
+
+    with collect() as report:
+        generated = simulate.generate(
+            gemm(case), make, backend=inductor_quant_backend, options=OPTIONS
+        )
+    kernel = report.kernels[0].chosen
+    assert kernel.startswith("fp8_block_few ")
+    assert "_k" not in kernel.split()[1]
+    for m in (3, 70):
+        other = dataclasses.replace(case, m=m)
+        inputs = make_inputs(other, "cpu")
+        assert_close(simulate.interpret(generated, inputs), reference(other, inputs))
+
+
+@pytest.mark.parametrize("split", ["", "_k4"], ids=["whole", "other parts"])
+def test_a_split_that_cannot_be_generated_leaves_the_next_its_own_shape(split, monkeypatch):
+    append = common._append_choice
+
+    def refuse_halves(kernel, config, *rest):
+        return config.split_k != 2 and append(kernel, config, *rest)
+
+    monkeypatch.setattr(common, "_append_choice", refuse_halves)
+    case = FEW[0]
+    inputs = make_inputs(case, "cpu")
+    tile = "fp8_block_few 16x64x128_w4_s4_g8"
+    options = OPTIONS | {"inductor_quant.configs": (f"{tile}_k2", tile + split)}
+    with collect() as report:
+        generated = simulate.generate(
+            gemm(case),
+            lambda device: make_inputs(case, device),
+            backend=inductor_quant_backend,
+            options=options,
+        )
+    assert report.kernels[0].offered == (tile + split,)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
