@@ -206,7 +206,8 @@ def _finish(graph: fx.Graph, options: Options) -> None:
     """What is better done when every GEMM is known."""
     try:
         log.info("%d nodes before quantized GEMMs were there twice", share(graph))
-        simplify_quantization(graph)
+        if options.numerics != "strict":  # divides by a reciprocal
+            simplify_quantization(graph)
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError("inductor_quant failed after its rewrites") from error

@@ -101,6 +101,22 @@ def test_nan_infinity_and_zero_scales_travel_as_in_the_formula():
     assert (got[13][finite[13]] == 0).all()
 
 
+def test_scales_and_bias_may_be_slices():
+    torch.manual_seed(0)
+    case = CASES[1]
+    a, w, a_scale, b_scale, bias = make_inputs(case, "cuda")
+    inputs = a, w, *(sliced(tensor) for tensor in (a_scale, b_scale, bias))
+    assert_close(run(gemm(case), *inputs), reference(case, inputs), case.out_dtype, slack=2)
+
+
+def sliced(tensor):
+    """The same values, in the middle of a larger tensor."""
+    larger = torch.full([size + 5 for size in tensor.shape], math.nan, device="cuda")
+    larger = larger.to(tensor.dtype)
+    inner = larger[tuple(slice(3, 3 + size) for size in tensor.shape)]
+    return inner.copy_(tensor)
+
+
 def test_the_same_bits_twice_and_in_a_cuda_graph():
     torch.manual_seed(0)
     case = CASES[1]

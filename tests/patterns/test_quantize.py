@@ -7,10 +7,12 @@ import re
 
 import pytest
 import torch
+from torch._inductor import config
 
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import quantize
+from inductor_quant.options import Options
 from tests.support.graphs import W8A8, capture, count
 
 aten = torch.ops.aten
@@ -121,6 +123,14 @@ def test_what_reads_otherwise_stays(fn):
     after = rewritten(fn)
     assert count(after, W8A8) == 1
     assert count(after, quantize.op) == 0
+
+
+def test_strict_numerics_keep_the_division():
+    torch.manual_seed(0)
+    with config.patch(emulate_precision_casts=True):
+        _, [rewrite] = capture(divided, make("cpu"), options=Options(numerics="strict"))
+    assert count(rewrite.after, W8A8) == 1
+    assert count(rewrite.after, quantize.op) == 0
 
 
 def test_a_quotient_that_others_read_stays_a_quotient():
