@@ -398,6 +398,8 @@ class _Site:
     def _finish(
         self, root: fx.Node, a: Any, b: Any, a_scale: Scale | None, b_scale: Scale | None
     ) -> Fp8Product | Rejection:
+        if sizes(root) != [self.rows, self.columns]:
+            return self._no("a sum of another shape")
         blocks = {scale.block for scale in (a_scale, b_scale) if scale is not None}
         k_blocks = {scale.block[1] for scale in [a_scale] if scale is not None}
         k_blocks |= {scale.block[0] for scale in [b_scale] if scale is not None}

@@ -233,6 +233,16 @@ def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
     return fn
 
 
+def repeated(a, w, sa, sb):
+    """The sum begins with zeros of one dimension more."""
+    out = torch.zeros(2, 48, 256)
+    for i in range(3):
+        part = slice(128 * i, 128 * i + 128)
+        product = a[:, part].float() @ w[:, part].float().t()
+        out = out + product * sa[:, i : i + 1] * sb.repeat_interleave(128, 0)[:, i]
+    return out
+
+
 def batched_over_rows(a, w, sa, sb):
     """A batch that is no slicing of K: 3 products of 16 rows, added up."""
     x = (a.float() * sa.repeat_interleave(128, 1)).view(3, 16, 384)
@@ -246,6 +256,7 @@ NO_BLOCKS = {
     "a slice twice": looped(slices=(0, 1, 1)),
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
+    "repeated": repeated,
 }
 
 
