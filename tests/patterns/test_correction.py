@@ -251,6 +251,18 @@ def test_bounds(made: fx.Node, want: Bounds) -> None:
     assert bounds(made) == want
 
 
+@pytest.mark.parametrize(("name", "want"), [("_tensor_constant0", 3.0), ("zero_point", None)])
+def test_a_buffer_of_an_exported_model_is_no_constant(name: str, want: float | None) -> None:
+    """It is a ``get_attr`` like a literal, and may be replaced where the package is loaded."""
+    root = torch.nn.Module()
+    root.register_buffer(name, torch.tensor(3.0))
+    drawn = fx.Graph()
+    drawn.get_attr(name)
+    [made] = fx.GraphModule(root, drawn).graph.nodes
+    made.meta["val"] = torch.tensor(3.0)
+    assert constant(made) == want
+
+
 def test_a_number_is_a_constant_and_a_bool_is_none() -> None:
     assert constant(3) == 3
     assert constant(True) is None
