@@ -348,6 +348,8 @@ class _Site:
             parts = count // along_k
             if size % parts or (side == "a" and parts != size):
                 continue
+            if along_k == 1 and parts not in (1, size):
+                continue  # blocks of columns alone: no canonical op takes them
             for is_transposed in (False, True):
                 if all(
                     self._equal(place.position, self._at(side, i, along_k, parts, is_transposed))

@@ -249,6 +249,10 @@ def batched_over_rows(a, w, sa, sb):
     return torch.bmm(x, w.float().t().expand(3, -1, -1)).sum(0) * sb[0, 0]
 
 
+def blocks_of_columns(a, w, sa, sb):
+    return a.float() @ (w.float() * sb[:, :1].repeat_interleave(128, 0)).t()
+
+
 NO_BLOCKS = {
     "scales in another order": looped(scale_of=lambda i: 2 - i),
     "columns' scales in another order": looped(column_of=lambda i: 2 - i),
@@ -257,6 +261,7 @@ NO_BLOCKS = {
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
     "repeated": repeated,
+    "blocks of columns alone": blocks_of_columns,
 }
 
 
