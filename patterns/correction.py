@@ -58,13 +58,14 @@ def read_correction(
     sign: int,
     target: Sequence[Any],
     axis_of: AxisOf,
-    scales: Sequence[fx.Node],
+    scales: Sequence[tuple[fx.Node, str]],
     alpha: float,
     weight: fx.Node,
     dtype: torch.dtype,
 ) -> Correction | None:
     """The zero point in ``value - sign * term``, where value, of shape ``target`` and ``dtype``, is
-    the product with ``weight`` [K, N] times ``scales`` times ``alpha``; None if it is none."""
+    the product with ``weight`` [K, N] times ``scales`` (with their axes) times ``alpha``; or None.
+    """
     reader = _Reader(axis_of, list(scales))
     if not reader.read_full(term, target) or reader.scales:
         return None
@@ -131,7 +132,7 @@ def _as_float(operand: Operand, node: fx.Node, *, keep: bool = False) -> Operand
 class _Reader:
     """Takes a product apart. ``scales`` are still to be found among the factors."""
 
-    def __init__(self, axis_of: AxisOf, scales: list[fx.Node]) -> None:
+    def __init__(self, axis_of: AxisOf, scales: list[tuple[fx.Node, str]]) -> None:
         self.axis_of = axis_of
         self.scales = scales
         self.number = 1.0
@@ -163,7 +164,10 @@ class _Reader:
         if node.target in graph.RESHAPES and graph.is_tensor_node(node.args[0]):
             source = graph.value(node.args[0]).shape
             if len(source) >= 2 and graph.same_size(source[-1], target[-1]):
-                is_whole = len(graph.value(node).shape) == len(target)
+                # not what is repeated along the target's rows
+                shape = graph.value(node).shape
+                is_whole = len(shape) == len(target)
+                is_whole = is_whole and all(map(graph.same_size, shape, target))
                 return is_whole and self.read_full(node.args[0], source, depth + 1)
         return False
 
@@ -173,9 +177,11 @@ class _Reader:
         if axis == "tensor" and (value := constant(node)) is not None:
             self.number *= value
             return True
-        for scale in self.scales:
-            if self.numbering.equal(node, peeled(scale)):
-                self.scales.remove(scale)
+        for scale, along in self.scales:
+            # the same numbers along the other axis are another factor
+            is_along = axis == along or is_single(scale)
+            if is_along and self.numbering.equal(node, peeled(scale)):
+                self.scales.remove((scale, along))
                 return True
         if node.target in (aten.mul.Tensor, aten.neg.default):
             saved = (list(self.scales), self.number, list(self.factors), self.wraps)

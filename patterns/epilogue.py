@@ -312,7 +312,8 @@ class _Reader:
             return False
         if graph.value(node).dtype not in (*FLOATS, torch.int32, torch.int64):
             return False
-        scales = [scale for scale in (now.row_scale, now.column_scale) if scale is not None]
+        placed = ((now.row_scale, "row"), (now.column_scale, "column"))
+        scales = [(scale, axis) for scale, axis in placed if scale is not None]
         found = read_correction(
             term,
             1 if is_sub else -1,

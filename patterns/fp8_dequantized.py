@@ -348,6 +348,8 @@ class _Site:
             parts = count // along_k
             if size % parts or (side == "a" and parts != size):
                 continue
+            if along_k == 1 and parts not in (1, size):
+                continue  # blocks of columns alone: no canonical op takes them
             for is_transposed in (False, True):
                 if all(
                     self._equal(place.position, self._at(side, i, along_k, parts, is_transposed))
@@ -398,6 +400,8 @@ class _Site:
     def _finish(
         self, root: fx.Node, a: Any, b: Any, a_scale: Scale | None, b_scale: Scale | None
     ) -> Fp8Product | Rejection:
+        if sizes(root) != [self.rows, self.columns]:
+            return self._no("a sum of another shape")
         blocks = {scale.block for scale in (a_scale, b_scale) if scale is not None}
         k_blocks = {scale.block[1] for scale in [a_scale] if scale is not None}
         k_blocks |= {scale.block[0] for scale in [b_scale] if scale is not None}

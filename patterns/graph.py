@@ -134,6 +134,15 @@ def attribute(node: fx.Node) -> torch.Tensor | None:
     return found if is_plain and not is_frozen and not is_mutated(node) else None
 
 
+def is_literal(node: fx.Node) -> bool:
+    """Whether a ``get_attr`` node names a tensor that the code itself writes down.
+
+    Where a model is exported, its buffers are such nodes too: those of a package may be replaced
+    where it is loaded.
+    """
+    return str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+
+
 def is_stored(node: fx.Node) -> bool:
     """Whether the value lies in memory before the graph runs: an input or constant, or a view."""
     return base(node).op in ("placeholder", "get_attr")

@@ -84,8 +84,7 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     weight, whatever its values: those of a package may be replaced where it is loaded.
     """
     tensor = graph.attribute(node)
-    is_literal = str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
-    if not is_literal and sum(size > 1 for size in graph.value(node).shape) > 1:
+    if not graph.is_literal(node) and sum(size > 1 for size in graph.value(node).shape) > 1:
         raise Unsupported("a matrix that is no literal of the code")
     if tensor is None or tensor.dtype not in INTEGERS or tensor.numel() > MAX_CONSTANT:
         raise Unsupported("no constant that is read for its values")

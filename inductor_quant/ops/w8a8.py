@@ -77,6 +77,10 @@ def reference(
     zero = a_zero if a_zero_point is None else a_zero_point.double()
     if a_zero_point is not None or a_zero:
         out = out - zero * (b.double().sum(0, keepdim=True) if b_sum is None else b_sum.double())
+        is_float = a_zero_point is not None and a_zero_point.is_floating_point()
+        if b_sum is not None and not is_float and not b_sum.is_floating_point():
+            # sums of something else may be of any size: modulo 2**32, as the kernel
+            out = out.to(torch.int64).to(torch.int32).double()
     if b_zero_point is not None:
         out = out - b_zero_point.double() * (a.double() - zero).sum(1, keepdim=True)
     out = out.float()

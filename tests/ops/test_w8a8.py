@@ -166,6 +166,13 @@ def test_given_sums_stand_for_those_of_the_columns():
     assert torch.equal(got.double(), a.double() @ b.double() - za.double() * sums.double())
 
 
+def test_given_sums_of_any_size_are_subtracted_modulo_2_to_the_32():
+    (a, b, *_, za, _), _, _ = with_zeros(ZEROS["int"])
+    sums = torch.full((1, 12), 2**30, dtype=torch.int32)
+    got = w8a8.op(a, b, None, None, None, za, None, sums, out_dtype=f32)
+    assert torch.equal(got, (a.int() @ b.int() - za.int() * sums).float())
+
+
 def test_the_longest_k_at_full_range_with_zero_points():
     for a_zero, b_zero, k in (("int", "", 65793), ("const", "int", 33025), ("float", "", 131071)):
         assert w8a8.max_k(a_zero, b_zero) == k

@@ -82,6 +82,7 @@ WRAPPING: dict[str, Fn] = {
     "int32, wide zero": lambda a, w, z, s, v: (mm(a, w) - (z.int() << 24) * v) * s,
     "int64": lambda a, w, z, s, v: (mm(a, w) - z.long() * (v.long() << 50)) * s,
     "negative": lambda a, w, z, s, v: (mm(a, w) - (-z) * v) * s,
+    "the product alone": lambda a, w, z, s, v: (mm(a, w) - z * (v * 2**17)) * s,
 }
 
 
@@ -118,6 +119,38 @@ def test_what_is_no_zero_point_keeps_its_value(name: str) -> None:
 def test_these_terms_stay_in_the_graph(name: str) -> None:
     _, rewrite = rewritten(LEFT[name], [*gemm(), zeros(M, 1), scale(M, 1), scale(N)])
     assert all(not match.spec.a.zero for match in rewrite.report.matches)
+
+
+SQUARE: dict[str, Fn] = {
+    "the row's along the columns": lambda a, w, z, s, c: (
+        mm(a, w) * s[:, None] - z * s[None, :] * w.sum(0)) * c,
+    "among the sums": lambda a, w, z, s, c: (mm(a, w) * s[:, None] - z * (s * w.sum(0))) * c,
+    "both exchanged": lambda a, w, z, s, c: (
+        mm(a, w) * s[:, None] * c - (z * c[:, None]) * (s * w.sum(0))),
+    "the column's along the rows": lambda a, w, z, s, c: mm(a, w) * c - z * c[:, None] * w.sum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_a_scale_along_the_other_axis_of_a_square_is_not_the_same(name: str) -> None:
+    a, w = zeros(N, K), zeros(K, N)
+    args = [a, w, zeros(N, 1), scale(N), scale(N)]
+    _, rewrite = rewritten(SQUARE[name], args)
+    assert all(not match.spec.a.zero for match in rewrite.report.matches)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic"])
+def test_a_term_that_is_repeated_along_the_rows_is_left(name: str) -> None:
+    def fn(a: Any, w: Any, z: Any, c: Any) -> Any:
+        return (mm(a, w).reshape(2, -1, N) - (z * w.sum(0)).reshape(1, -1, N)) * c
+
+    a, w = zeros(2 * M, K), zeros(K, N)
+    z = zeros(M, 1)
+    if name == "dynamic":
+        torch._dynamo.mark_dynamic(a, 0)
+        torch._dynamo.mark_dynamic(z, 0)
+    _, rewrite = rewritten(fn, [a, w, z, scale(N)])
+    assert not calls(rewrite.after)
 
 
 def test_sums_along_the_wrong_axis_of_a_square_weight_are_not_the_weights() -> None:
@@ -216,6 +249,18 @@ ROUND, CLAMP, CAST = aten.round.default, aten.clamp.default, prims.convert_eleme
 )  # fmt: skip
 def test_bounds(made: fx.Node, want: Bounds) -> None:
     assert bounds(made) == want
+
+
+@pytest.mark.parametrize(("name", "want"), [("_tensor_constant0", 3.0), ("zero_point", None)])
+def test_a_buffer_of_an_exported_model_is_no_constant(name: str, want: float | None) -> None:
+    """It is a ``get_attr`` like a literal, and may be replaced where the package is loaded."""
+    root = torch.nn.Module()
+    root.register_buffer(name, torch.tensor(3.0))
+    drawn = fx.Graph()
+    drawn.get_attr(name)
+    [made] = fx.GraphModule(root, drawn).graph.nodes
+    made.meta["val"] = torch.tensor(3.0)
+    assert constant(made) == want
 
 
 def test_a_number_is_a_constant_and_a_bool_is_none() -> None:

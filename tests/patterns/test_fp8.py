@@ -233,10 +233,24 @@ def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
     return fn
 
 
+def repeated(a, w, sa, sb):
+    """The sum begins with zeros of one dimension more."""
+    out = torch.zeros(2, 48, 256)
+    for i in range(3):
+        part = slice(128 * i, 128 * i + 128)
+        product = a[:, part].float() @ w[:, part].float().t()
+        out = out + product * sa[:, i : i + 1] * sb.repeat_interleave(128, 0)[:, i]
+    return out
+
+
 def batched_over_rows(a, w, sa, sb):
     """A batch that is no slicing of K: 3 products of 16 rows, added up."""
     x = (a.float() * sa.repeat_interleave(128, 1)).view(3, 16, 384)
     return torch.bmm(x, w.float().t().expand(3, -1, -1)).sum(0) * sb[0, 0]
+
+
+def blocks_of_columns(a, w, sa, sb):
+    return a.float() @ (w.float() * sb[:, :1].repeat_interleave(128, 0)).t()
 
 
 NO_BLOCKS = {
@@ -246,6 +260,8 @@ NO_BLOCKS = {
     "a slice twice": looped(slices=(0, 1, 1)),
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
+    "repeated": repeated,
+    "blocks of columns alone": blocks_of_columns,
 }
 
 
