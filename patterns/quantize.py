@@ -95,4 +95,6 @@ def _divides_rows(node: fx.Node) -> bool:
         and quotient.dtype == torch.float32
         and dividend.dtype in FLOATS
         and divisor.dtype == torch.float32
+        and not graph.is_mutated(x)  # they are read where the cast stands
+        and not graph.is_mutated(scale)
     )
