@@ -14,8 +14,9 @@ from inductor_quant.spec import ScaleSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # Up to so many rows a tile has one to spare for the sums of the columns of b; beyond, a kernel of
-# their own reads the weight once more. H200, N = K = 4096, microseconds without a zero point, with
-# sums in the kernel or apart, with given sums: 1 row 7.4, 9.2, 7.4; 16 rows 7.6, 10.1, 7.6; 48 rows
+# their own reads the weight once more. H200, N = K = 4096, microseconds (CUDA graphs, cold weights;
+# no command here prints them) without a zero point, with sums in the kernel or apart, with given
+# sums: 1 row 7.4, 9.2, 7.4; 16 rows 7.6, 10.1, 7.6; 48 rows
 # 8.3, 15.4, 8.5; apart 64 rows 8.0, 17.2, 8.3; 256 rows 11.9, 21.2, 12.1; 4096 rows 98, 109, 100.
 MAX_SPARE_ROW = 63
 

@@ -96,7 +96,8 @@ def test_a_layer_is_close_to_eager(producer: ActivationProducer, shape):
     assert str(report.matches[0].activation) == producer.does
     want = producer.make(x.cpu())(x.cpu()).to("cuda")
     error = (got.double() - want.double()).square().mean() / want.double().square().mean()
-    # a fused chain does not round to bf16 before it quantizes, eager does: a step, of some codes
+    # On an H200 0.02 was not enough for fake_bytes with two rows, and why is not known: a fused
+    # chain leaves out a rounding to bf16 before it quantizes, but that explains 0.01.
     assert error.sqrt() <= 0.04
 
 
