@@ -30,12 +30,9 @@ def rewrite(found: RecognizedGemm, watch: tuple[Any, ...] | None = None) -> fx.N
     built: list[fx.Node] = []
 
     def build(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        node = owner.call_function(target, args, kwargs or {})
-        built.append(node)
-        node.meta.update({k: found.end.meta[k] for k in _PROVENANCE if k in found.end.meta})
-        node.meta["original_aten"] = target  # Inductor names kernels after it
-        node.meta["val"] = _evaluate(node)
-        return node
+        built.append(owner.call_function(target, args, kwargs or {}))
+        _describe(built[-1], found.end)
+        return built[-1]
 
     def argument(item: Any) -> Any:
         if isinstance(item, Derived):
@@ -62,6 +59,23 @@ def rewrite(found: RecognizedGemm, watch: tuple[Any, ...] | None = None) -> fx.N
     for node in reversed(found.interior):
         erase_if_dead(node)
     return call
+
+
+def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A call where the graph inserts; it comes from where ``like`` comes from."""
+    node = like.graph.call_function(target, args, kwargs)
+    try:
+        _describe(node, like)
+    except Exception:
+        node.graph.erase_node(node)
+        raise
+    return node
+
+
+def _describe(node: fx.Node, like: fx.Node) -> None:
+    node.meta.update({k: like.meta[k] for k in _PROVENANCE if k in like.meta})
+    node.meta["original_aten"] = node.target  # Inductor names kernels after it
+    node.meta["val"] = _evaluate(node)
 
 
 def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:

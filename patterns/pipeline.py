@@ -29,6 +29,7 @@ from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite, subgraph_of
 from inductor_quant.patterns.exactness import classify, strictly
+from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
 from inductor_quant.patterns.sharing import share
@@ -84,7 +85,9 @@ class QuantGemmPass(compat.CustomGraphPass):
             candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
             if not candidates and not (report.is_open() and survey.is_matrix_product(node)):
                 continue
-            decision = _treat(node, candidates, options)
+            decision = _treat_unpadded(node, candidates, options) or _treat(
+                node, candidates, options
+            )
             if decision is None:
                 continue
             if self._is_early and not node._erased:
@@ -156,6 +159,29 @@ def source_hash() -> str:
                 digest.update(f"{label}/{path.relative_to(root)}\0".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def _treat_unpadded(node: fx.Node, candidates: list[Pattern], options: Options) -> Match | None:
+    """The match of a product that Inductor has padded; without one the graph is as it was."""
+    try:
+        product = unpadded(node) if candidates else None
+    except Exception as error:
+        if options.on_error == "raise":
+            raise InductorQuantError(f"inductor_quant failed at {node.name}") from error
+        log.warning("failed at %s", node.name, exc_info=True)
+        return None
+    if product is None:
+        return None
+    try:
+        decision = _treat(product.node, candidates, options)
+    except BaseException:
+        product.undo()
+        raise
+    if not isinstance(decision, Match):
+        product.undo()
+        return None
+    product.finish()
+    return decision
 
 
 def _treat(
