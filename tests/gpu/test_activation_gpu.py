@@ -96,9 +96,9 @@ def test_a_layer_is_close_to_eager(producer: ActivationProducer, shape):
     assert str(report.matches[0].activation) == producer.does
     want = producer.make(x.cpu())(x.cpu()).to("cuda")
     error = (got.double() - want.double()).square().mean() / want.double().square().mean()
-    # On an H200 0.02 was not enough for fake_bytes with two rows, and why is not known: a fused
-    # chain leaves out a rounding to bf16 before it quantizes, but that explains 0.01.
-    assert error.sqrt() <= 0.04
+    # A fused chain, stock's too, leaves out the rounding to bf16 before it quantizes: 0.0099 on an
+    # H200, and from the same chain in fp32 it is 0.0025 away.
+    assert error.sqrt() <= 0.02
 
 
 @pytest.mark.parametrize("m", [1, 16, 130])
