@@ -142,6 +142,12 @@ def keeps_roundings() -> bool:
     return bool(inductor_config().emulate_precision_casts)
 
 
+def folds_when_loaded() -> bool:
+    """Whether a package of AOTInductor computes what depends on its constants alone where it is
+    loaded, and anew whenever they are replaced."""
+    return is_exporting() and bool(inductor_config().aot_inductor.use_runtime_constant_folding)
+
+
 def is_freezing() -> bool:
     """Whether Inductor makes constants of parameters, and folds what is computed of them."""
     return bool(inductor_config().freezing)

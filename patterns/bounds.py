@@ -112,7 +112,7 @@ def _of_op(node: fx.Node, depth: int, known: dict[fx.Node, Bounds]) -> Bounds | 
 
 
 def _of_attribute(node: fx.Node) -> Bounds | None:
-    tensor = graph.attribute(node) if graph.is_literal(node) else None
+    tensor = graph.attribute(node) if graph.has_fixed_values(node) else None
     if tensor is None or tensor.numel() != 1 or tensor.dtype not in (*INTEGERS, *FLOATS):
         return None
     return bounds(tensor.item())

@@ -309,15 +309,17 @@ def is_sum_of_columns(node: fx.Node, weight: fx.Node) -> bool:
 
 
 def frozen_sums(weight: fx.Node | Derived) -> Derived | None:
-    """The sums of the columns of ``weight`` [K, N] as a node, where the parameters are about to be
-    frozen: Inductor then computes it once, and the kernel reads it.
+    """The sums of the columns of ``weight`` [K, N] as a node, where Inductor computes it once, so
+    that the kernel reads it: parameters are about to be frozen, or they are a package's, which
+    computes what depends on them alone whenever they are set.
 
-    None where it would be computed on every call: then the lowering finds the cheapest place. (Not
-    even an exported package's weights are constants, they may be replaced where it is loaded.)
+    None where it would be computed on every call: then the lowering finds the cheapest place.
     """
-    source = weight if isinstance(weight, fx.Node) else weight.args[0]
-    is_parameter = graph.base(source).op == "placeholder"
-    if not is_parameter or not compat.inductor_config().freezing:
+    source = graph.base(weight if isinstance(weight, fx.Node) else weight.args[0])
+    is_folded = source.op == "placeholder" and compat.is_freezing()
+    if source.op == "get_attr" and compat.is_exporting() and graph.attribute(source) is not None:
+        is_folded = compat.is_freezing() or compat.folds_when_loaded()
+    if not is_folded:
         return None
     return Derived(aten.sum.dim_IntList, (weight, [0], True), (("dtype", torch.int32),))
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
+
 aten = torch.ops.aten
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -135,12 +137,18 @@ def attribute(node: fx.Node) -> torch.Tensor | None:
 
 
 def is_literal(node: fx.Node) -> bool:
-    """Whether a ``get_attr`` node names a tensor that the code itself writes down.
-
-    Where a model is exported, its buffers are such nodes too: those of a package may be replaced
-    where it is loaded.
-    """
+    """Whether a ``get_attr`` node names a tensor that the code itself writes down."""
     return str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+
+
+def has_fixed_values(node: fx.Node) -> bool:
+    """Whether the values of the tensor that a ``get_attr`` node names are those of every call.
+
+    Where a model is exported, its parameters and buffers are such nodes too. Those of a package may
+    be replaced where it is loaded (``load_constants``), unless they are frozen: what is computed of
+    them is then part of the package, theirs or ours.
+    """
+    return is_literal(node) or (compat.is_exporting() and compat.is_freezing())
 
 
 def is_stored(node: fx.Node) -> bool:

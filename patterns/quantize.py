@@ -1,15 +1,22 @@
-"""Quantization of an activation, after recognition: the same values by fewer instructions."""
+"""Quantization of an activation, after recognition: the same values by fewer instructions.
+
+The one op of it saturates. A cast to int8 does not: torch leaves open what becomes of a number that
+int8 does not hold, and in practice it wraps. So only what is clamped is taken, or certain to fit:
+a number divided by a 127th of the largest of its row.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from inductor_quant.ops import quantize as op
-from inductor_quant.ops import w8a8
+from inductor_quant.ops import row_reduce, w8a8
 from inductor_quant.patterns import graph
+from inductor_quant.patterns.bounds import constant
 from inductor_quant.patterns.canonicalize import erase_if_dead
 from inductor_quant.patterns.graph import aten
 
@@ -41,7 +48,7 @@ def _simplify(cast: fx.Node) -> None:
 
     The clamp is exact behind the rounding as before it, its bounds being integers.
     """
-    low, high = -128.0, 127.0
+    low, high = -math.inf, math.inf
     node: Any = cast.args[0]
     clamped = _bounds(node)
     while clamped is not None and graph.single_user(node) is not None:
@@ -52,6 +59,10 @@ def _simplify(cast: fx.Node) -> None:
     if not is_rounded or low > high or graph.value(node).dtype not in FLOATS:
         return
     x = node.args[0]
+    if not math.isfinite(high - low):
+        if not _is_held_by_int8(x):
+            return
+        low, high = max(low, -128.0), min(high, 127.0)
     scale = None
     if x.target == aten.div.Tensor and graph.single_user(x) is node and _divides_rows(x):
         x, scale = x.args
@@ -67,7 +78,7 @@ def _bounds(node: fx.Node) -> tuple[float, float] | None:
     if node.target not in _BOUNDS:
         return None
     names = _BOUNDS[node.target]
-    bounds = {"min": -128.0, "max": 127.0}
+    bounds = {"min": -math.inf, "max": math.inf}
     for name, bound in zip(names, graph.arguments(node, "self", *names)[1:], strict=True):
         if bound is None:
             continue
@@ -98,3 +109,82 @@ def _divides_rows(node: fx.Node) -> bool:
         and not graph.is_mutated(x)  # they are read where the cast stands
         and not graph.is_mutated(scale)
     )
+
+
+# With the roundings of the steps in fp32, even where divisor and quotient are then rounded to bf16
+# (a scale of no dimension is promoted to that), the quotient stays below 127.25, and is rounded to
+# 127.
+_MOST = 127.0001
+_REDUCTIONS = (aten.amax.default, row_reduce.op)
+
+
+def _is_held_by_int8(quotient: fx.Node) -> bool:
+    """Whether it is ``x / (amax(abs(x)) / 127)``, the scale in fp32: at most 127, once rounded.
+
+    (Where the scale is a subnormal number it may be more: then torch says nothing, as for NaN.)
+    """
+    if len(quotient.args) != 2:
+        return False
+    x, scale = quotient.args
+    if quotient.target == aten.mul.Tensor:
+        x, scale = (x, _inverted(scale)) if _inverted(scale) else (scale, _inverted(x))
+    elif quotient.target != aten.div.Tensor:
+        return False
+    if not graph.is_tensor_node(x) or not graph.is_tensor_node(scale):
+        return False
+    assert isinstance(scale, fx.Node)
+    divisor = 1.0
+    while scale.target not in _REDUCTIONS:
+        step = _step_down(scale)
+        if step is None:
+            return False
+        scale, divisor = step[0], divisor * step[1]
+    source, is_absolute = _reduced(scale)
+    is_aligned = graph.value(scale).dim() in (0, graph.value(source).dim())
+    is_same = _exact(source) is _exact(x) and not graph.is_mutated(source)
+    return is_absolute and is_aligned and is_same and divisor <= _MOST
+
+
+def _inverted(node: Any) -> Any:
+    """``y`` of ``1 / y``, which the graph writes as ``reciprocal(y) * 1``."""
+    if isinstance(node, fx.Node) and node.target == aten.mul.Tensor and node.args[1] == 1:
+        node = node.args[0]
+    is_inverse = isinstance(node, fx.Node) and node.target == aten.reciprocal.default
+    return node.args[0] if is_inverse else None
+
+
+def _step_down(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """What a scale is not less than a part of, and that part: 127 of ``y / 127``, 1 of
+    ``clamp_min(y, c)``."""
+    if not node.args or not graph.is_tensor_node(node.args[0]):
+        return None
+    (y, *rest), dtype = node.args, graph.value(node).dtype
+    before = graph.value(y).dtype  # type: ignore[arg-type]
+    if node.target == CAST and dtype == torch.float32 and before in FLOATS:
+        return y, 1.0  # type: ignore[return-value]
+    if dtype not in FLOATS or before != dtype or len(rest) != 1 or node.kwargs:
+        return None
+    if node.target in (aten.clamp_min.default, aten.maximum.default):
+        return y, 1.0  # type: ignore[return-value]
+    number = constant(rest[0]) or 0.0
+    if dtype != torch.float32 or not number > 0:
+        return None
+    parts = {aten.add.Tensor: 1.0, aten.div.Tensor: number, aten.mul.Tensor: 1 / number}
+    return (y, parts[node.target]) if node.target in parts else None  # type: ignore[return-value]
+
+
+def _reduced(node: fx.Node) -> tuple[fx.Node, bool]:
+    """What a reduction is of, and whether it is the largest absolute value."""
+    source: Any = node.args[0]
+    if node.target == row_reduce.op and node.args[1] != "amax":
+        return source, node.args[1] == "absmax"
+    if source.target == aten.abs.default:
+        return source.args[0], True
+    return source, False
+
+
+def _exact(node: Any) -> Any:
+    """Before casts to fp32 and to itself."""
+    while node.target == CAST and graph.value(node).dtype == torch.float32:
+        node = node.args[0]
+    return node

@@ -80,9 +80,11 @@ def _copy(reader: Reader, node: fx.Node, index: At) -> Expr:
 def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     """A tensor of the graph itself: small integer ones are known by value.
 
-    Where a model is exported, its buffers are such tensors too. What is no vector is taken for a
-    weight, whatever its values: those of a package may be replaced where it is loaded.
+    Not those of a package that may be replaced where it is loaded: they are data, as the inputs of
+    a graph are. What is no vector is taken for a weight, if it is no literal, whatever its values.
     """
+    if not graph.has_fixed_values(node):
+        raise Unsupported("a buffer that may be replaced")
     tensor = graph.attribute(node)
     if not graph.is_literal(node) and sum(size > 1 for size in graph.value(node).shape) > 1:
         raise Unsupported("a matrix that is no literal of the code")

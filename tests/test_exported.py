@@ -18,22 +18,22 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("exported")
+def package(tmp_path_factory):
+    path = tmp_path_factory.mktemp("exported") / "folded.pt2"
     with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
         # as if there were a kernel for a CPU; the lowering then does without
         patch.setattr(pipeline, "_policy", lambda *_: None)
         # (the activation of w8a8 is quantized in Triton's assembly)
-        models = {"gptq": exported.models()["gptq"]}
-        patch.setattr(exported, "models", lambda: models)
-        matched = exported.export(folder, (16,), "cpu")
-    return folder, matched
+        module = exported.layers(("zero", "gptq", "act_order"))
+        matched = exported.export(module, path, 17, "cpu", "folded")
+    return path, matched
 
 
-def test_exported_models_are_matched(packages):
-    assert packages[1] == {"gptq_16": 2}
+def test_exported_models_are_matched(package):
+    assert package[1] == ["layers.act_order", "layers.gptq.0", "layers.gptq.2", "layers.zero"]
 
 
-def test_packages_run_in_a_process_without_the_plugin(packages):
-    found = exported.run(sorted(packages[0].glob("*.pt2")))
-    assert found == {"gptq_16": (0, "equal")}
+def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too(package):
+    """Tables of another order of rows are read, the sums of another weight computed."""
+    found = exported.run([package[0]])
+    assert found == {"folded": (0, "equal, then equal")}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns.bounds import Bounds, bounds, constant
 from inductor_quant.patterns.correction import frozen_sums
 from inductor_quant.patterns.pattern import Derived
@@ -161,8 +162,20 @@ def test_sums_along_the_wrong_axis_of_a_square_weight_are_not_the_weights() -> N
     assert call.args[7] is not None
 
 
+def exported_weight() -> fx.Node:
+    root, drawn = torch.nn.Module(), fx.Graph()
+    root.register_buffer("w", zeros(K, N))
+    drawn.get_attr("w")
+    [made] = fx.GraphModule(root, drawn).graph.nodes
+    made.meta["val"] = zeros(K, N)
+    return made
+
+
+_FOLDED_WHEN_LOADED = "aot_inductor.use_runtime_constant_folding"
+
+
 def test_the_sums_of_a_weight_that_is_frozen_are_a_node_that_inductor_folds() -> None:
-    w, get_attr = node(aten.neg.default, None, dtype=i8).all_input_nodes[0], fx.Graph()
+    w, exported = node(aten.neg.default, None, dtype=i8).all_input_nodes[0], exported_weight()
     columns = w.graph.call_function(aten.permute.default, (w, [1, 0]))
     columns.meta["val"] = torch.zeros(4, dtype=i8)
     assert frozen_sums(columns) is None
@@ -172,8 +185,21 @@ def test_the_sums_of_a_weight_that_is_frozen_are_a_node_that_inductor_folds() ->
         assert sums.args == (columns, [0], True)
         assert frozen_sums(Derived(aten.permute.default, (w, [1, 0]))) is not None
         # what is a constant already will not be folded any more
-        constant_weight = get_attr.get_attr("w")
-        assert frozen_sums(constant_weight) is None
+        assert frozen_sums(exported) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "is_folded"),
+    [({}, False), ({"freezing": True}, True), ({_FOLDED_WHEN_LOADED: True}, True)],
+    ids=str,
+)
+def test_the_sums_of_an_exported_weight_are_a_node_where_inductor_folds_it(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], is_folded: bool
+) -> None:
+    """Where the package may be given another weight, they are computed anew with it."""
+    monkeypatch.setattr(compat, "is_exporting", lambda: True)
+    with torch._inductor.config.patch(options):
+        assert (frozen_sums(exported_weight()) is not None) == is_folded
 
 
 def test_k_beyond_which_a_zero_point_overflows_is_refused() -> None:
@@ -251,9 +277,17 @@ def test_bounds(made: fx.Node, want: Bounds) -> None:
     assert bounds(made) == want
 
 
-@pytest.mark.parametrize(("name", "want"), [("_tensor_constant0", 3.0), ("zero_point", None)])
-def test_a_buffer_of_an_exported_model_is_no_constant(name: str, want: float | None) -> None:
-    """It is a ``get_attr`` like a literal, and may be replaced where the package is loaded."""
+@pytest.mark.parametrize(
+    ("name", "frozen", "want"),
+    [("_tensor_constant0", False, 3.0), ("zero_point", False, None), ("zero_point", True, 3.0)],
+)
+def test_a_buffer_of_an_exported_model_is_no_constant(
+    monkeypatch: pytest.MonkeyPatch, name: str, frozen: bool, want: float | None
+) -> None:
+    """It is a ``get_attr`` like a literal, and may be replaced where the package is loaded, unless
+    it is frozen."""
+    monkeypatch.setattr(compat, "is_exporting", lambda: True)
+    monkeypatch.setattr(compat, "is_freezing", lambda: frozen)
     root = torch.nn.Module()
     root.register_buffer(name, torch.tensor(3.0))
     drawn = fx.Graph()

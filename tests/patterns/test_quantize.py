@@ -43,9 +43,24 @@ def unclamped(x, w):
     return linear((x / scale).round().to(torch.int8), scale, w)
 
 
+def unclamped_by_a_reciprocal(x, w):
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-5).float() * (1 / 127) + 1e-9
+    return linear((x.float() * (1 / scale)).round().to(torch.int8), scale, w)
+
+
+def unclamped_by_the_tensor(x, w):
+    scale = x.abs().amax().float() / 127
+    return linear((x.float() / scale).round().to(torch.int8), scale, w)
+
+
 def of_one_side(x, w):
     scale = scale_of(x)
     return linear((x / scale).round().clamp_min(-100).clamp_max(90).to(torch.int8), scale, w)
+
+
+def clamped_on_one_side(x, w):
+    scale = scale_of(x)
+    return linear((x / scale).round().clamp_min(-100).to(torch.int8), scale, w)
 
 
 def in_three_dimensions(x, w):
@@ -58,7 +73,10 @@ TAKEN = {
     divided: (-128, 127),
     multiplied: (-127, 127),
     unclamped: (-128, 127),
+    unclamped_by_a_reciprocal: (-128, 127),
+    unclamped_by_the_tensor: (-128, 127),
     of_one_side: (-100, 90),
+    clamped_on_one_side: (-100, 127),
     in_three_dimensions: (-128, 127),
 }
 
@@ -83,10 +101,12 @@ def test_rounding_clamp_and_cast_are_one_op(fn):
     after = rewritten(fn)
     [node] = after.graph.find_nodes(op="call_function", target=quantize.op)
     assert node.args[2:] == TAKEN[fn]
-    assert (node.args[1] is None) == (fn is multiplied)
+    assert (node.args[1] is None) == (fn in (multiplied, unclamped_by_a_reciprocal))
     for op in (aten.round.default, aten.clamp.default, aten.clamp_min.default):
-        assert count(after, op) == (op is aten.clamp_min.default)  # that of the scale
-    assert count(after, aten.div.Tensor) == 1  # the scale's, by 127
+        is_the_scales = op is aten.clamp_min.default and fn is not unclamped_by_the_tensor
+        assert count(after, op) == is_the_scales
+    # that of the scale
+    assert count(after, aten.div.Tensor) == (fn is not unclamped_by_a_reciprocal)
 
 
 def truncated(x, w):
@@ -115,7 +135,52 @@ def disjoint(x, w):
     return linear((x / scale).round().clamp(-128, -5).clamp(5, 127).to(torch.int8), scale, w)
 
 
-LEFT = [truncated, wrapping, between_fractions, rounded_for_others, disjoint]
+def static(x, w):
+    return linear((x * 32.0).round().to(torch.int8), 0.03125, w)
+
+
+def one_side_alone(x, w):
+    return linear((x * 32.0).round().clamp_min(-128).to(torch.int8), 0.03125, w)
+
+
+def by_another_tensor(x, w):
+    scale = scale_of(x * 0.5)
+    return linear((x / scale).round().to(torch.int8), scale, w)
+
+
+def up_to_128(x, w):
+    """The end that is a tie is rounded to 128."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 127.5
+    return linear((x / scale).round().to(torch.int8), scale, w)
+
+
+def by_the_largest(x, w):
+    """Which is no bound of what is negative."""
+    scale = x.float().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    return linear((x / scale).round().to(torch.int8), scale, w)
+
+
+def by_a_rounded_scale(x, w):
+    """Of bf16: less than a 127th."""
+    scale = (x.abs().amax(-1, keepdim=True) / 127).float()
+    return linear((x / scale).round().to(torch.int8), scale, w)
+
+
+def by_less_than_the_scale(x, w):
+    scale = scale_of(x) - 1e-3
+    return linear((x / scale).round().to(torch.int8), scale, w)
+
+
+UNCERTAIN = [
+    static,
+    one_side_alone,
+    by_another_tensor,
+    up_to_128,
+    by_the_largest,
+    by_a_rounded_scale,
+    by_less_than_the_scale,
+]
+LEFT = [truncated, wrapping, between_fractions, rounded_for_others, disjoint, *UNCERTAIN]
 
 
 @pytest.mark.parametrize("fn", LEFT, ids=lambda fn: fn.__name__)

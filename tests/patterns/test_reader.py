@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.ao.quantization.fx._decomposed
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.patterns.operand import Weight, read_weight
 from tests.support.reading import CPU, Body, Graph, read
@@ -430,3 +431,15 @@ def test_a_frozen_table_is_not_known_by_its_values() -> None:
     unknown = read_weight(weight)
     assert isinstance(unknown, Weight)
     assert order in unknown.sources
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_table_of_a_package_is_data_where_it_may_be_replaced(monkeypatch, frozen) -> None:
+    monkeypatch.setattr(compat, "is_exporting", lambda: True)
+    monkeypatch.setattr(compat, "is_freezing", lambda: frozen)
+    g = Graph()
+    order = g.constant(1, 0, 3, 2, name="g_idx")
+    weight = g.cast(g(aten.index.Tensor, g.input(torch.ones(4, 8, dtype=torch.int8)), [order]))
+    found = read_weight(weight)
+    assert isinstance(found, Weight)
+    assert (order in found.sources) == (not frozen)

@@ -33,8 +33,9 @@ class Graph:
     def input(self, value: torch.Tensor) -> fx.Node:
         return self._add(self.graph.placeholder("x"), value)
 
-    def constant(self, *numbers: int, dtype: torch.dtype = i64) -> fx.Node:
-        name = f"constant{len(self.values)}"
+    def constant(self, *numbers: int, dtype: torch.dtype = i64, name: str = "") -> fx.Node:
+        """A literal of the code, or the buffer of an exported model of this name."""
+        name = name or f"_tensor_constant{len(self.values)}"
         self.module.register_buffer(name, torch.tensor(numbers, dtype=dtype))
         return self._add(self.graph.get_attr(name), self.module.get_buffer(name))
 
