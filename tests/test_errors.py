@@ -95,7 +95,7 @@ def test_a_k_that_overflows_is_refused_with_the_limit_and_the_way_out():
     a = torch.zeros(1, k, dtype=torch.int8, device="meta")
     b = torch.zeros(k, 1, dtype=torch.int8, device="meta")
     with pytest.raises(SpecError, match="split the sum") as caught:
-        w8a8.spec_of(a, b, None, None, None, torch.float32)
+        w8a8.spec_of(a, b, None, None, None, out_dtype=torch.float32)
     assert str(k) in str(caught.value)
     assert str(w8a8.MAX_K) in str(caught.value)
 

@@ -11,7 +11,7 @@ from inductor_quant.kernels.fp8 import (
     FP8_MM,
     FP8_PERSISTENT,
 )
-from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON
+from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON, FP8_GLUON
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
@@ -25,6 +25,7 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_WORDS,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
+    FP8_GLUON,
     FP8_PERSISTENT,
     FP8_MM,
     FP8_BLOCK_GLUON,

@@ -38,8 +38,24 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch != ARCH:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_{ARCH}, this is {device}")
-    if spec.a.dtype != torch.float8_e4m3fn or spec.b.dtype != torch.float8_e4m3fn:
-        return Rejection(RejectionCode.NO_KERNEL, f"operands of {spec} are not both e4m3")
+    if fp8.is_block_scaled(spec):
+        refused = _refuse_blocks(spec)
+        if refused is not None:
+            return refused
+    if not (problem.has_aligned_rows and problem.k_is_static):
+        return Rejection(
+            RejectionCode.NO_KERNEL,
+            "an operand is not contiguous along K, or its rows do not begin at 16-byte multiples",
+        )
+    if not problem.is_stored_narrow:
+        return Rejection(RejectionCode.NO_KERNEL, "an fp32 result takes twice as long to store")
+    tiles = math.ceil(problem.m / 256) * math.ceil(problem.n / 128)
+    if tiles < device.num_sms:
+        return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles do not fill the chip")
+    return None
+
+
+def _refuse_blocks(spec: QuantGemmSpec) -> Rejection | None:
     assert spec.a.scale is not None
     assert spec.b.scale is not None
     block_k, block_n = fp8.blocks(spec)
@@ -49,28 +65,15 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         )
     if not {spec.a.scale.dtype, spec.b.scale.dtype} <= set(SCALE_DTYPES):
         return Rejection(RejectionCode.NO_KERNEL, f"scales of {spec} are not both floats")
-    if not (problem.has_aligned_rows and problem.k_is_static):
-        return Rejection(
-            RejectionCode.NO_KERNEL,
-            "an operand is not contiguous along K, or its rows do not begin at 16-byte multiples",
-        )
-    if not problem.is_stored_narrow:
-        return Rejection(RejectionCode.NO_KERNEL, "an fp32 result has no room in shared memory")
-    tiles = math.ceil(problem.m / 256) * math.ceil(problem.n / 128)
-    if tiles < device.num_sms:
-        return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles do not fill the chip")
     return None
 
 
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
-    return {
-        "QUANT_N": fp8.blocks(spec)[1],
-        "HAS_BIAS": spec.bias,
+    return fp8.constants(spec, problem, config, device) | {
         "STAGES": config.num_stages,
         "PROGRAMS": device.num_sms,
-        "ACC_TYPE": "tl.float32",
     }
 
 
@@ -88,13 +91,18 @@ def is_legal(
     return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is none of {offered}")
 
 
-FP8_BLOCK_GLUON = Kernel(
-    name="fp8_block_gluon",
-    family="fp8_block",
-    grid=w8a8.persistent_grid,
-    supports=supports,
-    constants=constants,
-    configs=configs,
-    legal=is_legal,
-    is_gluon=True,
-)
+def _kernel(family: str) -> Kernel:
+    return Kernel(
+        name=f"{family}_gluon",
+        family=family,
+        grid=w8a8.persistent_grid,
+        supports=supports,
+        constants=constants,
+        configs=configs,
+        legal=is_legal,
+        template="fp8_gluon",
+        is_gluon=True,
+    )
+
+
+FP8_GLUON, FP8_BLOCK_GLUON = _kernel("fp8"), _kernel("fp8_block")

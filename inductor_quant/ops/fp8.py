@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
-from inductor_quant.ops.w8a8 import SCALE_DTYPES, scale_spec
+from inductor_quant.ops.w8a8 import SCALE_DTYPES, scale_spec, scaled
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
@@ -47,27 +49,14 @@ def reference(
 
     Raises SpecError where shapes or dtypes are others.
     """
-    spec_of(a, b, a_scale, b_scale, bias, fast_accum, out_dtype)
-    out = (a.double() @ b.double()).float()
-    for scale in (a_scale, b_scale):
-        if scale is not None:
-            out = out * scale.float()
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
+    spec_of(a, b, a_scale, b_scale, bias, fast_accum=fast_accum, out_dtype=out_dtype)
+    return scaled((a.double() @ b.double()).float(), a_scale, b_scale, bias, out_dtype)
 
 
 def fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    fast_accum: bool = False,
-    out_dtype: torch.dtype,
+    a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype, **options: Any
 ) -> torch.Tensor:
-    spec_of(a, b, a_scale, b_scale, bias, fast_accum, out_dtype)
+    spec_of(a, b, *scales, out_dtype=out_dtype, **options)
     return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
 
 
@@ -77,7 +66,8 @@ def spec_of(
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    fast_accum: bool,
+    *,
+    fast_accum: bool = False,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
     """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
@@ -99,16 +89,12 @@ def spec_of(
     return make_spec(
         a_dtype=a.dtype,
         b_dtype=b.dtype,
-        a_scale=scale_spec(a_scale, (1, -1), is_full=not _is_one(a_scale, 0)),
-        b_scale=scale_spec(b_scale, (-1, 1), is_full=not _is_one(b_scale, 1)),
+        a_scale=scale_spec(a_scale, (1, -1), dim=0),
+        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
         out_dtype=out_dtype,
         bias=bias is not None,
         fast_accum=fast_accum,
     )
-
-
-def _is_one(scale: torch.Tensor | None, dim: int) -> bool:
-    return scale is None or (isinstance(scale.shape[dim], int) and scale.shape[dim] == 1)
 
 
 def make_spec(

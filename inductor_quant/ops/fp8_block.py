@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.ops.fp8 import ELEMENT_DTYPES, make_spec
 from inductor_quant.ops.w8a8 import SCALE_DTYPES as FLOAT_DTYPES
+from inductor_quant.ops.w8a8 import scaled
 from inductor_quant.spec import QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
@@ -51,29 +54,20 @@ def reference(
 
     Raises SpecError where shapes or dtypes are others, or a block size is not positive.
     """
-    spec_of(a, b, a_scale, b_scale, bias, block_k, block_n, out_dtype)
+    sizes = {"block_k": block_k, "block_n": block_n}
+    spec_of(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     (k, n) = b.shape
     # not repeat_interleave of the scales as they are: it does not know e8m0
     rows = a_scale.double().repeat_interleave(block_k, 1)[:, :k]
     blocks = b_scale.double().repeat_interleave(block_k, 0).repeat_interleave(block_n, 1)[:k, :n]
     out = ((a.double() * rows) @ (b.double() * blocks)).float()
-    if bias is not None:
-        out = out + bias.float()
-    return out.to(out_dtype)
+    return scaled(out, None, None, bias, out_dtype)
 
 
 def fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    block_k: int,
-    block_n: int,
-    out_dtype: torch.dtype,
+    a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype, **sizes: Any
 ) -> torch.Tensor:
-    spec_of(a, b, a_scale, b_scale, bias, block_k, block_n, out_dtype)
+    spec_of(a, b, *scales, out_dtype=out_dtype, **sizes)
     return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
 
 
@@ -83,6 +77,7 @@ def spec_of(
     a_scale: torch.Tensor,
     b_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    *,
     block_k: int,
     block_n: int,
     out_dtype: torch.dtype,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from inductor_quant.errors import SpecError
+from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
@@ -69,9 +69,8 @@ def reference(
     Raises SpecError where shapes or dtypes are others, or K exceeds ``max_k`` (131071; 65793 and
     33025 with integer zero points of one or both), beyond which full-range operands overflow int32.
     """
-    spec_of(
-        a, b, a_scale, b_scale, bias, out_dtype, a_zero_point, b_zero_point, b_sum, a_zero=a_zero
-    )
+    zeros = (a_zero_point, b_zero_point, b_sum)
+    spec_of(a, b, a_scale, b_scale, bias, *zeros, a_zero=a_zero, out_dtype=out_dtype)
     # Integers in fp64 are exact up to 2**53, and every device has a fast fp64 matmul for any shape.
     out = a.double() @ b.double()
     zero = a_zero if a_zero_point is None else a_zero_point.double()
@@ -86,6 +85,17 @@ def reference(
     out = out.float()
     if alpha != 1.0:
         out = out * alpha
+    return scaled(out, a_scale, b_scale, bias, out_dtype)
+
+
+def scaled(
+    out: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What follows a sum in fp32: scales and bias in fp32, rounded once."""
     for scale in (a_scale, b_scale):
         if scale is not None:
             out = out * scale.float()
@@ -95,42 +105,11 @@ def reference(
 
 
 def fake(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    a_zero_point: torch.Tensor | None = None,
-    b_zero_point: torch.Tensor | None = None,
-    b_sum: torch.Tensor | None = None,
-    *,
-    alpha: float = 1.0,
-    a_zero: int = 0,
-    out_dtype: torch.dtype,
+    a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype, **options: Any
 ) -> torch.Tensor:
-    (m, k), n = a.shape, b.shape[1]
-    allowed = (
-        ("b", b.shape[:1], ((k,),)),
-        ("a_scale", a_scale, ((m, 1), (1, 1))),
-        ("b_scale", b_scale, ((1, n), (1, 1))),
-        ("bias", bias, ((n,),)),
-        ("a_zero_point", a_zero_point, ((m, 1), (1, 1))),
-        ("b_zero_point", b_zero_point, ((1, n), (1, 1))),
-        ("b_sum", b_sum, ((1, n),)),
-    )
-    for name, given, shapes in allowed:
-        shape = given.shape if isinstance(given, torch.Tensor) else given
-        if shape is not None and all(_differ(shape, wanted) for wanted in shapes):
-            raise SpecError(f"w8a8: {name} is {list(shape)}, it must be one of {shapes}")
-    return torch.empty((m, n), dtype=out_dtype, device=a.device)
-
-
-def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether two shapes certainly differ; symbolic sizes are not judged: that adds a guard."""
-    return len(shape) != len(wanted) or any(
-        isinstance(x, int) and isinstance(y, int) and x != y
-        for x, y in zip(shape, wanted, strict=True)
-    )
+    options.pop("alpha", None)
+    spec_of(a, b, *scales, out_dtype=out_dtype, **options)
+    return torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=a.device)
 
 
 def spec_of(
@@ -139,35 +118,31 @@ def spec_of(
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
     a_zero_point: torch.Tensor | None = None,
     b_zero_point: torch.Tensor | None = None,
     b_sum: torch.Tensor | None = None,
     *,
     a_zero: int = 0,
+    out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
-    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM."""
-    if a.dtype != torch.int8 or b.dtype != torch.int8:
-        raise SpecError(f"w8a8 takes int8 operands; a is {a.dtype}, b is {b.dtype}")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise SpecError(f"w8a8 takes a [M, K] and b [K, N]; a is {_size(a)}, b is {_size(b)}")
+    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+
+    Symbolic sizes are not judged: that would add a guard.
+    """
+    check_matrices("w8a8", a, b, (torch.int8,))
     (m, k), n = a.shape, b.shape[1]
-    rows, columns = [(m, 1), (1, 1)], [(1, n), (1, 1)]
-    for name, given, shapes, dtypes in (
-        ("a_scale", a_scale, rows, SCALE_DTYPES),
-        ("b_scale", b_scale, columns, SCALE_DTYPES),
-        ("bias", bias, [(n,)], SCALE_DTYPES),
-        ("a_zero_point", a_zero_point, rows, ZERO_DTYPES),
-        ("b_zero_point", b_zero_point, columns, ZERO_DTYPES),
-        ("b_sum", b_sum, columns[:1], SUM_DTYPES),
-    ):
-        if given is None:
-            continue
-        if tuple(given.shape) not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise SpecError(f"w8a8: {name} is {_size(given)}, it must be {wanted}")
-        if given.dtype not in dtypes:
-            raise SpecError(f"w8a8: {name} is {given.dtype}, it must be one of {dtypes}")
+    rows, columns = ((m, 1), (1, 1)), ((1, n), (1, 1))
+    check(
+        "w8a8",
+        {
+            "a_scale": (a_scale, rows, SCALE_DTYPES),
+            "b_scale": (b_scale, columns, SCALE_DTYPES),
+            "bias": (bias, ((n,),), SCALE_DTYPES),
+            "a_zero_point": (a_zero_point, rows, ZERO_DTYPES),
+            "b_zero_point": (b_zero_point, columns, ZERO_DTYPES),
+            "b_sum": (b_sum, columns[:1], SUM_DTYPES),
+        },
+    )
     if not -128 <= a_zero <= 127 or (a_zero and a_zero_point is not None):
         raise SpecError(f"w8a8: a_zero={a_zero}; it must be in -128 ... 127, or a_zero_point given")
     has_zero = a_zero_point is not None or a_zero != 0
@@ -177,13 +152,13 @@ def spec_of(
         zero_kind(None if a_zero_point is None else a_zero_point.dtype, a_zero),
         zero_kind(None if b_zero_point is None else b_zero_point.dtype),
     )
-    if k > max_k(*zeros):
+    if isinstance(k, int) and k > max_k(*zeros):
         raise SpecError(
             f"w8a8: K={k} may overflow int32, the most is {max_k(*zeros)}; split the sum over K"
         )
     return make_spec(
-        a_scale=scale_spec(a_scale, (1, -1), is_full=a_scale is not None and a_scale.shape[0] != 1),
-        b_scale=scale_spec(b_scale, (-1, 1), is_full=b_scale is not None and b_scale.shape[1] != 1),
+        a_scale=scale_spec(a_scale, (1, -1), dim=0),
+        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
         out_dtype=out_dtype,
         bias=bias is not None,
         a_zero=zeros[0],
@@ -198,13 +173,13 @@ def zero_kind(dtype: torch.dtype | None, number: int = 0) -> str:
     return "float" if dtype.is_floating_point else "int"
 
 
-def scale_spec(
-    scale: torch.Tensor | None, full: tuple[int, int], *, is_full: bool
-) -> ScaleSpec | None:
-    """The ScaleSpec of ``scale``: of granularity ``full``, or per tensor."""
+def scale_spec(scale: torch.Tensor | None, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
+    """The ScaleSpec of ``scale``: of granularity ``full``, or per tensor if it is 1 along
+    ``dim``."""
     if scale is None:
         return None
-    return ScaleSpec(scale.dtype, full if is_full else (-1, -1))
+    size = scale.shape[dim]
+    return ScaleSpec(scale.dtype, (-1, -1) if isinstance(size, int) and size == 1 else full)
 
 
 def make_spec(
@@ -224,10 +199,6 @@ def make_spec(
         acc_dtype=torch.int32,
         bias=bias,
     )
-
-
-def _size(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
 
 
 _library = torch.library.Library("inductor_quant", "FRAGMENT")

@@ -1,4 +1,4 @@
-"""The Gluon kernel of ``fp8_block`` on a GPU: every element against fp64, whatever the sizes."""
+"""The Gluon kernel of FP8 on a GPU: every element against fp64, whatever the sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import inductor_quant
 from inductor_quant.kernels import fp8_gluon
-from tests.support.fp8 import Case, gemm, make_inputs, reference
+from tests.support.fp8 import Case, e5m2, gemm, make_inputs, reference
 from tests.support.numerics import assert_close
 
 pytestmark = [
@@ -22,6 +22,7 @@ pytestmark = [
     ),
 ]
 
+NAMES = ("fp8_block_gluon", "fp8_gluon")
 CASES = [
     # at least 132 tiles of 256 x 128, or another kernel is taken
     Case(4096, 4096, 1024, block=(128, 128)),
@@ -29,7 +30,11 @@ CASES = [
     Case(2560, 4099, 640, block=(128, 128), bias=False),
     Case(4096, 2112, 7168, block=(128, 256), a_scales="m", scale_dtype=torch.bfloat16),
     Case(33000, 130, 16, block=(128, 128), a_scales="m", out_dtype=torch.float16),
-    Case(4097, 1100, 144, block=(128, 128), scale_dtype=torch.float16),
+    Case(4097, 1100, 144, block=(128, 128), scale_dtype=torch.float16, a_dtype=e5m2),
+    Case(4100, 4000, 528),
+    Case(4096, 2112, 7168, fast_accum=True, a_scale="tensor", w_dtype=e5m2),
+    Case(4097, 1100, 144, b_scale="tensor", bias=False, scale_dtype=torch.bfloat16),
+    Case(33000, 130, 16, fast_accum=True, b_scale="none", out_dtype=torch.float16),
 ]
 
 
@@ -40,7 +45,8 @@ def compiled_anew(monkeypatch):
 
 
 def run(fn, *inputs, config=None, **options):
-    chosen = {} if config is None else {"inductor_quant.configs": (f"fp8_block_gluon {config}",)}
+    pinned = tuple(f"{name} {config}" for name in NAMES)
+    chosen = {} if config is None else {"inductor_quant.configs": pinned}
     with inductor_quant.collect() as report, torch.no_grad():
         compiled = torch.compile(
             fn,
@@ -50,7 +56,7 @@ def run(fn, *inputs, config=None, **options):
         )
         got = compiled(*inputs)
     [choice] = report.kernels
-    assert choice.chosen.startswith("fp8_block_gluon")
+    assert choice.chosen.startswith(NAMES)
     return got
 
 
@@ -63,9 +69,9 @@ def test_result_is_close_to_fp64(case, config):
     assert_close(got, reference(case, inputs), case.out_dtype, slack=2)
 
 
-def test_the_epilogue_is_fused_and_right():
+@pytest.mark.parametrize("case", [CASES[1], Case(4100, 4000, 528, fast_accum=True)], ids=str)
+def test_the_epilogue_is_fused_and_right(case):
     torch.manual_seed(0)
-    case = CASES[1]
     inputs = make_inputs(case, "cuda")
     residual = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
 

@@ -1,7 +1,8 @@
-"""The Gluon kernel of ``fp8_block``: when it applies, what ptxas makes of it, and its epilogue.
+"""The Gluon kernel of ``fp8`` and ``fp8_block``: when it applies, what ptxas makes of it, and its
+epilogue.
 
 Triton's interpreter does not know Gluon: its numerics are tested on a GPU (tests/gpu), and those of
-``fp8_block_persistent``, which computes the same in plain Triton, in the interpreter.
+the persistent kernels, which compute the same in plain Triton, in the interpreter.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tests.support.fp8 import Case, gemm, make_inputs
 CASE = Case(4096, 2112, 1536, block=(128, 128), a_scales="m")
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=4096, n=7168, k=16384, is_stored_narrow=True, has_aligned_rows=True)
+NAMES = ("fp8_block_gluon", "fp8_gluon")
+ROWS = Case(4096, 2112, 1536)
 FLOAT = torch.float32
 A_SCALE, B_SCALE = ScaleSpec(FLOAT, (1, 128)), ScaleSpec(FLOAT, (128, 128))
 
@@ -37,8 +40,10 @@ def spec(a_scale=A_SCALE, b_scale=B_SCALE, **dtypes):
 
 def test_it_takes_large_products_on_hopper():
     assert fp8_gluon.supports(spec(), PROBLEM, H200) is None
-    wide = spec(b_scale=ScaleSpec(torch.bfloat16, (128, 256)))
+    wide = spec(b_scale=ScaleSpec(torch.bfloat16, (128, 256)), a_dtype=torch.float8_e5m2)
     assert fp8_gluon.supports(wide, PROBLEM, H200) is None
+    rows = spec(ScaleSpec(FLOAT, (1, -1)), ScaleSpec(FLOAT, (-1, 1)))
+    assert fp8_gluon.supports(rows, PROBLEM, H200) is None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +58,6 @@ def test_it_takes_large_products_on_hopper():
         (spec(b_scale=ScaleSpec(FLOAT, (128, 1))), PROBLEM, H200),
         (spec(ScaleSpec(FLOAT, (1, 64)), ScaleSpec(FLOAT, (64, 128))), PROBLEM, H200),
         (spec(ScaleSpec(torch.float8_e8m0fnu, (1, 128))), PROBLEM, H200),
-        (spec(a_dtype=torch.float8_e5m2), PROBLEM, H200),
     ],
 )
 def test_everything_else_is_for_the_other_kernels(given, problem, device):
@@ -63,13 +67,13 @@ def test_everything_else_is_for_the_other_kernels(given, problem, device):
 def generate(fn, make, config=None, **inductor):
     options = {"inductor_quant.on_error": "raise"}
     if config is not None:
-        options["inductor_quant.configs"] = (f"fp8_block_gluon {config}",)
+        options["inductor_quant.configs"] = tuple(f"{name} {config}" for name in NAMES)
     with collect() as report:
         generated = simulate.generate(
             fn, make, arch=90, backend=inductor_quant_backend, options=options, **inductor
         )
     [choice] = report.kernels
-    assert choice.chosen.startswith("fp8_block_gluon")
+    assert choice.chosen.startswith(NAMES)
     return generated
 
 
@@ -78,10 +82,11 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 
 @needs_gluon
 @pytest.mark.compiles
-@pytest.mark.parametrize("config", fp8_gluon.CONFIGS, ids=str)
+@pytest.mark.parametrize("config", fp8_gluon.CONFIGS[1:], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-def test_two_groups_of_warps_multiply_and_no_register_is_spilled(config, bias):
-    case = dataclasses.replace(CASE, bias=bias)
+@pytest.mark.parametrize("like", [CASE, ROWS, dataclasses.replace(ROWS, fast_accum=True)], ids=str)
+def test_two_groups_of_warps_multiply_and_no_register_is_spilled(like, config, bias):
+    case = dataclasses.replace(like, bias=bias)
     generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
