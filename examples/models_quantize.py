@@ -76,7 +76,7 @@ class Int4Linear(nn.Module):
 
 
 class Fp8BlockLinear(nn.Module):
-    """nn.Linear as DeepSeek-V3's checkpoints have it: an e4m3 weight with a scale for each 128 x 128,
+    """nn.Linear as in DeepSeek-V3: an e4m3 weight with a scale for each 128 x 128,
     activations with one for each 128 of a token.
 
     ``torch._scaled_mm`` takes the activation's scales along M: [M, K / 128] with strides (1, M).
