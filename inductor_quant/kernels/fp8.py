@@ -119,6 +119,7 @@ def constants(
         "FEW_ROWS": problem.m < config.block_m and problem.m * problem.n > 1,
         "PROMOTE": promote,
         "SPLIT_K": config.split_k,
+        "STAGES": config.num_stages,
         "SWAP": is_swapped(spec, config),
         "DECODE_A": _decode(spec.a, device),
         "DECODE_B": _decode(spec.b, device),
