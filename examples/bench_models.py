@@ -30,7 +30,7 @@ MODELS = {
     "sam": ["sam"],
     "llama-decode": ["llama-decode-1", "llama-decode-16", "llama-decode-64"],
     "llama-prefill": ["llama-prefill"],
-    "deepseek": ["deepseek"],
+    "deepseek": ["deepseek-64", "deepseek"],
 }
 DEFAULT_SYSTEMS = ["ours", "stock", "bf16", "bf16-autotune"]
 BEST_BF16 = "bf16 (best)"

@@ -285,5 +285,6 @@ CASES: dict[str, Case] = {
     "llama-decode-16": functools.partial(llama, batch=16, tokens=1, past=1023),
     "llama-decode-64": functools.partial(llama, batch=64, tokens=1, past=1023),
     "llama-prefill": functools.partial(llama, batch=1, tokens=4096, past=0),
+    "deepseek-64": functools.partial(deepseek, tokens=64),
     "deepseek": functools.partial(deepseek, tokens=4096),
 }

@@ -1,4 +1,5 @@
-"""Quantizers of a few lines of plain PyTorch: W8A8 with dynamic activation scales, W4A16 in groups.
+"""Quantizers of a few lines of plain PyTorch: W8A8 with dynamic activation scales, W4A16 in groups,
+FP8 in blocks.
 
 This is what a user writes or a package does; nothing in it knows of inductor_quant, which finds the
 products, their scales and packed weights in the compiled graph."""
@@ -74,6 +75,40 @@ class Int4Linear(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
+class Fp8BlockLinear(nn.Module):
+    """nn.Linear as in DeepSeek-V3: an e4m3 weight with a scale for each 128 x 128,
+    activations with one for each 128 of a token.
+
+    ``torch._scaled_mm`` takes the activation's scales along M: [M, K / 128] with strides (1, M).
+    """
+
+    block = 128
+    largest = 448.0  # of e4m3
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        n, k = linear.weight.shape
+        pad = (0, -k % self.block, 0, -n % self.block)
+        tiles = F.pad(linear.weight.float(), pad).unflatten(1, (-1, self.block))
+        tiles = tiles.unflatten(0, (-1, self.block))  # [N / 128, 128, K / 128, 128]
+        scale = tiles.abs().amax((1, 3)).clamp_min(1e-12) / self.largest
+        weight = (tiles / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:n, :k]
+        self.register_buffer("weight", weight.to(torch.float8_e4m3fn).contiguous())
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.reshape(-1, x.shape[-1] // self.block, self.block).float()
+        scale = blocks.abs().amax(-1).clamp_min(1e-12) / self.largest
+        quantized = (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)
+        along_m = scale.t().contiguous().t()
+        out = torch._scaled_mm(
+            quantized, self.weight.t(), along_m, self.scale.t(), out_dtype=x.dtype
+        )
+        out = out if self.bias is None else out + self.bias
+        return out.reshape(*x.shape[:-1], -1)
+
+
 def pack(levels: Tensor, dim: int) -> Tensor:
     """int32 words of eight numbers from 0 to 15 along ``dim``, the first in the lowest bits."""
     shape = [1] * levels.dim()
@@ -119,5 +154,6 @@ def torchao(model: nn.Module) -> None:
 QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {
     "plain": functools.partial(replace, kind=Int8Linear),
     "int4": functools.partial(replace, kind=Int4Linear),
+    "fp8_block": functools.partial(replace, kind=Fp8BlockLinear),
     "torchao": torchao,
 }

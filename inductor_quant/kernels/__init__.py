@@ -5,12 +5,12 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
 from inductor_quant.kernels.fp8 import (
-    FP8_BLOCK_FEW,
     FP8_BLOCK_MM,
     FP8_BLOCK_PERSISTENT,
     FP8_MM,
     FP8_PERSISTENT,
 )
+from inductor_quant.kernels.fp8_few import FP8_BLOCK_FEW
 from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON, FP8_GLUON
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
@@ -28,9 +28,9 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_GLUON,
     FP8_PERSISTENT,
     FP8_MM,
+    FP8_BLOCK_FEW,
     FP8_BLOCK_GLUON,
     FP8_BLOCK_PERSISTENT,
-    FP8_BLOCK_FEW,
     FP8_BLOCK_MM,
 )
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
-from inductor_quant.kernels import KERNELS, fp8
+from inductor_quant.kernels import KERNELS, fp8, fp8_few
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.ops.fp8 import make_spec
 from inductor_quant.report import collect
@@ -114,7 +114,7 @@ def test_what_is_legal(spec, config, code):
     [(2112, 7168, 8), (4096, 7168, 4), (7168, 16384, 2), (24576, 1536, 1), (64, 512, 1)],
 )
 def test_k_is_split_until_there_are_two_programs_an_sm(n, k, split):
-    [first, *others] = fp8.few_configs(BLOCKS, Problem(16, n, k), H200)
+    [first, *others] = fp8_few.configs(BLOCKS, Problem(16, n, k), H200)
     assert first.split_k == split
     assert {config.split_k for config in others} == {split}
 
@@ -128,7 +128,7 @@ def test_k_is_split_until_there_are_two_programs_an_sm(n, k, split):
     ids=str,
 )
 def test_what_the_kernel_for_few_rows_does_not_take(problem, device, says):
-    rejection = fp8.few_supports(BLOCKS, problem, device)
+    rejection = fp8_few.supports(BLOCKS, problem, device)
     assert rejection is not None
     assert says in rejection.detail
 
