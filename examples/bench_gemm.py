@@ -37,13 +37,15 @@ HERE = Path(__file__).parent
 WORKER = HERE / "models_linear.py"
 _WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize", "tinygemm", "gemlite"]
 _COMPILED = ["ours", "ours-autotune", "stock", "stock-autotune"]
+_W8A8 = {
+    "gemm": [*_COMPILED, "int_mm-bare", "gemlite"],
+    "silu": _COMPILED,
+    "linear": [*_COMPILED, "bf16", "gemlite", "torchao"],
+}
 # family -> measure -> systems; those of models_linear.py, where each has its entry
 DEFAULT_SYSTEMS = {
-    "w8a8": {
-        "gemm": [*_COMPILED, "int_mm-bare", "gemlite"],
-        "silu": _COMPILED,
-        "linear": [*_COMPILED, "bf16", "gemlite", "torchao"],
-    },
+    "w8a8": _W8A8,
+    "w8a8_fp16": _W8A8,
     "fp8": {
         "gemm": [*_COMPILED, "cublaslt"],
         "silu": _COMPILED,
@@ -78,7 +80,8 @@ def grid_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     if options.tiny:
         return TINY_GROUPS if is_weight_only(options.family) else TINY
     grids = json.loads((HERE / "shapes.json").read_text())
-    formal = grids["formal"]["weight_only" if is_weight_only(options.family) else options.family]
+    family = "weight_only" if is_weight_only(options.family) else options.family
+    formal = grids["formal"][family.removesuffix("_fp16")]
     rows = options.m or formal["M"]
     return [
         (m, n, k) for m in [*rows[::2], *rows[1::2]] for n, k in grids[options.grid or formal["NK"]]

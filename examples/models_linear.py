@@ -36,7 +36,7 @@ EXACT, REQUANTIZED = 4e-3, 3e-2
 
 def int8_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
     """int8 in: GEMM, both scales, bias. What any W8A8 producer's graph says after quantizing."""
-    return (torch._int_mm(a, w.t()).float() * sa * sw + bias).to(torch.bfloat16)
+    return (torch._int_mm(a, w.t()).float() * sa * sw + bias).to(bias.dtype)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +53,14 @@ def int8_linear(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor) -> Tensor:
 class W8A8:
     """int8 weights with a scale for each channel, int8 activations with a scale for each token."""
 
+    dtype = torch.bfloat16
+
     def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
         self.measure, self.m, self.n, self.k, self.device = measure, m, n, k, device
         self.generator = torch.Generator(device).manual_seed(0)
         options: dict[str, Any] = {"device": device, "generator": self.generator}
-        self.bias = torch.randn(n, dtype=torch.bfloat16, **options)
-        self.x = torch.randn(m, k, dtype=torch.bfloat16, **options)
+        self.bias = torch.randn(n, dtype=self.dtype, **options)
+        self.x = torch.randn(m, k, dtype=self.dtype, **options)
         self.a = self.integers(m, k)
         self.sa, self.sw = (torch.rand(s, **options) * 0.01 + 0.001 for s in ((m, 1), (n,)))
 
@@ -78,7 +80,7 @@ class W8A8:
         return [self.integers(self.n, self.k) for _ in range(self.count(1))]
 
     def bf16_weight(self, w: Tensor) -> Tensor:
-        return (w * self.sw[:, None]).to(torch.bfloat16)
+        return (w * self.sw[:, None]).to(self.dtype)
 
     @functools.cached_property
     def bf16_weights(self) -> list[Tensor]:
@@ -113,6 +115,12 @@ class W8A8:
         return self.x.double() @ (self.weights[0] * self.sw[:, None]).double().t() + self.bias
 
 
+class W8A8Half(W8A8):
+    """fp16 in place of bf16."""
+
+    dtype = torch.float16
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """A system. ``build`` makes the calls; ``reference`` is what the first one should give."""
@@ -121,7 +129,7 @@ class Entry:
     reference: Callable[[Any], Tensor] = lambda problem: problem.exact()
     bound: float = EXACT
     measures: tuple[str, ...] = ("gemm", "silu", "linear")
-    families: tuple[str, ...] = ("w8a8", "fp8", "fp8_block")
+    families: tuple[str, ...] = ("w8a8", "w8a8_fp16", "fp8", "fp8_block")
 
 
 def compiled(backend: str, mode: str | None = None) -> Entry:
@@ -157,7 +165,7 @@ def gemlite(problem: W8A8) -> list[Call]:
     """GemLite's A8W8_int8_dynamic layer; 'gemm' calls the kernel that the layer would call."""
     from gemlite import core, helper
 
-    processor = helper.A8W8_int8_dynamic(device=problem.device, dtype=torch.bfloat16)
+    processor = helper.A8W8_int8_dynamic(device=problem.device, dtype=problem.dtype)
     sw = problem.sw[:, None]
     layers = [processor.from_weights(w, problem.bias, sw) for w in problem.weights]
     if problem.measure == "linear":
@@ -192,6 +200,7 @@ def torchao(problem: W8A8) -> list[Call]:
 
 
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+W8A8S = ("w8a8", "w8a8_fp16")
 SYSTEMS: dict[str, Entry] = {
     "ours": compiled("inductor_quant"),
     "ours-autotune": compiled("inductor_quant", MAX_AUTOTUNE),
@@ -200,14 +209,14 @@ SYSTEMS: dict[str, Entry] = {
     "bf16": bf16(None),  # cuBLAS
     "bf16-autotune": bf16(MAX_AUTOTUNE),
     # eager PyTorch around cuBLASLt's int8 GEMM
-    "int_mm": Entry(lambda problem: problem.calls(problem.function), families=("w8a8",)),
+    "int_mm": Entry(lambda problem: problem.calls(problem.function), families=W8A8S),
     # cuBLASLt's int8 GEMM alone, without scales: what the others do on top is not in it
     "int_mm-bare": Entry(
         *(bare_int_mm, lambda problem: problem.integer_product(problem.a), 0, ("gemm",)),
-        families=("w8a8",),
+        families=W8A8S,
     ),
-    "gemlite": Entry(gemlite, unquantized, REQUANTIZED, ("gemm", "linear"), ("w8a8",)),
-    "torchao": Entry(torchao, unquantized, REQUANTIZED, ("linear",), ("w8a8",)),
+    "gemlite": Entry(gemlite, unquantized, REQUANTIZED, ("gemm", "linear"), W8A8S),
+    "torchao": Entry(torchao, unquantized, REQUANTIZED, ("linear",), W8A8S),
     # eager PyTorch: cuBLASLt's fp8 GEMM with its scales, alone
     "cublaslt": Entry(cublaslt, measures=("gemm",), families=("fp8", "fp8_block")),
     "deepseek": Entry(deepseek, measures=("gemm",), families=("fp8_block",)),
@@ -238,6 +247,7 @@ WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
 # family -> its problem and its systems
 FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "w8a8": (W8A8, SYSTEMS),
+    "w8a8_fp16": (W8A8Half, SYSTEMS),
     "fp8": (Fp8, SYSTEMS),
     "fp8_block": (Fp8Block, SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),

@@ -16,6 +16,7 @@ from torch import nn
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import bench_formal  # noqa: E402
 import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import bench_systems  # noqa: E402
@@ -128,6 +129,51 @@ def test_check_fails_on_a_wrong_result_and_where_ours_does_not_run(worker, monke
     monkeypatch.setattr(bench_gemm, "TINY", [(13, 64, 64)])
     assert run_main(monkeypatch, bench_gemm, *tiny, "--systems", "ours", "--check") == 1
     assert capsys.readouterr().out.count("ours fails: ValueError: no such shape: 13x64x64") == 1
+
+
+def formal_row(measure, m, times, *, n=4096, k=14336):
+    """A row of the formal grid: microseconds of each system."""
+    systems = {name: {"us": [us] * 3} for name, us in times.items()}
+    ratios = {f"ours/{name}": [times["ours"] / us] * 3 for name, us in times.items()}
+    sizes = {"family": "w8a8", "measure": measure, "m": m, "n": n, "k": k}
+    return {**sizes, "systems": systems, "ratios": ratios}
+
+
+def test_the_formal_grid_is_judged_against_its_bars():
+    def verdicts(*rows):
+        return {str(verdict) for verdict in bench_formal.judge(rows)}
+
+    peers = {"stock": 80.0, "gemlite": 50.0, "bf16": 52.0}
+    # 0.3 us or 3 %, whichever is more; a bar on the best of the peers needs all of them
+    found = verdicts(formal_row("linear", 256, {"ours": 39.0, **peers}))
+    assert found == {
+        "met: linear 256x4096x14336 not behind (0.780 of gemlite)",
+        "met: linear 256x4096x14336 ahead of bf16 (0.750)",
+        "missing: linear 256x4096x14336 <= 0.8 x the best (without stock-autotune)",
+    }
+    found = verdicts(
+        formal_row("linear", 256, {"ours": 39.0, **peers, "stock-autotune": 45.0}),
+        formal_row("gemm", 1, {"ours": 10.4, "gemlite": 10.0}),
+        formal_row("gemm", 16, {"ours": 10.3, "gemlite": 10.0}),
+    )
+    assert "NOT MET: linear 256x4096x14336 <= 0.8 x the best (0.867 [0.867, 0.867])" in found
+    assert "NOT MET: gemm 1x4096x14336 not behind (1.040 of gemlite)" in found
+    assert "met: gemm 16x4096x14336 not behind (1.030 of gemlite)" in found
+    assert "met: gemm 1x4096x14336 no slower than with 16 rows (10.4 and 10.3 us)" in found
+    assert {str(v)[:3] for v in bench_formal.judge([formal_row("gemm", 64, {"ours": 1.0})])} == {
+        "mis"
+    }
+
+
+def test_the_formal_grid_is_measured_and_resumed(worker, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_formal, "WORKER", worker)
+    arguments = ("--tiny", "--rounds", 2, "--check", "--json", tmp_path / "formal.json")
+    assert run_main(monkeypatch, bench_formal, *arguments) == 0
+    assert "6 of 6 verdicts met" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "formal.json").read_text())["rows"]
+    assert [row["measure"] for row in rows] == ["linear", "gemm"] * 2
+    assert "stock-autotune" not in rows[0]["systems"]
+    assert run_main(monkeypatch, bench_formal, *arguments, "--budget", 0) == 0
 
 
 def test_a_spent_budget_leaves_the_rest_out(worker, monkeypatch, capsys):
