@@ -12,7 +12,14 @@ if __name__ != "inductor_quant.patterns":
         f"this package is inductor_quant.patterns; imported as {__name__!r} it would exist twice"
     )
 
-from inductor_quant.patterns import fp8, fp8_dequantized, qdq, w8a8, weight_only
+from inductor_quant.patterns import (
+    fp8,
+    fp8_dequantized,
+    fp8_producers,
+    qdq,
+    w8a8,
+    weight_only,
+)
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
 BUILT_IN: tuple[Pattern, ...] = (
@@ -20,6 +27,7 @@ BUILT_IN: tuple[Pattern, ...] = (
     qdq.PATTERN,
     fp8.PATTERN,
     fp8_dequantized.PATTERN,
+    fp8_producers.PATTERN,
     weight_only.PATTERN,
 )
 _patterns: list[Pattern] = list(BUILT_IN)

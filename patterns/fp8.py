@@ -105,20 +105,32 @@ def _version_2(anchor: fx.Node) -> Fp8Product | Rejection:
     if not is_plain or len(scale_a) != 1 or len(scale_b) != 1:
         recipes = f"recipes {recipe_a} and {recipe_b}, swizzled {swizzle_a} and {swizzle_b}"
         return Rejection(RejectionCode.SCALE_AXIS, recipes, anchor.name)
-    operands = (a, b, scale_a[0], scale_b[0])
-    if not all(map(graph.is_tensor_node, operands)):
+    pairs = (scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0])
+    return by_recipes(anchor, (a, b), *pairs, bias, fast[-1])
+
+
+def by_recipes(
+    anchor: fx.Node,
+    operands: tuple[Any, Any],
+    scales: tuple[Any, Any],
+    recipes: tuple[int, int],
+    bias: Any,
+    fast: Any,
+) -> Fp8Product | Rejection:
+    """The product of ``operands`` with one scale each, of these kinds of ScalingType."""
+    if not all(map(graph.is_tensor_node, (*operands, *scales))):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    (a, b), (a_scale, b_scale), (a_recipe, b_recipe) = operands, scales, recipes
+    if graph.value(a).dim() != 2:
+        return Rejection(RejectionCode.WEIGHT_FORM, "a batch of matrices", a.name)
     (m, k), n = graph.value(a).shape, graph.value(b).shape[1]
-    found_a = _by_recipe_a(scale_a[0], recipe_a[0], m, k)
-    found_b = _by_recipe_b(scale_b[0], recipe_b[0], k, n)
+    found_a, found_b = _by_recipe_a(a_scale, a_recipe, m, k), _by_recipe_b(b_scale, b_recipe, k, n)
     if found_a is None or found_b is None:
-        wrong = scale_a[0] if found_a is None else scale_b[0]
-        recipe = recipe_a if found_a is None else recipe_b
-        shape = list(graph.value(wrong).shape)
-        return Rejection(
-            RejectionCode.SCALE_AXIS, f"a scale of shape {shape}, recipe {recipe}", wrong.name
-        )
-    return _product(anchor, a, b, found_a, found_b, bias, fast[-1])
+        wrong = a_scale if found_a is None else b_scale
+        recipe = a_recipe if found_a is None else b_recipe
+        detail = f"a scale of shape {list(graph.value(wrong).shape)}, recipe {recipe}"
+        return Rejection(RejectionCode.SCALE_AXIS, detail, wrong.name)
+    return _product(anchor, a, b, found_a, found_b, bias, fast)
 
 
 # ------------------------------------------------------------------------------------------
@@ -305,7 +317,8 @@ def _assemble(product: Fp8Product, out_dtype: torch.dtype, *, is_block: bool) ->
 
 def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
     rows = graph.size_hint(product.sizes[0])
-    if product.anchor.target not in _ANCHORS or rows is None:
+    anchor = product.anchor.target
+    if rows is None or not (anchor in _ANCHORS or str(anchor) in _CALLS_SCALED_MM):
         return False  # what the graph does else is slower with any number of rows
     if is_block:
         columns = graph.size_hint(product.sizes[1]) or 0
@@ -321,5 +334,7 @@ def _scale_spec(scale: Scale | None) -> ScaleSpec | None:
 _ANCHORS = [aten._scaled_mm.default]
 if hasattr(aten, "_scaled_mm_v2"):
     _ANCHORS.append(aten._scaled_mm_v2.default)
+# Ops of producers that call it.
+_CALLS_SCALED_MM = ("torchao.blockwise_scaled_mm.default",)
 
 PATTERN = Pattern(name="scaled_mm", family="fp8", anchors=tuple(_ANCHORS), recognize=recognize)

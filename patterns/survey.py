@@ -71,14 +71,28 @@ def _is_operator(target: object) -> bool:
 
 def _opaque_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
     """The first float and the first quantized matrix among the inputs; of an FP8 product both are
-    quantized, and the floats are scales."""
-    tensors = [n for n in node.all_input_nodes if graph.is_tensor_node(n)]
+    quantized, and the floats are scales. An fp8 matrix is not packed: it shows its K."""
+    outputs = _written(node)
+    tensors = [n for n in node.all_input_nodes if graph.is_tensor_node(n) and n not in outputs]
     matrices = [n for n in tensors if graph.value(n).dim() >= 2]
     fp8 = [n for n in matrices if graph.value(n).dtype in _FLOAT8]
     if len(fp8) >= 2:
         return fp8[0], fp8[1]
     x = next((n for n in matrices if graph.value(n).dtype in _FLOATS), None)
-    return x, next((n for n in matrices if graph.value(n).dtype in _QUANTIZED), None)
+    w = next((n for n in matrices if graph.value(n).dtype in _QUANTIZED), None)
+    if x is not None and w in fp8:
+        k = graph.value(x).shape[-1]
+        if not any(graph.same_size(k, size) for size in graph.value(w).shape):
+            return None, w
+    return x, w
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a Triton kernel of the graph fills, and hands back."""
+    given, names = node.kwargs.get("kwargs"), node.kwargs.get("tensors_to_clone")
+    if not isinstance(given, dict) or not isinstance(names, (list, tuple)):
+        return []
+    return [given[name] for name in names if isinstance(given.get(name), fx.Node)]
 
 
 def _positions(node: fx.Node) -> tuple[int, int] | None:
@@ -97,7 +111,8 @@ def describe(node: fx.Node) -> Site | None:
     a, b = map(graph.value, factors)
     out = node.meta.get("val")
     if not isinstance(out, torch.Tensor):  # a kernel that writes into its arguments
-        out = a.new_empty((*a.shape[:-1], b.shape[0]))
+        written = [graph.value(n) for n in _written(node) if graph.is_tensor_node(n)]
+        out = next(iter(written), a.new_empty((*a.shape[:-1], b.shape[0])))
     source = _quantized_source(factors)
     return Site(
         node=node.name,

@@ -92,7 +92,7 @@ def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> La
     made = {
         "w8a8": (bf16, nn.Sequential(GptFastLinear(K, N), nn.GELU(), GptFastLinear(N, K))),
         "zero": (bf16, ZeroPoint(K, N)),
-        "gptq": (f16, nn.Sequential(gptq.make(f16, K, N), nn.GELU(), gptq.make(f16, N, K))),
+        "gptq": (f16, gptq.make(f16, K, N)),
         "act_order": (f16, act_order.make(f16, K, N)),
     }
     chosen = {name: made[name] for name in names}
