@@ -200,7 +200,8 @@ def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
 
 
 def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -> None:
-    """Such as the block product of transformers or torchao: two fp8 matrices, scales between."""
+    """Such as those of transformers, which come from its hub: two fp8 matrices, scales between.
+    (torchao's own: ``test_fp8_producers.py``.)"""
     library = torch.library.Library("test_fp8_producer", "DEF")
     library.define("block_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale) -> Tensor")
 

@@ -1,0 +1,204 @@
+"""FP8 in blocks as torchao multiplies it: by ops of its own, and by Triton kernels in the graph.
+
+Its kernels are DeepSeek-V3's act_quant, fp8_gemm and weight_dequant, with few changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.patterns import fp8_producers
+from inductor_quant.report import Report, collect
+from inductor_quant.simulate import virtual_gpu
+from tests.support.fp8 import Case, e4m3, make_inputs, reference
+from tests.support.graphs import capture
+from tests.support.handmade import rewritten
+from tests.support.numerics import assert_close
+from tests.support.producers import REQUIRED_VARIABLE
+from tests.support.producers_real import source, unchanged_inductor_config
+
+if os.environ.get(REQUIRED_VARIABLE) != "1":
+    pytest.importorskip("torchao")
+
+M, N, K = 48, 256, 512
+CASE = Case(M, N, K, block=(128, 128), bias=False)
+SPEC = "(a=e4m3/1x128:f32, b=e4m3/128x128:f32, out=bf16)"
+bf16 = torch.bfloat16
+Tensor = torch.Tensor
+
+
+@functools.cache
+def torchao() -> Any:
+    """torchao's module of block FP8, whose ops are only there once it has seen a GPU."""
+    found = importlib.import_module("torchao.kernel.blockwise_quantization")
+    with virtual_gpu():
+        found._get_triton_impls()
+    return found
+
+
+def training() -> Any:
+    return importlib.import_module("torchao.prototype.blockwise_fp8_training.kernels")
+
+
+def compiled(fn: Any, make: Any) -> tuple[Any, Report]:
+    with collect() as report, torch.no_grad():
+        options = {"inductor_quant.on_error": "raise"}
+        generated = simulate.generate(fn, make, backend=inductor_quant_backend, options=options)
+    return generated, report
+
+
+def operands(device: str) -> tuple[Tensor, ...]:
+    a, w, a_scale, w_scale, _ = make_inputs(CASE, device)
+    return a, a_scale, w, w_scale
+
+
+def activation_and_weight(device: str) -> tuple[Tensor, ...]:
+    return torch.empty(M, K, device=device, dtype=bf16), *operands(device)[2:]
+
+
+# ------------------------------------------------------------------------------------------
+# its ops
+
+
+@pytest.mark.parametrize("lead", [(48,), (1,), (2, 24)], ids=str)
+def test_a_layer_that_torchao_quantizes_is_matched(lead: tuple[int, ...]) -> None:
+    from torchao import quantization
+    from torchao.quantization.granularity import PerBlock
+
+    torchao()
+    torch.manual_seed(0)
+    blocks = [PerBlock([1, 128]), PerBlock([128, 128])]
+    with torch.no_grad(), unchanged_inductor_config():
+        model = nn.Sequential(source(bf16, K, N, bias=True))
+        with mock.patch("torchao.quantization.quant_api._check_hardware_support"):
+            config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=blocks)
+            quantization.quantize_(model, config)
+        x = torch.randn(*lead, K).to(bf16)
+        got, [rewrite] = capture(model, [x])
+    assert [str(match.spec) for match in rewrite.report.matches] == [SPEC]
+    assert rewrite.codes == []
+    weight = model[0].weight
+    dense = weight.qdata.double() * weight.scale.double().repeat_interleave(
+        128, 0
+    ).repeat_interleave(128, 1)
+    want = x.double() @ dense.t() + model[0].bias.double()
+    error = (got.double() - want).square().mean() / want.square().mean()
+    assert error.sqrt() <= 0.03  # e4m3 has a relative step of 1/16 to 1/8
+
+
+@pytest.mark.compiles
+def test_its_call_of_cublaslt_is_matched_as_that_is() -> None:
+    ops = training()
+
+    def fn(a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        return ops.blockwise_scaled_mm(a, w.t(), a_scale, 4, w_scale.t(), 5, bf16)
+
+    _, report = compiled(fn, operands)
+    assert [str(match.spec) for match in report.matches] == [SPEC]
+    large = Case(513, 2112, K, block=(128, 128), bias=False)
+
+    def many(device: str) -> tuple[Tensor, ...]:
+        a, w, a_scale, w_scale, _ = make_inputs(large, device)
+        return a, a_scale, w, w_scale
+
+    _, report = compiled(fn, many)
+    assert [rejection.code.value for rejection in report.rejections] == ["many_rows"]
+
+
+@pytest.mark.interp
+def test_its_product_is_what_we_take_it_for() -> None:
+    """Its own kernel, against the canonical op's formula; sizes that blocks do not divide."""
+    case = Case(5, 200, 320, block=(128, 128), bias=False)
+    torch.manual_seed(0)
+    a, w, a_scale, w_scale, _ = inputs = make_inputs(case, "cpu")
+    impls = torchao()._get_triton_impls()
+    body = impls.gemm._init_fn
+    kernel = dict(zip(body.__code__.co_freevars, body.__closure__, strict=True))
+    tuner = kernel["blockwise_fp8_gemm_kernel"].cell_contents
+    with mock.patch.object(tuner, "configs", tuner.configs[:1]):  # nothing to time
+        got = body(a, a_scale.contiguous(), w, w_scale)
+    assert_close(got, reference(case, inputs), slack=2)
+
+
+def test_a_scale_of_another_size_is_refused() -> None:
+    product = torchao()._get_triton_impls().gemm._opoverload
+    a, a_scale, w, w_scale = operands("cpu")
+    for given in ([a, a_scale[:, :3], w, w_scale], [a, a_scale, w, w_scale[:1]]):
+        rewrite = rewritten(lambda call, *args: call(product, *args), given)
+        assert rewrite.codes == ["scale_axis"]
+        assert rewrite.is_untouched
+
+
+def test_another_version_of_an_op_is_left() -> None:
+    product = torchao()._get_triton_impls().gemm._opoverload
+    with mock.patch.dict(fp8_producers._READERS, clear=True):
+        rewrite = rewritten(lambda call, *args: call(product, *args), list(operands("cpu")))
+    assert rewrite.codes == ["opaque"]
+    assert rewrite.is_untouched
+
+
+# ------------------------------------------------------------------------------------------
+# its kernels
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_kernel_that_quantizes_is_no_product(dynamic: bool) -> None:
+    ops = torchao()
+
+    def fn(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        q, scale = ops.fp8_blockwise_act_quant(x, 128, e4m3)
+        return ops.blockwise_fp8_gemm(q, scale, w, w_scale)
+
+    def make(device: str) -> tuple[Tensor, ...]:
+        x, *weight = activation_and_weight(device)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        return x, *weight
+
+    generated, report = compiled(fn, make)
+    assert [str(match.spec) for match in report.matches] == [SPEC]
+    assert report.rejections == []
+    assert len(generated.kernels) == 2
+
+
+@pytest.mark.compiles
+def test_a_kernel_that_multiplies_is_opaque() -> None:
+    ops = training()
+
+    def fn(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        q, scale = ops.triton_fp8_blockwise_act_quant_lhs(x, 128)
+        return ops.triton_fp8_gemm_1x128_128x128(q, w.t(), scale, w_scale.t(), 128, bf16)
+
+    _, report = compiled(fn, activation_and_weight)
+    assert report.matches == []
+    [rejection] = report.rejections
+    assert rejection.code.value == "opaque"
+    assert rejection.site is not None
+    assert (rejection.site.m, rejection.site.n, rejection.site.k) == (M, N, K)
+
+
+@pytest.mark.compiles
+def test_a_weight_that_a_kernel_dequantizes_is_not_read() -> None:
+    ops = torchao()
+
+    def fn(x: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
+        dense = ops.fp8_blockwise_weight_dequant(w, w_scale, 128)
+        return nn.functional.linear(x, dense.to(bf16))
+
+    _, report = compiled(fn, activation_and_weight)
+    assert report.matches == []
+    [rejection] = report.rejections
+    assert rejection.code.value == "weight_form"
+    assert rejection.site is not None
+    assert rejection.site.source == "e4m3"
