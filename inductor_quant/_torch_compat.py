@@ -142,6 +142,28 @@ def keeps_roundings() -> bool:
     return bool(inductor_config().emulate_precision_casts)
 
 
+def uses_cpp_wrapper() -> bool:
+    """Whether C++ launches the kernels: in a package, or as the user asked."""
+    return is_exporting() or bool(inductor_config().cpp_wrapper)
+
+
+def may_make_descriptors() -> bool:
+    """Whether kernels of the compilation under way may make tensor descriptors: these lie in memory
+    that the launcher has to provide for each program."""
+    return not uses_cpp_wrapper() or _cpp_scratch_is_of_the_grid()
+
+
+@functools.cache
+def _cpp_scratch_is_of_the_grid() -> bool:
+    # 2.11: C++ provides the memory of one program, and all others write past its end; >= 2.13: of
+    # the grid (pytorch/pytorch#175385); drop with 2.11
+    overrides = importlib.import_module("torch._inductor.codegen.cuda.device_op_overrides")
+    common = importlib.import_module("torch._inductor.codegen.common")
+    workspace = common.TritonScratchWorkspace(1, lambda: "uint8")
+    lines, _ = overrides.CUDADeviceOpOverrides().cpp_scratch(0, workspace)
+    return any("grid_0" in line for line in lines)
+
+
 def folds_when_loaded() -> bool:
     """Whether a package of AOTInductor computes what depends on its constants alone where it is
     loaded, and anew whenever they are replaced."""

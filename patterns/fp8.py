@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import fp8, fp8_block
 from inductor_quant.patterns import graph
@@ -323,7 +324,8 @@ def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
     if is_block:
         columns = graph.size_hint(product.sizes[1]) or 0
         rounds = math.ceil(rows / 256) * math.ceil(columns / 128) / HOPPER_SMS
-        return rows > MAX_BLOCK_ROWS and rounds < MIN_FILLED * math.ceil(rounds)
+        is_filled = rounds >= MIN_FILLED * math.ceil(rounds) and not compat.uses_cpp_wrapper()
+        return rows > MAX_BLOCK_ROWS and not is_filled
     return not product.fast_accum and rows > MAX_PRECISE_ROWS
 
 

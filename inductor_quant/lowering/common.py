@@ -77,7 +77,10 @@ def describe_problem(a: Any, b: Any, out_dtype: torch.dtype) -> Problem:
         k_is_static=compat.known_int(k) is not None,
         m_is_static=compat.known_int(m) is not None,
         is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
-        has_aligned_rows=compat.has_aligned_rows(a, 0) and compat.has_aligned_rows(b, 1),
+        # what kernels ask who describe their operands to the tensor memory accelerator
+        has_aligned_rows=compat.may_make_descriptors()
+        and compat.has_aligned_rows(a, 0)
+        and compat.has_aligned_rows(b, 1),
     )
 
 
@@ -206,6 +209,8 @@ def _candidates(
     for kernel in KERNELS:
         if kernel.family != family or kernel.name not in _TEMPLATES:
             continue
+        if kernel.is_gluon and compat.uses_cpp_wrapper():
+            continue  # never seen to run there
         if kernel.supports(spec, problem, device) is not None:
             continue
         mine = [config for name, config in pinned if name in ("", kernel.name)]

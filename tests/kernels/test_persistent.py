@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
@@ -98,6 +99,18 @@ def test_configurations_use_tma_and_wgmma_and_leave_room_for_the_other_programs(
 def test_what_no_descriptor_describes_goes_to_the_other_kernel(change):
     kernel, _ = chosen(Case(**{"m": 4096, "n": 4096, "k": 256, **change}))
     assert kernel.startswith("w8a8_mm ")
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_package_has_no_descriptors_where_torch_gives_them_the_memory_of_one_program(
+    monkeypatch, is_fixed
+):
+    """torch 2.11's C++ wrapper: all other programs would write past its end."""
+    monkeypatch.setattr(compat, "uses_cpp_wrapper", lambda: True)
+    monkeypatch.setattr(compat, "_cpp_scratch_is_of_the_grid", lambda: is_fixed)
+    kernel, _ = chosen(Case(4096, 4096, 256))
+    assert kernel.startswith("w8a8_persistent " if is_fixed else "w8a8_mm ")
 
 
 @pytest.mark.compiles
