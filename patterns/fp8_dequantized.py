@@ -25,7 +25,7 @@ from inductor_quant.patterns.fp8 import Fp8Product, Scale
 from inductor_quant.patterns.graph import aten
 from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
 from inductor_quant.patterns.product import _plain_bias
-from inductor_quant.patterns.reader import sizes
+from inductor_quant.patterns.reader import for_any, sizes
 from inductor_quant.patterns.symbolic import Reader
 
 PRODUCTS = {
@@ -66,22 +66,27 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     if not all(map(graph.is_tensor_node, operands)) or not all(map(_comes_from_fp8, operands)):
         return _NOT_FP8
     try:
-        if anchor.target == aten.bmm.default:
-            return _batched(anchor)
-        for root in _roots(anchor):
-            terms = _terms(root)
-            if terms is None or len(terms) < 2:
-                continue
-            found = _Site(anchor, terms).product(root)
-            if not isinstance(found, Rejection):
-                return fp8.assemble(found)
-        found = _Site(anchor, [_Term(anchor, ())]).product(anchor)
+        with for_any(graph.value(operands[0]).shape[-2]):
+            found = _recognize(anchor)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
     return found if isinstance(found, Rejection) else fp8.assemble(found)
 
 
-def _batched(anchor: fx.Node) -> RecognizedGemm | Rejection:
+def _recognize(anchor: fx.Node) -> Fp8Product | Rejection:
+    if anchor.target == aten.bmm.default:
+        return _batched(anchor)
+    for root in _roots(anchor):
+        terms = _terms(root)
+        if terms is None or len(terms) < 2:
+            continue
+        found = _Site(anchor, terms).product(root)
+        if not isinstance(found, Rejection):
+            return found
+    return _Site(anchor, [_Term(anchor, ())]).product(anchor)
+
+
+def _batched(anchor: fx.Node) -> Fp8Product | Rejection:
     """A batch of slices of K, each with its scales, added up."""
     root = anchor
     while (user := graph.single_user(root)) is not None and root.target != _SUM:
@@ -94,8 +99,7 @@ def _batched(anchor: fx.Node) -> RecognizedGemm | Rejection:
         term = _term(root.args[0]) if is_plain else None  # type: ignore[arg-type]
     if term is None:
         return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
-    found = _Site(anchor, [term]).product(root)
-    return found if isinstance(found, Rejection) else fp8.assemble(found)
+    return _Site(anchor, [term]).product(root)
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -388,7 +392,8 @@ class _Site:
         length = size // parts
         if block_k == -1 and length == size:
             return Scale(node, (-1, -1), Operand(node, (1, 1)))
-        stored = (along_k, parts) if is_transposed else (parts, along_k)
+        outer = -1 if side == "a" else parts  # all its rows, of a number that may be symbolic
+        stored = (along_k, outer) if is_transposed else (outer, along_k)
         argument: Any = Operand(node, stored)
         if is_transposed == (side == "a"):
             argument = Derived(aten.permute.default, (argument, (1, 0)))
@@ -437,7 +442,7 @@ class _Site:
             b=b,
             a_dtype=graph.value(fp8.source_of(a)).dtype,
             b_dtype=graph.value(fp8.source_of(b)).dtype,
-            sizes=(self.rows, self.columns, self.depth),
+            sizes=(graph.value(self.anchor).shape[-2], self.columns, self.depth),
             a_scale=a_scale,
             b_scale=b_scale,
             bias=bias,

@@ -60,6 +60,13 @@ def is_symbolic(size: int | torch.SymInt) -> bool:
     return not isinstance(size, int)
 
 
+def multiple_of_symbol(size: torch.SymInt) -> tuple[int, Any] | None:
+    """``(c, s)`` where a symbolic size is c times the symbol s, c > 0; None where it is not."""
+    factor, symbol = size.node.expr.as_coeff_Mul()
+    is_multiple = symbol.is_Symbol and factor.is_Integer and factor > 0
+    return (int(factor), symbol) if is_multiple else None
+
+
 def size_name(size: int | torch.SymInt) -> int | str:
     """A size for a report: the int, or the symbolic expression as text."""
     return size if isinstance(size, int) else str(size)

@@ -6,9 +6,12 @@ What an op does to a position, or to values, is a handler, registered by ``handl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import fx
 
 from inductor_quant.patterns import graph
@@ -159,12 +162,39 @@ class Reader:
         return self.read(item, broadcast(item, index))
 
 
+# What stands for a symbolic size, where it is read for all its values at once. It is prime, and no
+# size of a tensor is as large: so it cancels against nothing but itself, and a position that is
+# read for it has the same form for every other number.
+ANY_SIZE = 2**31 - 1
+_any_symbol: ContextVar[Any] = ContextVar("any_symbol", default=None)
+
+
+@contextlib.contextmanager
+def for_any(size: int | torch.SymInt) -> Iterator[None]:
+    """Within, sizes that are multiples of the symbol of ``size`` are those of ANY_SIZE."""
+    found = None if isinstance(size, int) else graph.multiple_of_symbol(size)
+    token = _any_symbol.set(None if found is None else found[1])
+    try:
+        yield
+    finally:
+        _any_symbol.reset(token)
+
+
 def sizes(node: fx.Node) -> list[int]:
-    """The shape of a node. Raises Unsupported where it is symbolic."""
-    shape = list(graph.value(node).shape)
-    if not all(isinstance(size, int) for size in shape):
+    """The shape of a node. Raises Unsupported where it is symbolic, but see ``for_any``."""
+    return [_size(size) for size in graph.value(node).shape]
+
+
+def _size(size: int | torch.SymInt) -> int:
+    symbol = _any_symbol.get()
+    if isinstance(size, int):
+        if symbol is not None and size >= ANY_SIZE:
+            raise Unsupported("a size beyond what is read for any")
+        return size
+    found = None if symbol is None else graph.multiple_of_symbol(size)
+    if found is None or found[1] != symbol:
         raise Unsupported("a symbolic shape")
-    return shape
+    return found[0] * ANY_SIZE
 
 
 def broadcast(node: fx.Node, index: At) -> At:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.support.fp8_spellings import (
     Spelling,
     layer,
 )
-from tests.support.graphs import capture
+from tests.support.graphs import EagerBackend, capture
 from tests.support.handmade import rewritten
 from tests.support.numerics import assert_close
 
@@ -65,6 +66,21 @@ def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
     result, [rewrite] = capture(spelling.fn, inputs, dynamic=False)
     assert [str(match.spec) for match in rewrite.report.matches] == [spelling.spec]
     assert_close(result, spelling.exact(inputs), slack=2)
+
+
+@pytest.mark.parametrize("spelling", DEQUANTIZED[:-1], ids=str)
+def test_operands_are_dequantized_for_any_number_of_rows(spelling: Spelling) -> None:
+    torch.manual_seed(0)
+    backend = EagerBackend()
+    compiled = torch.compile(spelling.fn, backend=backend)
+    for rows in (spelling.case.m, 7, 130):
+        inputs = spelling.make(dataclasses.replace(spelling.case, m=rows), "cpu")
+        for tensor in (inputs[0], inputs[2]):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        assert_close(compiled(*inputs), spelling.exact(inputs), slack=2)
+    [rewrite] = backend.rewrites
+    assert [str(match.spec) for match in rewrite.report.matches] == [spelling.spec]
+    assert not isinstance(rewrite.report.matches[0].m, int)
 
 
 @pytest.mark.compiles
@@ -250,6 +266,18 @@ def batched_over_rows(a, w, sa, sb):
     return torch.bmm(x, w.float().t().expand(3, -1, -1)).sum(0) * sb[0, 0]
 
 
+def shifted(a, w, sa, sb):
+    x = a.float() * sa.roll(1, 0).repeat_interleave(128, 1)
+    return x @ (w.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)).t()
+
+
+def turned(a, w, sa, sb):
+    """The same numbers in another order, of a shape that fits."""
+    x = a.float() * sa.repeat_interleave(128, 1)
+    x = x.t().reshape(-1, 384)
+    return x @ (w.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)).t()
+
+
 def blocks_of_columns(a, w, sa, sb):
     return a.float() @ (w.float() * sb[:, :1].repeat_interleave(128, 0)).t()
 
@@ -262,15 +290,20 @@ NO_BLOCKS = {
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
     "repeated": repeated,
+    "scales of other rows": shifted,
+    "rows read as columns": turned,
     "blocks of columns alone": blocks_of_columns,
 }
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", NO_BLOCKS)
-def test_a_sum_that_is_no_product_of_blocks_keeps_its_value(name: str) -> None:
+def test_a_sum_that_is_no_product_of_blocks_keeps_its_value(name: str, dynamic: bool) -> None:
     torch.manual_seed(0)
     inputs = make_inputs(Case(48, 256, 384, block=(128, 128)), "cpu")[:4]
-    result, [rewrite] = capture(NO_BLOCKS[name], inputs, dynamic=False)
+    for tensor in (inputs[0], inputs[2]) if dynamic else ():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    result, [rewrite] = capture(NO_BLOCKS[name], inputs, dynamic=None if dynamic else False)
     assert "fp8_block" not in {match.family for match in rewrite.report.matches}
     [before] = rewrite.before(*rewrite.inputs)
     torch.testing.assert_close(result, before, rtol=2e-2, atol=2e-2)
