@@ -74,13 +74,16 @@ def test_the_epilogue_is_fused_and_right(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cuda")
     residual = torch.randn(case.m, case.n, device="cuda", dtype=torch.bfloat16)
+    factor = torch.tensor(0.75, device="cuda")
+    column = torch.arange(case.n, device="cuda")
 
-    def fn(residual, *inputs):
-        return F.silu(gemm(case)(*inputs)).clamp(min=-0.1) * 0.5 + residual
+    def fn(residual, factor, *inputs):
+        out = F.silu(gemm(case)(*inputs)).clamp(min=-0.1) * factor + residual
+        return torch.where(column < 1000, out, 0.5)
 
-    got = run(fn, residual, *inputs)
-    want = F.silu(reference(case, inputs)).clamp(min=-0.1) * 0.5 + residual.double()
-    assert_close(got, want, case.out_dtype, slack=2)
+    got = run(fn, residual, factor, *inputs)
+    want = F.silu(reference(case, inputs)).clamp(min=-0.1) * 0.75 + residual.double()
+    assert_close(got, torch.where(column < 1000, want, 0.5), case.out_dtype, slack=2)
 
 
 def test_nan_infinity_and_zero_scales_travel_as_in_the_formula():
