@@ -42,6 +42,8 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch != ARCH:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_{ARCH}, this is {device}")
+    if spec.fast_accum:
+        return Rejection(RejectionCode.NO_KERNEL, "sums that are not promoted: not measured")
     if fp8.is_block_scaled(spec):
         refused = _refuse_blocks(spec)
         if refused is not None:
@@ -78,6 +80,7 @@ def constants(
     return fp8.constants(spec, problem, config, device) | {
         "STAGES": config.num_stages,
         "PROGRAMS": device.num_sms,
+        "IS_ODD": math.ceil(problem.k / STEP) % 2 == 1,
         "GROUPS": groups(config),
         "SUMS": config.block_m * config.block_n // (groups(config) * 64 * 128),
     }
