@@ -1,7 +1,7 @@
 """FP8 problems of ``bench_gemm.py``: rows and blocks. ``models_linear.py`` times them.
 
-'gemm': FP8 in; GEMM, scales and (rows) bias. 'silu': the same with SiLU behind it. 'linear': bf16
-in, its quantization counted as well."""
+'gemm': FP8 in; GEMM, scales and (rows) bias. 'silu': the same with SiLU behind it, and a bias in
+any case. 'linear': bf16 in, its quantization counted as well."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).to(E4M3), scale
 
 
-def block_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor) -> Tensor:
+def block_gemm(a: Tensor, w: Tensor, sa: Tensor, sw: Tensor, bias: Tensor | None = None) -> Tensor:
     """DeepSeek-V3's scales, as cuBLASLt takes them: sa [M, K / 128] along M, sw
-    [K / 128, N / 128] along K."""
-    return torch._scaled_mm(a, w.t(), sa, sw, out_dtype=BF16)
+    [K / 128, N / 128] along K. It takes no bias."""
+    out = torch._scaled_mm(a, w.t(), sa, sw, out_dtype=BF16)
+    return out if bias is None else out + bias
 
 
 def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +129,7 @@ class Fp8:
 
 
 class Fp8Block(Fp8):
-    """DeepSeek-V3: weights in blocks of 128 x 128, activations of 1 x 128. No bias."""
+    """DeepSeek-V3: weights in blocks of 128 x 128, activations of 1 x 128. A bias in 'silu'."""
 
     quantize = staticmethod(quantize_blocks)
 
@@ -142,7 +143,7 @@ class Fp8Block(Fp8):
 
     @property
     def constants(self) -> tuple[Tensor, ...]:
-        return (self.sw,)
+        return (self.sw, self.bias) if self.measure == "silu" else (self.sw,)
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -151,6 +152,9 @@ class Fp8Block(Fp8):
     def exact(self) -> Tensor:
         rows = self.sa.double().repeat_interleave(BLOCK, 1)[:, : self.k]
         return self.finished((self.a.double() * rows) @ self.dense(self.weights[0]).t())
+
+    def finished(self, out: Tensor) -> Tensor:
+        return F.silu(out + self.bias.double()) if self.measure == "silu" else out
 
     def unquantized(self) -> Tensor:
         return self.finished(self.x.double() @ self.dense(self.weights[0]).t())

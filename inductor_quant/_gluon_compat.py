@@ -13,7 +13,10 @@ import importlib
 from typing import Any
 
 RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
-_NAMES = ("gluon", "gl", "mbarrier", "tma", "tma_load", "warpgroup_mma", "warpgroup_mma_wait")
+_NAMES = (
+    *("gluon", "gl", "mbarrier", "tma", "tma_load", "warpgroup_mma", "warpgroup_mma_wait"),
+    *("tile_load", "tile_store"),
+)
 
 
 @functools.cache
@@ -51,7 +54,8 @@ def runtime() -> dict[str, Any]:
     names = _names()
     _compile_gluon_sources()
     _allow_scalar_constants()
-    return names
+    _allow_two_layouts()
+    return names | _tile_access()
 
 
 def _compile_gluon_sources() -> None:
@@ -70,13 +74,15 @@ def _compile_gluon_sources() -> None:
 
 
 def _allow_scalar_constants() -> None:
-    """``tl.full([1, 1], v, dtype)``, which is how Inductor writes a constant, becomes a scalar.
+    """``tl.full([1, 1], v, dtype)``, which is how Inductor writes a constant, becomes a scalar, and
+    a scalar that is broadcast stays one.
 
     A tensor in Gluon has a layout, and that of a constant is not known where it is written; a
     scalar takes the layout of what it meets. Other shapes without a layout are refused as before.
     """
     semantic = importlib.import_module("triton.experimental.gluon.language._semantic")
     ordinary = semantic.GluonSemantic.full
+    ordinary_broadcast = semantic.GluonSemantic.broadcast_impl_shape
 
     def plain(item: Any) -> Any:
         return getattr(item, "value", item)  # of a constexpr
@@ -89,7 +95,70 @@ def _allow_scalar_constants() -> None:
             return self.to_tensor(value)
         return self.scalar_constant(plain(value), plain(dtype))
 
+    def broadcast(self: Any, value: Any, shape: Any) -> Any:
+        return ordinary_broadcast(self, value, shape) if value.type.is_block() else value
+
     semantic.GluonSemantic.full = full
+    semantic.GluonSemantic.broadcast_impl_shape = broadcast
+
+
+def _allow_two_layouts() -> None:
+    """Operands of one operation in different layouts meet in the left one's.
+
+    An epilogue may compute with positions, which have the layout of memory, see ``_tile_access``.
+    Gluon refuses such an operation, so that no program of others changes.
+    """
+    core = importlib.import_module("triton.experimental.gluon.language._core")
+    semantic = importlib.import_module("triton.experimental.gluon.language._semantic")
+    ordinary = semantic.GluonSemantic.broadcast_impl_value
+
+    def broadcast(self: Any, left: Any, right: Any) -> Any:
+        if left.type.is_block() and right.type.is_block():
+            layouts = left.type.layout, right.type.layout
+            is_known = not any(isinstance(layout, core.AutoLayout) for layout in layouts)
+            if is_known and layouts[0] != layouts[1]:
+                right = self.convert_layout(right, layouts[0])
+        return ordinary(self, left, right)
+
+    semantic.GluonSemantic.broadcast_impl_value = broadcast
+
+
+def _tile_access() -> dict[str, Any]:
+    """What loads and stores of an epilogue become.
+
+    Sums lie in the matrix unit's layout, where a thread has two columns of a row; memory wants 16
+    bytes a thread and neighbours side by side. The epilogue computes in the first; what it loads
+    and stores changes over in the type that memory has, half the bytes of fp32.
+    """
+    core = importlib.import_module("triton.experimental.gluon.language._core")
+
+    @core.builtin
+    def tile_load(
+        layout: Any,
+        pointer: Any,
+        mask: Any = None,
+        other: Any = None,
+        *,
+        _semantic: Any,
+        **how: Any,
+    ) -> Any:
+        """``tl.load``, then in ``layout``."""
+        value = core.load(pointer, mask, other, **how, _semantic=_semantic)
+        if not value.type.is_block():
+            return value
+        return core.convert_layout(value, layout, _semantic=_semantic)
+
+    @core.builtin
+    def tile_store(
+        pointer: Any, value: Any, mask: Any = None, *, _semantic: Any, **how: Any
+    ) -> Any:
+        """``tl.store`` of a value in another layout than the pointer's."""
+        if value.type.is_block():
+            value = value.to(pointer.dtype.element_ty, _semantic=_semantic)
+            value = core.convert_layout(value, pointer.type.layout, _semantic=_semantic)
+        return core.store(pointer, value, mask, **how, _semantic=_semantic)
+
+    return {"tile_load": tile_load, "tile_store": tile_store}
 
 
 @functools.cache
@@ -102,6 +171,9 @@ def template_type() -> type:
     ``partition(name, *parameters)``: the header of a ``@gluon.jit`` function that takes the
     parameters and then all of the kernel's arguments, under the names that the kernel has for them;
     for the parts of ``gl.warp_specialize``, in one of which ``store_output`` then stands.
+
+    ``store_output`` is given positions in a layout that is good for memory, and a value in the
+    layout ``sums``, a name that the template defines: see ``_tile_access``.
     """
     select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
 
@@ -117,6 +189,19 @@ def template_type() -> type:
         def gen_common_triton_imports(cls) -> str:
             names = "\n".join(f"{name} = _gluon_runtime()[{name!r}]" for name in _NAMES)
             return f"{super().gen_common_triton_imports()}\n{RUNTIME}\n{names}\n"
+
+        def store_output(self, *args: Any, **kwargs: Any) -> str:
+            name = str(super().store_output(*args, **kwargs))
+            ordinary = self.render_hooks[name]
+
+            def hook() -> str:
+                text = str(ordinary())
+                return text.replace("tl.load(", "tile_load(sums, ").replace(
+                    "tl.store(", "tile_store("
+                )
+
+            self.render_hooks[name] = hook
+            return name
 
         def _argument_names(self) -> str:
             definitions, *_ = self.args.python_argdefs()

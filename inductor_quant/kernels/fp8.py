@@ -103,27 +103,19 @@ def constants(
     is_blocked = is_block_scaled(spec)
     quant_k, quant_n = blocks(spec) if is_blocked else (0, 0)
     promote = 0 if is_blocked or not promotes(spec, device) else min(PROMOTED_K, config.block_k)
-    return {
+    return w8a8.tile_constants(spec, problem, config) | {
         "BLOCK_SCALED": is_blocked,
         "QUANT_K": quant_k,
         "QUANT_N": quant_n,
         "ONE_B_SCALE": is_blocked and quant_n % config.block_n == 0,
         "A_SCALE_E8M0": _is_e8m0(a_scale),
         "B_SCALE_E8M0": _is_e8m0(b_scale),
-        "HAS_A_SCALE": a_scale is not None,
-        "A_SCALE_PER_TOKEN": a_scale is not None and a_scale.block == (1, -1),
-        "HAS_B_SCALE": b_scale is not None,
-        "B_SCALE_PER_CHANNEL": b_scale is not None and b_scale.block == (-1, 1),
-        "HAS_BIAS": spec.bias,
-        "EVEN_K": problem.is_even_k(config),
-        "FEW_ROWS": problem.m < config.block_m and problem.m * problem.n > 1,
         "PROMOTE": promote,
         "SPLIT_K": config.split_k,
         "STAGES": config.num_stages,
         "SWAP": is_swapped(spec, config),
         "DECODE_A": _decode(spec.a, device),
         "DECODE_B": _decode(spec.b, device),
-        "ACC_TYPE": "tl.float32",
     }
 
 

@@ -23,12 +23,16 @@ from inductor_quant.spec import QuantGemmSpec
 ARCH = 90  # wgmma is Hopper's alone
 STEP = 128  # of K: a block of scales, and a row of the 128-byte swizzle
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MIN_FILL = 0.75  # of the chip, by tiles of 256 x 128
 # H200, 4096 rows: 256x128 with groups of 4 is within 3 % of the best of some ten configurations at
 # each of (N, K) = (7168, 16384), (4096, 7168), (24576, 1536). 128x256 is the best where N is long.
+THREE_GROUPS = GemmConfig(192, 128, STEP, num_warps=4, num_stages=5, group_m=4)
 CONFIGS = (
     GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=4),
     GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=8),
     GemmConfig(128, 256, STEP, num_warps=4, num_stages=4, group_m=8),
+    THREE_GROUPS,
+    GemmConfig(128, 128, STEP, num_warps=4, num_stages=6, group_m=8),
 )
 
 
@@ -38,6 +42,8 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch != ARCH:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_{ARCH}, this is {device}")
+    if spec.fast_accum:
+        return Rejection(RejectionCode.NO_KERNEL, "sums that are not promoted: not measured")
     if fp8.is_block_scaled(spec):
         refused = _refuse_blocks(spec)
         if refused is not None:
@@ -50,7 +56,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
     if not problem.is_stored_narrow:
         return Rejection(RejectionCode.NO_KERNEL, "an fp32 result takes twice as long to store")
     tiles = math.ceil(problem.m / 256) * math.ceil(problem.n / 128)
-    if tiles < device.num_sms:
+    if tiles < MIN_FILL * device.num_sms:
         return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles do not fill the chip")
     return None
 
@@ -74,7 +80,15 @@ def constants(
     return fp8.constants(spec, problem, config, device) | {
         "STAGES": config.num_stages,
         "PROGRAMS": device.num_sms,
+        "IS_ODD": math.ceil(problem.k / STEP) % 2 == 1,
+        "GROUPS": groups(config),
+        "SUMS": config.block_m * config.block_n // (groups(config) * 64 * 128),
     }
+
+
+def groups(config: GemmConfig) -> int:
+    """Of four warps: as many as share the rows of a tile."""
+    return 3 if config.block_m == 192 else 2
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

@@ -110,6 +110,15 @@ def persistent_constants(
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
+    return tile_constants(spec, problem, config) | {
+        "HAS_A_ZERO_POINT": spec.a.zero in ("int", "float"),
+        "HAS_B_ZERO_POINT": spec.b.zero in ("int", "float"),
+        "SUM_B": problem.needs_spare_row,
+    }
+
+
+def tile_constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> dict[str, Any]:
+    """What templates of 8-bit operands are told of scales, bias and edges of the matrices."""
     a_scale, b_scale = spec.a.scale, spec.b.scale
     return {
         "HAS_A_SCALE": a_scale is not None,
@@ -117,9 +126,6 @@ def constants(
         "HAS_B_SCALE": b_scale is not None,
         "B_SCALE_PER_CHANNEL": b_scale is not None and b_scale.block == (-1, 1),
         "HAS_BIAS": spec.bias,
-        "HAS_A_ZERO_POINT": spec.a.zero in ("int", "float"),
-        "HAS_B_ZERO_POINT": spec.b.zero in ("int", "float"),
-        "SUM_B": problem.needs_spare_row,
         "EVEN_K": problem.is_even_k(config),
         # H200, 1x4096x14336: 18.1 us with the mask, 32.6 without; 4 rows 18.0 and 23.6; 16 the same
         # (but a result of one element Inductor stores without a mask, from each place of the tile)
