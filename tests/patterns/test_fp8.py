@@ -253,6 +253,19 @@ def blocks_of_columns(a, w, sa, sb):
     return a.float() @ (w.float() * sb[:, :1].repeat_interleave(128, 0)).t()
 
 
+def parts_of_blocks(length, first=0):
+    """``a`` as the weight, 48 columns: too few for the ``256 / length`` blocks of its scales."""
+
+    def fn(a, w, sa, sb):
+        tokens = w.float().view(256, 3, 128).abs().amax(-1)
+        scales = w.float().view(-1, length, 3, 128).abs().amax((1, 3)) / 64
+        columns = scales.repeat_interleave(length, 0)[first : first + 48]
+        x = w.float() * tokens.repeat_interleave(128, 1)
+        return x @ (a.float() * columns.repeat_interleave(128, 1)).t()
+
+    return fn
+
+
 NO_BLOCKS = {
     "scales in another order": looped(scale_of=lambda i: 2 - i),
     "columns' scales in another order": looped(column_of=lambda i: 2 - i),
@@ -261,6 +274,8 @@ NO_BLOCKS = {
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
     "repeated": repeated,
+    "blocks that begin elsewhere": parts_of_blocks(32, first=8),
+    "more blocks than columns": parts_of_blocks(32),
     "blocks of columns alone": blocks_of_columns,
 }
 
