@@ -132,8 +132,8 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "block", "fast", "codes"),
     [
-        (65, 256, (128, 128), False, ["many_rows"]),
-        (64, 256, (128, 128), False, []),
+        (128, 4096, (128, 128), False, []),  # half of the chip would be idle
+        (256, 7168, (128, 128), False, ["many_rows"]),
         (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles
         (4096, 2112, (128, 128), False, ["many_rows"]),  # 2.1
         (513, 256, None, False, ["many_rows"]),
