@@ -30,7 +30,10 @@ from inductor_quant.spec import ScaleSpec
 # H200 with 4096 rows 1.08 to 1.09 of cuBLASLt's time at (N, K) = (24576, 1536), (7168, 16384),
 # (4096, 7168) and (7168, 2048), 1.40 at (2112, 7168), whose 272 tiles take three rounds instead of
 # 2.06 (bench_gemm.py --family fp8_block --m 4096 --systems ours cublaslt --rounds 9).
+# Up to 256 rows, where its tiles leave half of the chip idle, our kernel for few rows splits K: at
+# 128 rows 0.53 of cuBLASLt's time at (2112, 7168), 0.73 at (4096, 7168).
 MAX_BLOCK_ROWS = 64
+MAX_SPLIT_ROWS = 256
 HOPPER_SMS = 132
 MIN_FILLED = 0.8
 MAX_PRECISE_ROWS = 512
@@ -323,6 +326,10 @@ def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
         return False  # what the graph does else is slower with any number of rows
     if is_block:
         columns = graph.size_hint(product.sizes[1]) or 0
+        is_static = not graph.is_symbolic(product.sizes[0])
+        halves = 2 * math.ceil(rows / 128) * math.ceil(columns / 128)
+        if is_static and rows <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS:
+            return False
         rounds = math.ceil(rows / 256) * math.ceil(columns / 128) / HOPPER_SMS
         is_filled = rounds >= MIN_FILLED * math.ceil(rounds) and not compat.uses_cpp_wrapper()
         return rows > MAX_BLOCK_ROWS and not is_filled

@@ -27,6 +27,7 @@ from inductor_quant.patterns.pattern import Derived, Operand, Pattern, Recognize
 from inductor_quant.patterns.product import _plain_bias
 from inductor_quant.patterns.reader import for_any, sizes
 from inductor_quant.patterns.symbolic import Reader
+from inductor_quant.patterns.terms import Term, is_widening, roots_of, term_of, terms_of
 
 PRODUCTS = {
     aten.mm.default: ("self", "mat2"),
@@ -38,14 +39,6 @@ _SEARCH_LIMIT = 24
 _SUM = aten.sum.dim_IntList
 _BLOCKS = (32, 64, 128, 256)
 _NOT_FP8 = Rejection(RejectionCode.NOT_QUANTIZED, "the activation is not made of fp8 numbers")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Term:
-    """One product of a sum, and the factors that it is multiplied by: (factor, the mul)."""
-
-    product: fx.Node
-    factors: tuple[tuple[fx.Node, fx.Node], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,27 +69,50 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 def _recognize(anchor: fx.Node) -> Fp8Product | Rejection:
     if anchor.target == aten.bmm.default:
         return _batched(anchor)
-    for root in _roots(anchor):
-        terms = _terms(root)
+    for root in roots_of(anchor):
+        terms = terms_of(root)
         if terms is None or len(terms) < 2:
             continue
         found = _Site(anchor, terms).product(root)
         if not isinstance(found, Rejection):
             return found
-    return _Site(anchor, [_Term(anchor, ())]).product(anchor)
+    return _alone(anchor)
+
+
+def _alone(anchor: fx.Node) -> Fp8Product | Rejection:
+    """One product. Where a size is no multiple of the blocks, the last of which is then shorter,
+    positions are read as if there were all of it: ``repeat(scale)[:n]`` at n is scale[n // block].
+    """
+    terms = [Term(anchor, ())]
+    found = _Site(anchor, terms).product(anchor)
+    if not isinstance(found, Rejection) or found is _NOT_FP8:
+        return found
+    columns, depth = sizes(anchor)[-1], sizes(_argument(anchor, PRODUCTS[anchor.target][0]))[-1]  # type: ignore[index]
+    for block in _BLOCKS:
+        all_n, all_k = (-(-size // block) * block for size in (columns, depth))
+        for padded in dict.fromkeys(((all_n, all_k), (columns, all_k), (all_n, depth))):
+            if padded == (columns, depth):
+                continue
+            try:
+                other = _Site(anchor, terms, padded).product(anchor)
+            except Unsupported:
+                continue
+            if not isinstance(other, Rejection):
+                return other
+    return found
 
 
 def _batched(anchor: fx.Node) -> Fp8Product | Rejection:
     """A batch of slices of K, each with its scales, added up."""
     root = anchor
     while (user := graph.single_user(root)) is not None and root.target != _SUM:
-        if user.target not in (aten.mul.Tensor, _SUM) and not _is_widening(user):
+        if user.target not in (aten.mul.Tensor, _SUM) and not is_widening(user):
             break
         root = user
     term = None
     if root.target == _SUM and list(root.args[1]) == [0]:  # type: ignore[arg-type]
         is_plain = len(root.args) < 3 and not root.kwargs
-        term = _term(root.args[0]) if is_plain else None  # type: ignore[arg-type]
+        term = term_of(root.args[0]) if is_plain else None  # type: ignore[arg-type]
     if term is None:
         return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
     return _Site(anchor, [term]).product(root)
@@ -124,71 +140,6 @@ def _comes_from_fp8(node: fx.Node) -> bool:
 
 
 # ------------------------------------------------------------------------------------------
-# a sum of products
-
-
-def _roots(anchor: fx.Node) -> list[fx.Node]:
-    """The sums that ``anchor`` may be a term of, the widest first."""
-    found: list[fx.Node] = []
-    node = anchor
-    while (user := graph.single_user(node)) is not None:
-        if user.target == aten.add.Tensor:
-            found.append(user)
-        elif user.target != aten.mul.Tensor and not _is_widening(user):
-            break
-        node = user
-    return found[::-1]
-
-
-def _is_widening(node: fx.Node) -> bool:
-    return node.target == CAST and graph.value(node).dtype == torch.float32
-
-
-def _terms(root: fx.Node) -> list[_Term] | None:
-    """The scaled products that ``root`` adds up; None where it adds something else."""
-    todo, found = [root], []
-    while todo:
-        node = todo.pop()
-        if node.target == aten.add.Tensor and (node is root or graph.single_user(node)):
-            parts = graph.arguments(node, "self", "other")
-            if node.kwargs.get("alpha", 1) != 1 or not all(map(graph.is_tensor_node, parts)):
-                return None
-            todo += parts
-        elif _is_zero(node):
-            continue
-        else:
-            term = _term(node)
-            if term is None:
-                return None
-            found.append(term)
-    return found
-
-
-def _is_zero(node: fx.Node) -> bool:
-    return node.target == aten.full.default and node.args[1] in (0, 0.0)
-
-
-def _term(node: fx.Node) -> _Term | None:
-    """A product behind factors and casts to fp32; nothing of it is used elsewhere."""
-    if not graph.single_user(node):
-        return None
-    if node.target in (aten.mm.default, aten.bmm.default):
-        return _Term(node, ())
-    if _is_widening(node):
-        return _term(node.args[0])  # type: ignore[arg-type]
-    if node.target != aten.mul.Tensor:
-        return None
-    left, right = graph.arguments(node, "self", "other")
-    for inner, factor in ((left, right), (right, left)):
-        if not graph.is_tensor_node(inner) or not graph.is_tensor_node(factor):
-            continue
-        found = _term(inner)
-        if found is not None:
-            return _Term(found.product, (*found.factors, (factor, node)))
-    return None
-
-
-# ------------------------------------------------------------------------------------------
 # what is multiplied
 
 
@@ -203,16 +154,22 @@ class _Reader(Reader):
 
 
 class _Site:
-    """Reads the terms of one sum: a [M, K] and b [K, N] in slices of ``step`` along K."""
+    """Reads the terms of one sum: a [M, K] and b [K, N] in slices of ``step`` along K.
 
-    def __init__(self, anchor: fx.Node, terms: list[_Term]) -> None:
+    ``padded``: N and K as whole numbers of blocks, which is how scales are read.
+    """
+
+    def __init__(
+        self, anchor: fx.Node, terms: list[Term], padded: tuple[int, int] | None = None
+    ) -> None:
         self.anchor, self.terms = anchor, terms
         self.reader = _Reader()
         x = _argument(anchor, PRODUCTS[anchor.target][0])  # type: ignore[index]
         (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
+        self.padded_columns, self.padded_step = padded or (self.columns, self.step)
         variable = self.reader.space.variable
-        self.m, self.n = variable("m", self.rows), variable("n", self.columns)
-        self.k = variable("k", self.step)
+        self.m, self.n = variable("m", self.rows), variable("n", self.padded_columns)
+        self.k = variable("k", self.padded_step)
         # slices of K: the terms of a sum, or the matrices of a batch
         self.batch = tuple(self.reader.space.variable("b", size) for size in batch)
         self.slices = batch[0] if batch else len(terms)
@@ -244,7 +201,7 @@ class _Site:
     def _same(self, operands: list[Any]) -> Any | None:
         return operands[0] if all(item == operands[0] for item in operands) else None
 
-    def _read(self, term: _Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
+    def _read(self, term: Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
         """(first k, a, b, scales) of one term; a scale says on which side it was found."""
         x, w = (_argument(term.product, name) for name in PRODUCTS[term.product.target])  # type: ignore[index]
         if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
@@ -345,7 +302,7 @@ class _Site:
         node = places[0].node
         if any(place.node is not node for place in places):
             return None
-        count, size = places[0].count, self.rows if side == "a" else self.columns
+        count, size = places[0].count, self.rows if side == "a" else self.padded_columns
         if count == 1:
             return Scale(node, (-1, -1), Operand(node, (1, 1)))
         for along_k in self._k_counts(count):
@@ -354,6 +311,8 @@ class _Site:
                 continue
             if along_k == 1 and parts not in (1, size):
                 continue  # blocks of columns alone: no canonical op takes them
+            if not self._covers(side, along_k, parts):
+                continue
             for is_transposed in (False, True):
                 if all(
                     self._equal(place.position, self._at(side, i, along_k, parts, is_transposed))
@@ -362,11 +321,19 @@ class _Site:
                     return self._scale(side, node, along_k, parts, is_transposed)
         return None
 
+    def _covers(self, side: str, along_k: int, parts: int) -> bool:
+        """Whether so many blocks are as many as the real sizes have, none of them beyond."""
+        length = self.padded_columns // parts
+        block_k = self.padded_step * self.slices // along_k
+        is_all_k = along_k == -(-self.depth // block_k)
+        return is_all_k and (side == "a" or parts == -(-self.columns // length))
+
     def _k_counts(self, count: int) -> list[int]:
         """In how many blocks along K a scale of ``count`` numbers may lie."""
         if self.slices > 1:
             return [number for number in (self.slices, 1) if count % number == 0]
-        numbers = [self.step // block for block in _BLOCKS if self.step % block == 0]
+        step = self.padded_step
+        numbers = [step // block for block in _BLOCKS if step % block == 0]
         return [
             number for number in [*dict.fromkeys([*numbers, 1])] if number and count % number == 0
         ]
@@ -378,17 +345,17 @@ class _Site:
         if self.batch and along_k > 1:
             block = self.batch[0]
         elif len(self.terms) == 1 and along_k > 1:
-            block = divmod_(self.k, self.step // along_k)[0]
+            block = divmod_(self.k, self.padded_step // along_k)[0]
         which = self.m if side == "a" else self.n
-        size = self.rows if side == "a" else self.columns
+        size = self.rows if side == "a" else self.padded_columns
         part = Index() if parts == 1 else divmod_(which, size // parts)[0]
         return block * parts + part if is_transposed else part * along_k + block
 
     def _scale(
         self, side: str, node: fx.Node, along_k: int, parts: int, is_transposed: bool
     ) -> Scale:
-        block_k = -1 if along_k == 1 else self.depth // along_k
-        size = self.rows if side == "a" else self.columns
+        block_k = -1 if along_k == 1 else self.padded_step * self.slices // along_k
+        size = self.rows if side == "a" else self.padded_columns
         length = size // parts
         if block_k == -1 and length == size:
             return Scale(node, (-1, -1), Operand(node, (1, 1)))

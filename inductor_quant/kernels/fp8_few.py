@@ -11,11 +11,19 @@ from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import QuantGemmSpec
 
-# What is worth splitting: with more rows, tiles are many enough.
-MAX_FEW_ROWS = 64
+# Any N with so many rows; with more where the chip would be half empty (``leaves_half_idle``).
+FEW_ROWS = 64
+MAX_ROWS = 256
 MAX_SPLIT = 8
-# Steps that a part must have to be worth its launch and its sum.
+# Steps that a part must have: to put SMs to use that have none, and where all have one already. A
+# sum of parts costs 1 to 2 us. H200, 16 rows: 7168x2048 (112 tiles of 16 steps) takes 6.8 us whole
+# and 8.1 in halves; 4096x7168 (64 of 56) 12.0 in halves and 11.9 in quarters, 17 and 18 % more than
+# that at 128 rows.
 MIN_STEPS = 6
+MIN_STEPS_FULL = 12
+# Three parts instead of two, three programs an SM: 7168x16384 with 64 rows 40.2 us instead of 40.6.
+MIN_STEPS_THREE = 40
+BLOCK_N = 64
 
 
 def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
@@ -31,7 +39,10 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch not in fp8.WGMMA_ARCHS:
         return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
-    if problem.m > MAX_FEW_ROWS:
+    is_few = problem.m <= FEW_ROWS or (
+        problem.m <= MAX_ROWS and problem.m_is_static and leaves_half_idle(problem, device)
+    )
+    if not is_few:
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are not few")
     return None
 
@@ -45,30 +56,40 @@ def is_legal(
     return fp8.is_legal_tile(spec, config, device)
 
 
+def leaves_half_idle(problem: Problem, device: Device) -> bool:
+    """Whether tiles of 128 x 128, which do not split K, are for half of the SMs or fewer."""
+    return 2 * math.ceil(problem.m / 128) * math.ceil(problem.n / 128) <= device.num_sms
+
+
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Best guess first; those of one selection share ``split_k``."""
-    block_m = next(block for block in (16, 32, 64) if problem.m <= block)
+    block_m = next(block for block in (16, 32, 64, 128) if problem.m <= block or block == 128)
     block_k = min(fp8.blocks(spec)[0], fp8.PROMOTED_K)
-    split = _split(problem, block_m, block_k, device)
-    tiles = ((64, 4, 4), (64, 4, 6), (64, 4, 8), (64, 4, 3), (128, 4, 4), (128, 8, 4))
+    tiles = math.ceil(problem.n / BLOCK_N) * math.ceil(problem.m / block_m)
+    split = _split(problem, block_m, tiles, math.ceil(problem.k / block_k), device)
+    # Deep pipelines while they take no program's place: at 128 rows two fit an SM with 4 stages.
+    roomy = 2 * device.num_sms if block_m <= 32 else 5 * device.num_sms // 4
+    first = 6 if block_m <= 64 and tiles * split <= roomy else 4
+    stages = sorted((3, 4, 6), key=lambda count: abs(count - first))
+    offered = [(BLOCK_N, 4, count) for count in stages] + [(128, 4, 4), (128, 8, 4), (128, 8, 3)]
     return [
-        GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
-        for block_n, warps, stages in tiles
+        GemmConfig(block_m, block_n, block_k, warps, count, split_k=split)
+        for block_n, warps, count in offered
     ]
 
 
-def _split(problem: Problem, block_m: int, block_k: int, device: Device) -> int:
-    """Two programs an SM, as long as each has some steps."""
-    tiles, split = math.ceil(problem.n / 64) * math.ceil(problem.m / block_m), 1
-    steps = math.ceil(problem.k / block_k)
-    while (
-        problem.m_is_static
-        and 2 * split <= MAX_SPLIT
-        and 2 * split * tiles <= 2 * device.num_sms
-        and steps >= 2 * split * MIN_STEPS
-    ):
+def _split(problem: Problem, block_m: int, tiles: int, steps: int, device: Device) -> int:
+    """So many parts of K that there are up to two programs an SM, as long as parts are long."""
+    if not problem.m_is_static:
+        return 1
+    split = 1
+    while 2 * split <= MAX_SPLIT and 2 * split * tiles <= 2 * device.num_sms:
+        is_full = 4 * split * tiles >= 3 * device.num_sms
+        if steps < 2 * split * (MIN_STEPS_FULL if is_full else MIN_STEPS):
+            break
         split *= 2
-    return split
+    is_long = steps >= 3 * MIN_STEPS_THREE and tiles <= device.num_sms
+    return 3 if split == 2 and block_m <= FEW_ROWS and is_long else split
 
 
 FP8_BLOCK_FEW = Kernel(

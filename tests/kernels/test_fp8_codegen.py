@@ -110,19 +110,29 @@ def test_what_is_legal(spec, config, code):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "split"),
-    [(2112, 7168, 8), (4096, 7168, 4), (7168, 16384, 2), (24576, 1536, 1), (64, 512, 1)],
+    ("m", "n", "k", "tile"),
+    [
+        (1, 2112, 7168, "16x64x128_w4_s6_g8_k4"),
+        (16, 7168, 2048, "16x64x128_w4_s6_g8"),  # parts would be too short
+        (16, 24576, 1536, "16x64x128_w4_s4_g8"),
+        (64, 7168, 16384, "64x64x128_w4_s4_g8_k3"),
+        (128, 4096, 7168, "128x64x128_w4_s4_g8_k4"),
+        (256, 2112, 7168, "128x64x128_w4_s4_g8_k4"),
+        (64, 64, 512, "64x64x128_w4_s6_g8"),
+    ],
 )
-def test_k_is_split_until_there_are_two_programs_an_sm(n, k, split):
-    [first, *others] = fp8_few.configs(BLOCKS, Problem(16, n, k), H200)
-    assert first.split_k == split
-    assert {config.split_k for config in others} == {split}
+def test_k_is_split_until_there_are_two_programs_an_sm(m, n, k, tile):
+    [first, *others] = fp8_few.configs(BLOCKS, Problem(m, n, k), H200)
+    assert str(first) == tile
+    assert {config.split_k for config in others} == {first.split_k}
+    assert fp8_few.is_legal(BLOCKS, Problem(m, n, k), first, H200) is None
 
 
 @pytest.mark.parametrize(
     ("problem", "device", "says"),
     [
-        (Problem(65, 4096, 4096), H200, "not few"),
+        (Problem(65, 8576, 4096), H200, "not few"),
+        (Problem(65, 4096, 4096, m_is_static=False), H200, "not few"),
         (Problem(16, 4096, 4096), Device(80, 108, 166912), "sm_90"),
     ],
     ids=str,

@@ -148,8 +148,8 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "columns", "block", "fast", "codes"),
     [
-        (65, 256, (128, 128), False, ["many_rows"]),
-        (64, 256, (128, 128), False, []),
+        (128, 4096, (128, 128), False, []),  # half of the chip would be idle
+        (256, 7168, (128, 128), False, ["many_rows"]),
         (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles
         (4096, 2112, (128, 128), False, ["many_rows"]),  # 2.1
         (513, 256, None, False, ["many_rows"]),
@@ -282,6 +282,19 @@ def blocks_of_columns(a, w, sa, sb):
     return a.float() @ (w.float() * sb[:, :1].repeat_interleave(128, 0)).t()
 
 
+def parts_of_blocks(length, first=0):
+    """``a`` as the weight, 48 columns: too few for the ``256 / length`` blocks of its scales."""
+
+    def fn(a, w, sa, sb):
+        tokens = w.float().view(256, 3, 128).abs().amax(-1)
+        scales = w.float().view(-1, length, 3, 128).abs().amax((1, 3)) / 64
+        columns = scales.repeat_interleave(length, 0)[first : first + 48]
+        x = w.float() * tokens.repeat_interleave(128, 1)
+        return x @ (a.float() * columns.repeat_interleave(128, 1)).t()
+
+    return fn
+
+
 NO_BLOCKS = {
     "scales in another order": looped(scale_of=lambda i: 2 - i),
     "columns' scales in another order": looped(column_of=lambda i: 2 - i),
@@ -292,6 +305,8 @@ NO_BLOCKS = {
     "repeated": repeated,
     "scales of other rows": shifted,
     "rows read as columns": turned,
+    "blocks that begin elsewhere": parts_of_blocks(32, first=8),
+    "more blocks than columns": parts_of_blocks(32),
     "blocks of columns alone": blocks_of_columns,
 }
 

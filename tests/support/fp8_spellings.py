@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.support.fp8 import Case, Tensor, e4m3, make_inputs, reference
+from tests.support.fp8 import Case, Tensor, e4m3, e8m0, make_inputs, reference
 
 bf16, f32 = torch.bfloat16, torch.float32
 HAS_V2 = hasattr(torch.ops.aten, "_scaled_mm_v2") and hasattr(F, "scaled_mm")
@@ -112,10 +112,15 @@ def _views(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) ->
     return (x @ y.view(n, k).t()).to(bf16)
 
 
-def _repeated(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
-    x = a.float() * sa.repeat_interleave(128, 1)
-    y = w.float() * sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return F.linear(x.to(bf16), y.to(bf16))
+def _repeated(block: int) -> Callable[..., Tensor]:
+    def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+        n, k = w.shape
+        x = a.float() * sa.float().repeat_interleave(block, 1)[:, :k]
+        columns = sb.float().repeat_interleave(block, 0)[:n]
+        y = w.float() * columns.repeat_interleave(block, 1)[:, :k]
+        return F.linear(x.to(bf16), y.to(bf16))
+
+    return fn
 
 
 def _loop(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
@@ -147,7 +152,18 @@ DEQUANTIZED = [
     ),
     Spelling("rows, scaled behind", ROW, _scaled_behind, _ROW_SPEC.format("+bias")),
     Spelling("views", BOTH, _views, BOTH_SPEC.format("f32")),
-    Spelling("repeated", BOTH, _repeated, BOTH_SPEC.format("bf16")),
+    Spelling(
+        "repeated, 64",
+        Case(7, 201, 301, block=(64, 64), scale_dtype=bf16, bias=False),
+        _repeated(64),
+        "(a=e4m3/1x64:bf16, b=e4m3/64x64:bf16, out=bf16)",
+    ),
+    Spelling(
+        "repeated, 32",
+        Case(33, 72, 96, block=(32, 32), scale_dtype=e8m0, a_scales="m", bias=False),
+        _repeated(32),
+        "(a=e4m3/1x32:e8m0, b=e4m3/32x32:e8m0, out=bf16)",
+    ),
     Spelling("loop", BOTH, _loop, BOTH_SPEC.format("f32")),
     Spelling("batched", BOTH, _bmm, BOTH_SPEC.format("f32")),
     Spelling("loop, one row", dataclasses.replace(BOTH, m=1), _loop, BOTH_SPEC.format("f32")),
