@@ -12,10 +12,11 @@ if __name__ != "inductor_quant.patterns":
         f"this package is inductor_quant.patterns; imported as {__name__!r} it would exist twice"
     )
 
-from inductor_quant.patterns import fp8, fp8_dequantized, qdq, w8a8, weight_only
+from inductor_quant.patterns import fp8, fp8_dequantized, qdq, w8a8, w8a8_groups, weight_only
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
 BUILT_IN: tuple[Pattern, ...] = (
+    w8a8_groups.PATTERN,  # a sum over slices of K, before each slice alone
     w8a8.PATTERN,
     qdq.PATTERN,
     fp8.PATTERN,
