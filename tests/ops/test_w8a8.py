@@ -215,7 +215,7 @@ def test_scales_of_groups_are_the_sum_of_the_groups_products():
         for i, g in enumerate((slice(0, 32), slice(32, 64), slice(64, 96)))
     )
     torch.testing.assert_close(got, (want * 0.5 + bias).float(), rtol=1e-6, atol=1e-3)
-    spec = w8a8.spec_of(a, b, sa, sb, bias, torch.float32)
+    spec = w8a8.spec_of(a, b, sa, sb, bias, out_dtype=torch.float32)
     assert str(spec) == "(a=i8/1x32:f32, b=i8/32x1:f32, out=f32+bias)"
     assert spec.group_size == 32
 
