@@ -32,6 +32,7 @@ from inductor_quant.patterns.exactness import classify, strictly
 from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
+from inductor_quant.patterns.repack import make_weights_k_major
 from inductor_quant.patterns.sharing import share
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class QuantGemmPass(compat.CustomGraphPass):
             has_products = True
             matches[decision.family if isinstance(decision, Match) else ""] += 1
         if matches.keys() - {""}:
-            _finish(graph, options)
+            _finish(graph, options, is_frozen=self._is_early)
         for family, least in dict(options.require).items():
             if has_products and matches[family] < least:
                 raise RequirementError(family, least, matches[family])
@@ -228,10 +229,12 @@ def _treat(
         return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
 
 
-def _finish(graph: fx.Graph, options: Options) -> None:
+def _finish(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
     """What is better done when every GEMM is known."""
     try:
         log.info("%d nodes before quantized GEMMs were there twice", share(graph))
+        copies = make_weights_k_major(graph, is_frozen=is_frozen)
+        log.info("%d int8 weights are copied so that they lie along K", copies)
         if options.numerics != "strict":  # divides by a reciprocal
             simplify_quantization(graph)
     except Exception as error:

@@ -180,3 +180,21 @@ def test_enable_takes_both_slots_and_disable_gives_them_back():
             ours = backend._ambient_pass(is_early=slot == EARLY_SLOT)
             assert ours in compat.passes_in(getattr(config, slot))
     assert [getattr(config, slot) for slot in (EARLY_SLOT, SLOT)] == before
+
+
+def test_a_frozen_weight_that_lies_along_n_is_kept_along_k_alone(graphs):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-128, 128, (64, 48), dtype=torch.int8))
+
+        def forward(self, x):
+            a = (x / 0.1).round().clamp(-128, 127).to(torch.int8)
+            return torch._int_mm(a, self.weight).float() * 0.1
+
+    module, x = Layer(), torch.randn(20, 64)
+    result, report = run(module, x)
+    assert [match.family for match in report.matches] == ["w8a8"]
+    assert torch.equal(result, module(x))
+    [weight] = [t for t in constants(graphs[-1]) if t.dtype == torch.int8]
+    assert sorted(weight.stride()) == [1, 64]
