@@ -20,16 +20,17 @@ from inductor_quant.patterns.graph import aten
 MIN_ROWS = 256
 
 
-def make_weights_k_major(owner: fx.Graph, *, is_frozen: bool) -> int:
-    """Of every w8a8 call with ``MIN_ROWS`` rows, and of every one where the weight is a constant
-    that Inductor will fold (``is_frozen``): the copy is then made once, and it alone is kept.
-    Returns how many copies there are."""
+def make_weights_k_major(owner: fx.Graph, constants: set[fx.Node]) -> int:
+    """Of every w8a8 call with ``MIN_ROWS`` rows, and of every one whose weight is one of the
+    ``constants`` that Inductor will fold: the copy is then made once, and it alone is kept. Returns
+    how many copies there are."""
     copies: dict[fx.Node, fx.Node] = {}
     for call in owner.find_nodes(op="call_function", target=w8a8.op):
         b = call.args[1]
         assert isinstance(b, fx.Node)
         rows = graph.size_hint(graph.value(call).shape[0])
-        pays = is_frozen or (rows is not None and rows >= MIN_ROWS)
+        pays = rows is not None and rows >= MIN_ROWS
+        pays = pays or graph.base(b) in constants
         if not pays or not graph.is_stored(b) or not _is_n_major(graph.value(b)):
             continue
         if b not in copies:

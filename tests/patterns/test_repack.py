@@ -1,4 +1,5 @@
-"""A weight that lies along N is copied where that pays, and the product stays what it was."""
+"""A weight that lies along N is copied where that pays, and the product stays what it was. (Of
+constants: tests/test_freezing.py.)"""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import torch
 
 from inductor_quant.ops import w8a8
 from inductor_quant.patterns import graph, repack
-from inductor_quant.patterns.repack import make_weights_k_major
 from tests.support.graphs import capture
 
 K, N = 64, 48
@@ -40,10 +40,3 @@ def test_a_weight_along_n_is_copied_for_many_rows(rows, along, stride):
     b = call.args[1]
     assert graph.value(b).stride() == stride
     assert graph.is_stored(b) == (along == "k" or rows < repack.MIN_ROWS)
-
-
-def test_of_constants_the_copy_is_made_for_any_number_of_rows():
-    call = captured(20, torch.randint(-128, 128, (K, N), dtype=torch.int8))
-    assert make_weights_k_major(call.graph, is_frozen=True) == 1
-    assert graph.value(call.args[1]).stride() == (1, K)
-    assert make_weights_k_major(call.graph, is_frozen=True) == 0
