@@ -84,6 +84,9 @@ def read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     operands = [_argument(anchor, name) for name in PRODUCTS[anchor.target]]  # type: ignore[index]
     if not all(graph.is_tensor_node(node) and _comes_from(node, elements) for node in operands):
         return _NOT_QUANTIZED
+    shapes = [size for node in operands for size in graph.value(node).shape]
+    if any(isinstance(size, int) and size == 0 for size in shapes):
+        return Rejection(RejectionCode.WEIGHT_FORM, "no elements", anchor.name)
     try:
         if anchor.target == aten.bmm.default:
             return _batched(anchor, elements)
