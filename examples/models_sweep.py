@@ -24,6 +24,7 @@ from inductor_quant.kernels import Kernel
 from inductor_quant.kernels.config import GemmConfig, Problem
 from inductor_quant.lowering.common import describe_device
 from inductor_quant.ops import fp8, w8a8
+from inductor_quant.report import KernelChoice
 from inductor_quant.spec import QuantGemmSpec, ScaleSpec
 
 WEIGHT_BYTES = 320 * 2**20  # several times the L2 cache of the largest card
@@ -308,6 +309,25 @@ def time_compiled(
 ) -> dict[GemmConfig, float]:
     """Median microseconds of each configuration in the kernel that Inductor makes of the template,
     as the package's own autotuning times it."""
+    texts = {f"{kernel.name} {config}": config for config in configs}
+    pinned = {
+        "inductor_quant.configs": tuple(texts),
+        "inductor_quant.max_choices": len(configs),
+    }
+    choice = _compiled(kernel, shape, pinned)
+    return {
+        texts[name]: round(us, 3)
+        for name, us in zip(choice.offered, choice.times_us, strict=True)
+        if us is not None and us != float("inf")
+    }
+
+
+def autotuned(kernel: Kernel, shape: Shape) -> str:
+    """The kernel and configuration that a max-autotune compile of the family's op chooses."""
+    return _compiled(kernel, shape, {}).chosen
+
+
+def _compiled(kernel: Kernel, shape: Shape, more: dict[str, Any]) -> KernelChoice:
     target = TARGETS[kernel.name]
     op = getattr(torch.ops.inductor_quant, kernel.family)
     m, n, k = shape
@@ -315,27 +335,16 @@ def time_compiled(
     tensors = list(target.inputs(m, n, k, weight).values())
     out_dtype = target.spec().out_dtype
     bias = torch.randn(n, device="cuda", dtype=out_dtype)
-    options = {
-        "max_autotune": True,
-        "inductor_quant.configs": tuple(f"{kernel.name} {config}" for config in configs),
-        "inductor_quant.max_choices": len(configs),
-        "inductor_quant.on_error": "raise",
-    }
     torch.compiler.reset()
     with inductor_quant.collect() as report:
         torch.compile(
             lambda *given: op(*given, **target.options, out_dtype=out_dtype),
             backend="inductor_quant",
             dynamic=False,
-            options=options,
+            options={"max_autotune": True, "inductor_quant.on_error": "raise", **more},
         )(*tensors, bias)
     [choice] = report.kernels
-    texts = {f"{kernel.name} {config}": config for config in configs}
-    return {
-        texts[name]: round(us, 3)
-        for name, us in zip(choice.offered, choice.times_us, strict=True)
-        if us is not None and us != float("inf")
-    }
+    return choice
 
 
 def keywords(config: GemmConfig) -> dict[str, int]:

@@ -170,6 +170,13 @@ def folds_when_loaded() -> bool:
     return is_exporting() and bool(inductor_config().aot_inductor.use_runtime_constant_folding)
 
 
+def inputs_to_be_frozen() -> int:
+    """How many of a graph's placeholders, from the first on, freezing replaces by constants (but
+    for those that are written to or returned)."""
+    context = torch._guards.TracingContext.try_get()
+    return len(getattr(context, "params_flat_unwrap_subclasses", None) or ())
+
+
 def is_freezing() -> bool:
     """Whether Inductor makes constants of parameters, and folds what is computed of them."""
     return bool(inductor_config().freezing)

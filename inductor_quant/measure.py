@@ -130,7 +130,8 @@ def _inputs(
     def scale(operand: OperandSpec, shape: tuple[int, int]) -> torch.Tensor | None:
         if operand.scale is None:
             return None
-        size = (1, 1) if operand.scale.block == (-1, -1) else shape
+        pairs = zip(shape, operand.scale.block, strict=True)
+        size = [1 if block == -1 else -(-length // block) for length, block in pairs]
         return torch.rand(size, device=device).to(operand.scale.dtype)
 
     a = integers(m, k)
@@ -141,7 +142,7 @@ def _inputs(
         point = integers(*(shape if operand.zero != "const" else (1, 1)))
         return point.float() if operand.zero == "float" else point
 
-    a_scale, b_scale = scale(spec.a, (m, 1)), scale(spec.b, (1, n))
+    a_scale, b_scale = scale(spec.a, (m, k)), scale(spec.b, (k, n))
     bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
     more = (a_scale, b_scale, bias, zero(spec.a, (m, 1)), zero(spec.b, (1, n)))
     return [(a, integers(n, k).t(), *more) for _ in range(copies)]
@@ -231,6 +232,8 @@ def _plain(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
         a_zero: torch.Tensor | None,
         b_zero: torch.Tensor | None,
     ) -> torch.Tensor:
+        if spec.group_size:  # torch has no such product: dequantize
+            return _grouped(spec, a, b, a_scale, b_scale, bias)
         out = torch._int_mm(a, b).float()
         if a_zero is not None:
             out = out - a_zero.float() * b.sum(0, keepdim=True)
@@ -242,6 +245,18 @@ def _plain(spec: QuantGemmSpec) -> Callable[..., torch.Tensor]:
         return (out if bias is None else out + bias).to(spec.out_dtype)
 
     return run
+
+
+def _grouped(
+    spec: QuantGemmSpec, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any
+) -> torch.Tensor:
+    def real(q: torch.Tensor, scale: torch.Tensor | None, dim: int) -> torch.Tensor:
+        if scale is not None:
+            q = q * scale.repeat_interleave(q.shape[dim] // scale.shape[dim], dim)
+        return q.to(torch.bfloat16)
+
+    out = real(a, a_scale, 1) @ real(b, b_scale, 0)
+    return (out if bias is None else out + bias).to(spec.out_dtype)
 
 
 def _captured(

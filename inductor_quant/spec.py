@@ -98,6 +98,13 @@ class QuantGemmSpec:
     bias: bool = False
     fast_accum: bool = False
 
+    @property
+    def group_size(self) -> int:
+        """How many neighbours along K share a scale; 0 where no scale varies along K."""
+        of_a = self.a.scale.block[1] if self.a.scale is not None else -1
+        of_b = self.b.scale.block[0] if self.b.scale is not None else -1
+        return max(0, of_a, of_b)
+
     def __str__(self) -> str:
         bias = "+bias" if self.bias else ""
         fast = ", fast_accum" if self.fast_accum else ""

@@ -18,11 +18,13 @@ from inductor_quant.patterns import (
     fp8_producers,
     qdq,
     w8a8,
+    w8a8_groups,
     weight_only,
 )
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
 BUILT_IN: tuple[Pattern, ...] = (
+    w8a8_groups.PATTERN,  # a sum over slices of K, before each slice alone
     w8a8.PATTERN,
     qdq.PATTERN,
     fp8.PATTERN,

@@ -95,10 +95,12 @@ class _Exact:
 
 
 def _is_plain_w8a8(found: RecognizedGemm) -> bool:
-    """Whether the graph multiplies integers, and has no zero point. (In a fake-quantized graph it
-    multiplies floats, so that the scales are applied to the terms of the sum.)"""
+    """Whether the graph multiplies integers, and has no zero point and no groups along K. (In a
+    fake-quantized graph it multiplies floats, so that the scales are applied to the terms of the
+    sum.)"""
     is_product = found.anchor.target == aten._int_mm.default
-    return found.op is w8a8.op and is_product and len(found.args) == 5
+    is_plain = len(found.args) == 5 and not found.spec.group_size
+    return found.op is w8a8.op and is_product and is_plain
 
 
 def _exact_part(found: RecognizedGemm) -> _Exact:

@@ -249,12 +249,17 @@ def assemble(product: Fp8Product) -> RecognizedGemm | Rejection:
     dtypes = [product.a_dtype, product.b_dtype]
     if any(dtype not in fp8.ELEMENT_DTYPES for dtype in dtypes):
         return Rejection(RejectionCode.DTYPE, f"operands are {dtypes}", product.anchor.name)
-    scales = [scale for scale in (product.a_scale, product.b_scale) if scale is not None]
     is_block = product.b_scale is not None and product.b_scale.block not in _WHOLE
-    allowed = fp8_block.SCALE_DTYPES if is_block else FLOATS
+    refused = unfit(product, fp8_block.SCALE_DTYPES if is_block else FLOATS)
+    return refused or _assemble(product, graph.value(product.end).dtype, is_block=is_block)
+
+
+def unfit(product: Fp8Product, scale_dtypes: tuple[torch.dtype, ...]) -> Rejection | None:
+    """Why something that the canonical op would read or return is not fit for that."""
+    scales = [scale for scale in (product.a_scale, product.b_scale) if scale is not None]
     for scale in scales:
         dtype = graph.value(scale.node).dtype
-        if dtype not in allowed:
+        if dtype not in scale_dtypes:
             return Rejection(RejectionCode.SCALE_DTYPE, f"the scale is {dtype}", scale.node.name)
     out_dtype = graph.value(product.end).dtype
     if out_dtype not in FLOATS:
@@ -267,7 +272,7 @@ def assemble(product: Fp8Product) -> RecognizedGemm | Rejection:
         if graph.value(node).device != graph.value(product.anchor).device:
             device = graph.value(node).device
             return Rejection(RejectionCode.DEVICE, f"{node.name} is on {device}", node.name)
-    return _assemble(product, out_dtype, is_block=is_block)
+    return None
 
 
 def source_of(operand: Any) -> fx.Node:

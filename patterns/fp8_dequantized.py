@@ -1,10 +1,13 @@
-"""FP8 products whose operands the graph dequantizes: ``mm(q.to(bf16) * s, w.to(bf16) * t)``.
+"""Products whose operands the graph dequantizes: ``mm(q.to(bf16) * s, w.to(bf16) * t)``.
 
 Scales may be applied before the product or behind it, to rows, columns, tensors or blocks, in views
 or repeated. A sum of products over slices of K, each scaled by itself (DeepSeek's formula written
 out), is one site of many products. As in ``operand``, nothing is compared by its spelling: which
 element of which tensor is read at (m, k, n) is what decides. The same as one batched product, added
 up over the batch, is read with a digit for the batch.
+
+``PATTERN`` reads FP8; ``w8a8_groups`` reads int8 by the same rules, where products may be
+``_int_mm`` as well.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import fp8, graph
 from inductor_quant.patterns.digits import Index, Unsupported
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
-from inductor_quant.patterns.expression import FLOAT8, Expr, Load, Op
+from inductor_quant.patterns.expression import FLOAT8, Bits, Expr, Load, Op, is_whole
 from inductor_quant.patterns.fp8 import Fp8Product, Scale
 from inductor_quant.patterns.graph import aten
 from inductor_quant.patterns.pattern import Derived, Operand, Pattern, RecognizedGemm
@@ -33,12 +36,16 @@ PRODUCTS = {
     aten.mm.default: ("self", "mat2"),
     aten.addmm.default: ("mat1", "mat2"),
     aten.bmm.default: ("self", "mat2"),
+    aten._int_mm.default: ("self", "mat2"),
 }
 # From an operand up to its fp8 numbers: views, casts, and the multiplication by a scale.
 _SEARCH_LIMIT = 24
 _SUM = aten.sum.dim_IntList
-_BLOCKS = (32, 64, 128, 256)
-_NOT_FP8 = Rejection(RejectionCode.NOT_QUANTIZED, "the activation is not made of fp8 numbers")
+_BLOCKS = (32, 64, 128, 256, 512, 1024)
+_NOT_QUANTIZED = Rejection(
+    RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized numbers"
+)
+Elements = frozenset[torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,37 +62,51 @@ class _Place:
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: an mm or addmm; of a sum of products the first of them."""
+    found = read_product(anchor, frozenset(FLOAT8))
+    if isinstance(found, Rejection):
+        return found
+    blocks = (found.a_scale and found.a_scale.block[1], found.b_scale and found.b_scale.block[0])
+    is_block = any(block not in (None, -1) for block in blocks)
+    if is_block and blocks[0] != blocks[1]:
+        return Rejection(RejectionCode.SCALE_AXIS, "scales of different blocks of K", anchor.name)
+    return fp8.assemble(found)
+
+
+def read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
+    """The product of two operands made of ``elements`` that ``anchor`` is (a part of)."""
     operands = [_argument(anchor, name) for name in PRODUCTS[anchor.target]]  # type: ignore[index]
-    if not all(map(graph.is_tensor_node, operands)) or not all(map(_comes_from_fp8, operands)):
-        return _NOT_FP8
+    if not all(graph.is_tensor_node(node) and _comes_from(node, elements) for node in operands):
+        return _NOT_QUANTIZED
+    shapes = [size for node in operands for size in graph.value(node).shape]
+    if any(isinstance(size, int) and size == 0 for size in shapes):
+        return Rejection(RejectionCode.WEIGHT_FORM, "no elements", anchor.name)
     try:
         with for_any(graph.value(operands[0]).shape[-2]):
-            found = _recognize(anchor)
+            return _read_product(anchor, elements)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
-    return found if isinstance(found, Rejection) else fp8.assemble(found)
 
 
-def _recognize(anchor: fx.Node) -> Fp8Product | Rejection:
+def _read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     if anchor.target == aten.bmm.default:
-        return _batched(anchor)
+        return _batched(anchor, elements)
     for root in roots_of(anchor):
         terms = terms_of(root)
         if terms is None or len(terms) < 2:
             continue
-        found = _Site(anchor, terms).product(root)
+        found = _Site(anchor, terms, elements).product(root)
         if not isinstance(found, Rejection):
             return found
-    return _alone(anchor)
+    return _alone(anchor, elements)
 
 
-def _alone(anchor: fx.Node) -> Fp8Product | Rejection:
+def _alone(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     """One product. Where a size is no multiple of the blocks, the last of which is then shorter,
     positions are read as if there were all of it: ``repeat(scale)[:n]`` at n is scale[n // block].
     """
     terms = [Term(anchor, ())]
-    found = _Site(anchor, terms).product(anchor)
-    if not isinstance(found, Rejection) or found is _NOT_FP8:
+    found = _Site(anchor, terms, elements).product(anchor)
+    if not isinstance(found, Rejection) or found is _NOT_QUANTIZED:
         return found
     columns, depth = sizes(anchor)[-1], sizes(_argument(anchor, PRODUCTS[anchor.target][0]))[-1]  # type: ignore[index]
     for block in _BLOCKS:
@@ -94,7 +115,7 @@ def _alone(anchor: fx.Node) -> Fp8Product | Rejection:
             if padded == (columns, depth):
                 continue
             try:
-                other = _Site(anchor, terms, padded).product(anchor)
+                other = _Site(anchor, terms, elements, padded).product(anchor)
             except Unsupported:
                 continue
             if not isinstance(other, Rejection):
@@ -102,7 +123,7 @@ def _alone(anchor: fx.Node) -> Fp8Product | Rejection:
     return found
 
 
-def _batched(anchor: fx.Node) -> Fp8Product | Rejection:
+def _batched(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     """A batch of slices of K, each with its scales, added up."""
     root = anchor
     while (user := graph.single_user(root)) is not None and root.target != _SUM:
@@ -115,7 +136,7 @@ def _batched(anchor: fx.Node) -> Fp8Product | Rejection:
         term = term_of(root.args[0]) if is_plain else None  # type: ignore[arg-type]
     if term is None:
         return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
-    return _Site(anchor, [term]).product(root)
+    return _Site(anchor, [term], elements).product(root)
 
 
 def _argument(node: fx.Node, name: str) -> Any:
@@ -123,13 +144,13 @@ def _argument(node: fx.Node, name: str) -> Any:
     return graph.arguments(node, *names)[names.index(name)]
 
 
-def _comes_from_fp8(node: fx.Node) -> bool:
+def _comes_from(node: fx.Node, elements: Elements) -> bool:
     """A quick look before the careful one."""
     todo, seen = [node], {node}
     while todo and len(seen) < _SEARCH_LIMIT:
         current = todo.pop(0)
         value = current.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in FLOAT8:
+        if isinstance(value, torch.Tensor) and value.dtype in elements:
             return True
         if current.target in PRODUCTS:
             continue
@@ -144,10 +165,14 @@ def _comes_from_fp8(node: fx.Node) -> bool:
 
 
 class _Reader(Reader):
-    """Ends at fp8 numbers: how they were computed does not matter."""
+    """Ends at quantized numbers: how they were computed does not matter."""
+
+    def __init__(self, elements: Elements) -> None:
+        super().__init__()
+        self.elements = elements
 
     def _read(self, node: fx.Node, index: tuple[Index, ...]) -> Expr:
-        is_computed = node.op == "call_function" and graph.value(node).dtype in FLOAT8
+        is_computed = node.op == "call_function" and graph.value(node).dtype in self.elements
         if is_computed and node.target in (CAST, aten.clamp.default):
             return self.leaf(node, index)
         return super()._read(node, index)
@@ -160,10 +185,14 @@ class _Site:
     """
 
     def __init__(
-        self, anchor: fx.Node, terms: list[Term], padded: tuple[int, int] | None = None
+        self,
+        anchor: fx.Node,
+        terms: list[Term],
+        elements: Elements,
+        padded: tuple[int, int] | None = None,
     ) -> None:
-        self.anchor, self.terms = anchor, terms
-        self.reader = _Reader()
+        self.anchor, self.terms, self.elements = anchor, terms, elements
+        self.reader = _Reader(elements)
         x = _argument(anchor, PRODUCTS[anchor.target][0])  # type: ignore[index]
         (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
         self.padded_columns, self.padded_step = padded or (self.columns, self.step)
@@ -211,9 +240,8 @@ class _Site:
         for side, node, index in (("a", x, (self.m, self.k)), ("b", w, (self.k, self.n))):
             element, factors = self._unwound(self.reader.read(node, (*self.batch, *index)))
             if element is None:
-                return (
-                    _NOT_FP8 if side == "a" else self._no("the weight is not made of fp8 numbers")
-                )
+                no_weight = "the weight is not made of quantized numbers"
+                return _NOT_QUANTIZED if side == "a" else self._no(no_weight)
             sides.append(element)
             scales += [(side, factor) for factor in factors]
         for factor, node in term.factors:
@@ -247,8 +275,8 @@ class _Site:
         return self._no("the weight is not read in order")
 
     def _unwound(self, expr: Expr) -> tuple[_Place | None, list[_Place]]:
-        """The fp8 number in a product of one with scales, and the scales."""
-        if isinstance(expr, Load) and expr.dtype in FLOAT8:
+        """The quantized number in a product of one with scales, and the scales."""
+        if self._is_element(expr):
             return self._place(expr), []
         if isinstance(expr, Op) and expr.name == "cast":
             return self._unwound(expr.args[0])
@@ -260,15 +288,22 @@ class _Site:
                     return element, [*scales, place]
         return None, []
 
+    def _is_element(self, expr: Expr) -> bool:
+        if isinstance(expr, Load) or (isinstance(expr, Bits) and is_whole(expr)):
+            return graph.value(expr.node).dtype in self.elements
+        return False
+
     def _place(self, expr: Expr) -> _Place | None:
         while isinstance(expr, Op) and expr.name == "cast" and isinstance(expr.args[0], Load):
             if expr.dtype != torch.float32:
                 break
             expr = expr.args[0]  # exact
-        found = (expr.node, expr.index) if isinstance(expr, Load) else getattr(expr, "at", None)
-        if found is None:
+        if isinstance(expr, Load) or (isinstance(expr, Bits) and is_whole(expr)):
+            node, index = expr.node, expr.index
+        elif (found := getattr(expr, "at", None)) is not None:
+            node, index = found
+        else:
             return None
-        node, index = found
         position = Index()
         for size, part in zip(sizes(node), index, strict=True):
             position = position * size + part
@@ -374,10 +409,9 @@ class _Site:
     ) -> Fp8Product | Rejection:
         if sizes(root) != [self.rows, self.columns]:
             return self._no("a sum of another shape")
-        blocks = {scale.block for scale in (a_scale, b_scale) if scale is not None}
         k_blocks = {scale.block[1] for scale in [a_scale] if scale is not None}
         k_blocks |= {scale.block[0] for scale in [b_scale] if scale is not None}
-        if len(k_blocks) > 1 or (k_blocks - {-1} and len(blocks) < 2):
+        if len(k_blocks - {-1}) > 1:
             return Rejection(
                 RejectionCode.SCALE_AXIS, "scales of different blocks of K", self.anchor.name
             )
@@ -440,5 +474,8 @@ def _behind(scale: fx.Node | None, block: tuple[int, int], shape: tuple[int, int
 
 
 PATTERN = Pattern(
-    name="fp8_dequantized", family="fp8", anchors=tuple(PRODUCTS), recognize=recognize
+    name="fp8_dequantized",
+    family="fp8",
+    anchors=tuple(op for op in PRODUCTS if op is not aten._int_mm.default),
+    recognize=recognize,
 )

@@ -32,7 +32,9 @@ from inductor_quant.patterns.exactness import classify, strictly
 from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
+from inductor_quant.patterns.repack import make_weights_k_major
 from inductor_quant.patterns.sharing import share
+from inductor_quant.patterns.side_by_side import put_side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ class QuantGemmPass(compat.CustomGraphPass):
             has_products = True
             matches[decision.family if isinstance(decision, Match) else ""] += 1
         if matches.keys() - {""}:
-            _finish(graph, options)
+            _finish(graph, options, is_frozen=self._is_early)
         for family, least in dict(options.require).items():
             if has_products and matches[family] < least:
                 raise RequirementError(family, least, matches[family])
@@ -228,16 +230,26 @@ def _treat(
         return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
 
 
-def _finish(graph: fx.Graph, options: Options) -> None:
+def _finish(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
     """What is better done when every GEMM is known."""
     try:
         log.info("%d nodes before quantized GEMMs were there twice", share(graph))
+        constants = _constants(graph) if is_frozen else set()
+        log.info("%d GEMMs are parts of another", put_side_by_side(graph, constants))
+        copies = make_weights_k_major(graph, constants)
+        log.info("%d int8 weights are copied so that they lie along K", copies)
         if options.numerics != "strict":  # divides by a reciprocal
             simplify_quantization(graph)
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError("inductor_quant failed after its rewrites") from error
         log.warning("failed after the rewrites", exc_info=True)
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """What will not change between calls, of a graph that is to be frozen."""
+    inputs = graph.find_nodes(op="placeholder")[: compat.inputs_to_be_frozen()]
+    return {*inputs, *graph.find_nodes(op="get_attr")}
 
 
 def _watch(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:

@@ -43,7 +43,8 @@ def terms_of(root: fx.Node) -> list[Term] | None:
     while todo:
         node = todo.pop()
         if node.target == aten.add.Tensor and (node is root or graph.single_user(node)):
-            parts = graph.arguments(node, "self", "other")
+            given = graph.arguments(node, "self", "other")
+            parts = [part for part in given if not isinstance(part, (int, float)) or part != 0]
             if node.kwargs.get("alpha", 1) != 1 or not all(map(graph.is_tensor_node, parts)):
                 return None
             todo += parts
@@ -65,7 +66,7 @@ def term_of(node: fx.Node) -> Term | None:
     """A product behind factors and casts to fp32; nothing of it is used elsewhere."""
     if not graph.single_user(node):
         return None
-    if node.target in (aten.mm.default, aten.bmm.default):
+    if node.target in (aten.mm.default, aten.bmm.default, aten._int_mm.default):
         return Term(node, ())
     if is_widening(node):
         return term_of(node.args[0])  # type: ignore[arg-type]

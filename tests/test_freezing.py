@@ -16,6 +16,7 @@ import inductor_quant
 from inductor_quant import _torch_compat as compat
 from inductor_quant import backend
 from inductor_quant.errors import RequirementError
+from inductor_quant.patterns import side_by_side
 from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 from tests.support.graphs import calls
 from tests.support.producers import GIVEN, need
@@ -180,3 +181,78 @@ def test_enable_takes_both_slots_and_disable_gives_them_back():
             ours = backend._ambient_pass(is_early=slot == EARLY_SLOT)
             assert ours in compat.passes_in(getattr(config, slot))
     assert [getattr(config, slot) for slot in (EARLY_SLOT, SLOT)] == before
+
+
+def test_a_frozen_weight_that_lies_along_n_is_kept_along_k_alone(graphs):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.randint(-128, 128, (64, 48), dtype=torch.int8))
+
+        def forward(self, x):
+            a = (x / 0.1).round().clamp(-128, 127).to(torch.int8)
+            return torch._int_mm(a, self.weight).float() * 0.1
+
+    module, x = Layer(), torch.randn(20, 64)
+    result, report = run(module, x)
+    assert [match.family for match in report.matches] == ["w8a8"]
+    assert torch.equal(result, module(x))
+    [weight] = [t for t in constants(graphs[-1]) if t.dtype == torch.int8]
+    assert sorted(weight.stride()) == [1, 64]
+
+
+class Attention(torch.nn.Module):
+    """q, k and v of one activation, and one that is an input of the graph."""
+
+    def __init__(self, bias=True, other_scale=False):
+        super().__init__()
+        for name, n in (("q", 48), ("k", 16), ("v", 16)):
+            weight = torch.randint(-128, 128, (n, 64), dtype=torch.int8)
+            self.register_buffer(f"{name}_weight", weight)
+            self.register_buffer(f"{name}_scale", torch.rand(n) * 0.01)
+            self.register_buffer(f"{name}_bias", torch.randn(n))
+        self.bias, self.other_scale = bias, other_scale
+
+    def forward(self, x, other):
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        a = (x / scale).round().clamp(-128, 127).to(torch.int8)
+
+        def part(name, weight):
+            out = torch._int_mm(a, weight.t()).float() * scale * getattr(self, f"{name}_scale")
+            return out + getattr(self, f"{name}_bias") if self.bias or name == "v" else out
+
+        q, k, v = (part(name, getattr(self, f"{name}_weight")) for name in "qkv")
+        return q, torch.tanh(k), v * 2, part("k", other)
+
+
+@pytest.mark.parametrize(("bias", "count"), [(True, 2), (False, 3)])
+def test_frozen_gemms_of_one_activation_are_one_with_few_rows(graphs, bias, count):
+    """Those with the same operands; not one whose weight is an input."""
+    torch.manual_seed(0)
+    module, x = Attention(bias), torch.randn(20, 64)
+    other = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
+    result, report = run_all(module, x, other)
+    assert len(report.matches) == 4
+    assert len(calls(graphs[-1], torch.ops.inductor_quant.w8a8.default)) == count
+    for got, want in zip(result, module(x, other), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_with_many_rows_or_columns_each_has_its_own(graphs, monkeypatch):
+    monkeypatch.setattr(side_by_side, "MAX_COLUMNS", 79)
+    other = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
+    _, report = run_all(Attention(), torch.randn(20, 64), other)
+    monkeypatch.setattr(side_by_side, "MAX_COLUMNS", 80)
+    _, _ = run_all(Attention(), torch.randn(side_by_side.MAX_ROWS + 1, 64), other)
+    assert len(report.matches) == 4
+    op = torch.ops.inductor_quant.w8a8.default
+    assert [len(calls(gm, op)) for gm in graphs] == [4, 4]
+
+
+def run_all(module, *inputs):
+    as_if_triton = mock.patch("inductor_quant._torch_compat.runs_triton", return_value=True)
+    frozen = config.patch(freezing=True, force_disable_caches=True)
+    torch._dynamo.reset()
+    options = {"inductor_quant.on_error": "raise"}
+    with torch.no_grad(), frozen, as_if_triton, inductor_quant.collect() as report:
+        return torch.compile(module, backend="inductor_quant", options=options)(*inputs), report

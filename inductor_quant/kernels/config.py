@@ -133,6 +133,20 @@ def shared_memory(config: GemmConfig, element_bytes: int) -> int:
     return config.num_stages * tile * element_bytes
 
 
+def shortened(config: GemmConfig, step: int) -> GemmConfig:
+    """With steps of at most ``step`` along K, and as many bytes in flight."""
+    if config.block_k <= step:
+        return config
+    return GemmConfig(
+        config.block_m,
+        config.block_n,
+        step,
+        num_warps=config.num_warps,
+        num_stages=min(config.num_stages * config.block_k // step, 8),
+        group_m=config.group_m,
+    )
+
+
 def refuse_split(config: GemmConfig) -> Rejection | None:
     """For kernels whose programs have all of K."""
     if config.split_k == 1:

@@ -20,6 +20,7 @@ from inductor_quant.kernels.config import (
     Problem,
     legal,
     refuse_split,
+    shortened,
 )
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec, dtype_name
@@ -172,7 +173,7 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     if is_block_scaled(spec):
         # Blocks shorter than the table's steps take its tiles in shorter steps.
         step = min(blocks(spec)[0], PROMOTED_K)
-        ranked = list(dict.fromkeys(_shortened(config, step) for config in ranked))
+        ranked = list(dict.fromkeys(shortened(config, step) for config in ranked))
     return ranked
 
 
@@ -182,20 +183,7 @@ def persistent_configs(spec: QuantGemmSpec, problem: Problem, device: Device) ->
     # In order of a few trials on an H200, of blocks: two programs an SM that cover for each other.
     step = min(blocks(spec)[0], PROMOTED_K) if is_block_scaled(spec) else PROMOTED_K
     tiles = ((64, 128, 4, 4), (64, 128, 4, 3), (128, 64, 4, 4), (128, 128, 8, 4))
-    return [_shortened(GemmConfig(m, n, 128, w, s), step) for m, n, w, s in tiles]
-
-
-def _shortened(config: GemmConfig, step: int) -> GemmConfig:
-    if config.block_k <= step:
-        return config
-    return GemmConfig(
-        config.block_m,
-        config.block_n,
-        step,
-        num_warps=config.num_warps,
-        num_stages=min(config.num_stages * config.block_k // step, 8),
-        group_m=config.group_m,
-    )
+    return [shortened(GemmConfig(m, n, 128, w, s), step) for m, n, w, s in tiles]
 
 
 def _kernels(family: str) -> tuple[Kernel, Kernel]:

@@ -17,6 +17,7 @@ from inductor_quant.kernels.config import (
     legal,
     refuse_split,
     shared_memory,
+    shortened,
 )
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.spec import QuantGemmSpec, dtype_name
@@ -32,6 +33,7 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Triton has no int8 matrix instruction below this capability.
 MIN_ARCH = 80
 DESCRIPTOR_ARCH = 90
+MIN_GROUP = 32  # of K, what the matrix unit takes at once
 
 
 def grid(
@@ -58,6 +60,10 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(RejectionCode.NO_KERNEL, f"operands of {spec} are not both int8")
     if spec.out_dtype not in OUT_DTYPES:
         return Rejection(RejectionCode.NO_KERNEL, f"no output in {dtype_name(spec.out_dtype)}")
+    if spec.group_size % MIN_GROUP:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{spec}: groups must be multiples of {MIN_GROUP} along K"
+        )
     return None
 
 
@@ -85,6 +91,8 @@ def persistent_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -
         )
     if problem.needs_spare_row:
         return Rejection(RejectionCode.NO_KERNEL, "tiles are read without a mask")
+    if spec.group_size:
+        return Rejection(RejectionCode.NO_KERNEL, "scales of groups along K")
     tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / 128)
     if tiles < 4 * device.num_sms:
         return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles are too few for a second round")
@@ -121,6 +129,9 @@ def tile_constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
     """What templates of 8-bit operands are told of scales, bias and edges of the matrices."""
     a_scale, b_scale = spec.a.scale, spec.b.scale
     return {
+        "QUANT_K": spec.group_size,
+        "A_SCALE_GROUPED": a_scale is not None and a_scale.block[1] > 0,
+        "B_SCALE_GROUPED": b_scale is not None and b_scale.block[0] > 0,
         "HAS_A_SCALE": a_scale is not None,
         "A_SCALE_PER_TOKEN": a_scale is not None and a_scale.block == (1, -1),
         "HAS_B_SCALE": b_scale is not None,
@@ -138,7 +149,12 @@ def tile_constants(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     # One table: its model carries the shape and the number of SMs, ``legal`` the limits of the
     # device.
-    return table.load("w8a8_mm", 90).rank(problem, device, element_bytes=ELEMENT_BYTES)
+    ranked = table.load("w8a8_mm", 90).rank(problem, device, element_bytes=ELEMENT_BYTES)
+    group = spec.group_size
+    if group:  # a step lies within one group
+        step = group & -group
+        ranked = list(dict.fromkeys(shortened(config, step) for config in ranked))
+    return ranked
 
 
 def is_legal(
@@ -148,7 +164,13 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} has no row beyond the {problem.m} of a"
         )
-    return refuse_split(config) or legal(config, device, element_bytes=ELEMENT_BYTES)
+    group = spec.group_size
+    if group % config.block_k:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config}: a step must lie within a group of {group} of K"
+        )
+    sums = 2 if group else 1
+    return refuse_split(config) or legal(config, device, element_bytes=ELEMENT_BYTES, sums=sums)
 
 
 def persistent_configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

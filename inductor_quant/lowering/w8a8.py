@@ -40,9 +40,11 @@ def lower(
     device = a.get_device()
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
+    k = compat.known_int(a.get_size()[1])
+    a_group, b_group = _group(a_scale, 1, k), _group(b_scale, 0, k)
     spec = op.make_spec(
-        a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
+        a_scale=scale_spec(a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
+        b_scale=scale_spec(b_scale, (b_group, 1), dim=1 if b_group < 0 else 0),
         out_dtype=out_dtype,
         bias=bias is not None,
         a_zero=op.zero_kind(_dtype(a_zero_point), a_zero),
@@ -81,6 +83,9 @@ def lower(
         result = attempt(b_sum, problem)
     if result is not None:
         return result
+    if spec.group_size:
+        eager = compat.fallback_handler(op.op, add_to_fallback_set=False)
+        return eager(a, b, a_scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
     zeros = (a_zero_point if a_zero_point is not None else a_zero, b_sum, b_zero_point, a_sum)
     return _unfused(a, b, a_scale, b_scale, bias, zeros, alpha=alpha, out_dtype=out_dtype)
 
@@ -89,6 +94,12 @@ def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | No
     if scale is None:
         return None
     return ScaleSpec(scale.get_dtype(), full if _is_long(scale, dim) else (-1, -1))
+
+
+def _group(scale: Any, dim: int, k: int | None) -> int:
+    """How many of ``k`` share an entry of ``scale``, whose groups lie along ``dim``; -1: all."""
+    groups = 1 if scale is None else compat.known_int(scale.get_size()[dim])
+    return -1 if k is None or groups is None or groups == 1 else k // groups
 
 
 def _dtype(tensor: Any) -> torch.dtype | None:

@@ -52,7 +52,9 @@ def reference(
         a             [M, K]            int8
         b             [K, N]            int8
         a_scale       [M, 1] or [1, 1]  fp32, bf16 or fp16; per token or per tensor; None: 1
+                      [M, G]            likewise, one for each of G groups of K
         b_scale       [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
+                      [G, N]            likewise, one for each of G groups of K
         bias          [N]               fp32, bf16 or fp16; None: 0
         a_zero_point  [M, 1] or [1, 1]  int8, fp32, bf16 or fp16; None: the number ``a_zero``, in
                                         int8's range
@@ -66,11 +68,21 @@ def reference(
     rank 1: ``sum of a * b - a_zero_point * b_sum - b_zero_point * (sum of a - K * a_zero_point)``.
     Whatever is an integer there is exact (in int32, which may wrap around on the way); everything
     else and after it is fp32, in the order of the formula, rounded once.
-    Raises SpecError where shapes or dtypes are others, or K exceeds ``max_k`` (131071; 65793 and
-    33025 with integer zero points of one or both), beyond which full-range operands overflow int32.
+
+    With G above 1, which divides K, a scale belongs to a group of K / G neighbours along K: the sum
+    over each group, an exact integer, is multiplied by the scales of its group and added to the
+    others in fp32 (a kernel may scale a group in parts; the reference adds in fp64). Zero points do
+    not go with groups; two scales in groups have the same G.
+
+    Raises SpecError where shapes or dtypes are others, or K (of one group) exceeds ``max_k``
+    (131071; 65793 and 33025 with integer zero points of one or both), beyond which full-range
+    operands overflow int32.
     """
     zeros = (a_zero_point, b_zero_point, b_sum)
     spec_of(a, b, a_scale, b_scale, bias, *zeros, a_zero=a_zero, out_dtype=out_dtype)
+    if (groups := groups_of(a_scale, b_scale)) > 1:
+        out = alpha * _sum_of_groups(a, b, a_scale, b_scale, groups)
+        return scaled(out.float(), None, None, bias, out_dtype)
     # Integers in fp64 are exact up to 2**53, and every device has a fast fp64 matmul for any shape.
     out = a.double() @ b.double()
     zero = a_zero if a_zero_point is None else a_zero_point.double()
@@ -104,6 +116,30 @@ def scaled(
     return out.to(out_dtype)
 
 
+def groups_of(a_scale: torch.Tensor | None, b_scale: torch.Tensor | None) -> int:
+    """Into how many groups the scales divide K."""
+    given = [(a_scale, 1), (b_scale, 0)]
+    sizes = [s.shape[dim] for s, dim in given if s is not None and s.dim() == 2]
+    return max([size for size in sizes if isinstance(size, int)], default=1)
+
+
+def _sum_of_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    groups: int,
+) -> torch.Tensor:
+    (m, k), n = a.shape, b.shape[1]
+    left = a.double().reshape(m, groups, k // groups).transpose(0, 1)
+    parts = left @ b.double().reshape(groups, k // groups, n)
+    if a_scale is not None:
+        parts = parts * a_scale.double().t()[:, :, None]
+    if b_scale is not None:
+        parts = parts * b_scale.double()[:, None, :]
+    return parts.sum(0)
+
+
 def fake(
     a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype, **options: Any
 ) -> torch.Tensor:
@@ -131,12 +167,15 @@ def spec_of(
     """
     check_matrices("w8a8", a, b, (torch.int8,))
     (m, k), n = a.shape, b.shape[1]
+    groups = groups_of(a_scale, b_scale)
+    if groups > 1 and isinstance(k, int) and k % groups:
+        raise SpecError(f"w8a8: scales of {groups} groups, but K={k} is no multiple of that")
     rows, columns = ((m, 1), (1, 1)), ((1, n), (1, 1))
     check(
         "w8a8",
         {
-            "a_scale": (a_scale, rows, SCALE_DTYPES),
-            "b_scale": (b_scale, columns, SCALE_DTYPES),
+            "a_scale": (a_scale, (*rows, (m, groups)), SCALE_DTYPES),
+            "b_scale": (b_scale, (*columns, (groups, n)), SCALE_DTYPES),
             "bias": (bias, ((n,),), SCALE_DTYPES),
             "a_zero_point": (a_zero_point, rows, ZERO_DTYPES),
             "b_zero_point": (b_zero_point, columns, ZERO_DTYPES),
@@ -152,13 +191,19 @@ def spec_of(
         zero_kind(None if a_zero_point is None else a_zero_point.dtype, a_zero),
         zero_kind(None if b_zero_point is None else b_zero_point.dtype),
     )
-    if isinstance(k, int) and k > max_k(*zeros):
+    if groups > 1 and any(zeros):
+        raise SpecError("w8a8: zero points do not go with scales of groups along K")
+    if isinstance(k, int) and k // groups > max_k(*zeros):
         raise SpecError(
             f"w8a8: K={k} may overflow int32, the most is {max_k(*zeros)}; split the sum over K"
         )
+    a_group, b_group = (
+        k // groups if scale is not None and groups > 1 and scale.shape[dim] != 1 else -1
+        for scale, dim in ((a_scale, 1), (b_scale, 0))
+    )
     return make_spec(
-        a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
+        a_scale=scale_spec(a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
+        b_scale=scale_spec(b_scale, (b_group, 1), dim=1 if b_group < 0 else 0),
         out_dtype=out_dtype,
         bias=bias is not None,
         a_zero=zeros[0],

@@ -21,6 +21,7 @@ import bench_gemm  # noqa: E402
 import bench_models  # noqa: E402
 import bench_systems  # noqa: E402
 import models_build  # noqa: E402
+import models_candidates  # noqa: E402
 import models_fp8  # noqa: E402
 import models_linear  # noqa: E402
 import models_quantize  # noqa: E402
@@ -390,12 +391,12 @@ def test_every_shape_has_candidates_and_old_measurements_are_refitted(
 ):
     import tune
 
-    assert {kernel.name for kernel in TUNED} == set(tune.RULES)
+    assert {kernel.name for kernel in TUNED} == set(models_candidates.RULES)
     for kernel in TUNED:
-        candidates = tune.candidates(kernel, card.device(), [8])
+        candidates = models_candidates.candidates(kernel, card.device(), [8])
         shapes = tune.shapes(kernel, card.device())
         assert len(candidates) >= 6
-        assert all(sum(tune.suits(c, s) for c in candidates) >= 6 for s in shapes)
+        assert all(sum(models_candidates.suits(c, s) for c in candidates) >= 6 for s in shapes)
     store = tune.Store(tmp_path / "samples.json")
     store.sweep = samples_of(known_models())
     store.resources = {e.config: (100, 65536) for e in known_models()}

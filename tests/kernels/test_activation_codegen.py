@@ -92,6 +92,36 @@ def test_a_smoothed_activation_is_scaled_in_the_kernel_that_quantizes_it(divides
     assert len(kernels(fn, make)) == 2
 
 
+F = torch.nn.functional
+BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rms_norm": lambda x, up: F.rms_norm(x, x.shape[-1:], up[0]),
+    "layer_norm": lambda x, up: F.layer_norm(x, x.shape[-1:], up[0], up[0]),
+    "silu_mul": lambda x, up: F.silu(x) * up,
+    "gelu": lambda x, up: F.gelu(x),
+}
+
+
+@pytest.mark.parametrize(("before", "m"), list(zip(BEFORE, (7, 129, 1, 4097), strict=True)))
+def test_a_quantization_is_one_kernel_with_what_precedes_it(before: str, m: int) -> None:
+    """However many rows: the rows are not split, and what precedes is computed once."""
+
+    def fn(x: torch.Tensor, up: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = BEFORE[before](x, up)
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+        q = (x / scale).round().clamp(-128, 127).to(torch.int8)
+        return (torch._int_mm(q, w.t()) * scale).to(bf16)
+
+    def make(device: str) -> tuple[torch.Tensor, ...]:
+        return (
+            empty(m, 4096, dtype=bf16, device=device), empty(m, 4096, dtype=bf16, device=device),
+            empty(N, 4096, dtype=i8, device=device),
+        )  # fmt: skip
+
+    first, second = kernels(fn, make).values()
+    assert "for r0_offset" not in first  # a row is read once
+    assert "tl.dot" in second
+
+
 def test_a_fake_quantized_activation_is_stored_as_int8() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 127

@@ -203,3 +203,33 @@ def test_what_is_no_zero_point_is_refused(zeros, message):
     with pytest.raises(SpecError) as error:
         w8a8.op(a, b, None, None, None, **zeros, out_dtype=f32)
     assert message in str(error.value)
+
+
+def test_scales_of_groups_are_the_sum_of_the_groups_products():
+    torch.manual_seed(0)
+    a, b = (torch.randint(-128, 128, size, dtype=torch.int8) for size in ((5, 96), (96, 7)))
+    sa, sb, bias = torch.rand(5, 3), torch.rand(3, 7), torch.randn(7)
+    got = w8a8.op(a, b, sa, sb, bias, alpha=0.5, out_dtype=torch.float32)
+    want = sum(
+        (a[:, g].double() @ b[g].double()) * sa[:, i : i + 1] * sb[i]
+        for i, g in enumerate((slice(0, 32), slice(32, 64), slice(64, 96)))
+    )
+    torch.testing.assert_close(got, (want * 0.5 + bias).float(), rtol=1e-6, atol=1e-3)
+    spec = w8a8.spec_of(a, b, sa, sb, bias, out_dtype=torch.float32)
+    assert str(spec) == "(a=i8/1x32:f32, b=i8/32x1:f32, out=f32+bias)"
+    assert spec.group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("a_shape", "b_shape", "zero", "said"),
+    [
+        ((5, 1), (5, 7), None, "no multiple"),
+        ((5, 2), (3, 7), None, r"a_scale is \[5, 2\]"),
+        ((5, 1), (3, 7), torch.zeros(5, 1), "zero points"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(a_shape, b_shape, zero, said):
+    a, b = torch.zeros(5, 96, dtype=torch.int8), torch.zeros(96, 7, dtype=torch.int8)
+    scales = torch.ones(a_shape), torch.ones(b_shape)
+    with pytest.raises(SpecError, match=said):
+        w8a8.op(a, b, *scales, None, zero, out_dtype=torch.float32)
