@@ -14,7 +14,8 @@ from typing import Any
 
 RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
 _NAMES = (
-    *("gluon", "gl", "mbarrier", "tma", "tma_load", "warpgroup_mma", "warpgroup_mma_wait"),
+    *("gluon", "gl", "mbarrier", "tma", "tma_load", "async_copy", "cta_barrier"),
+    *("fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
     *("tile_load", "tile_store"),
 )
 
@@ -33,16 +34,23 @@ def available() -> bool:
 def _names() -> dict[str, Any]:
     gluon = importlib.import_module("triton.experimental.gluon")
     hopper = importlib.import_module("triton.experimental.gluon.language.nvidia.hopper")
+    ampere = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere")
+    gl = importlib.import_module("triton.experimental.gluon.language")
     tma = hopper.tma
     importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource  # noqa: B018
     return {
         "gluon": gluon,
-        "gl": importlib.import_module("triton.experimental.gluon.language"),
+        "gl": gl,
         "mbarrier": hopper.mbarrier,
         "tma": tma,
         # Triton <= 3.7: the second name. Drop with 3.7.
         "tma_load": getattr(tma, "async_load", None) or tma.async_copy_global_to_shared,
+        "async_copy": ampere.async_copy,
+        # Triton <= 3.6: the second name. Drop with 3.6.
+        "cta_barrier": getattr(gl, "barrier", None) or gl.thread_barrier,
+        "fence_async_shared": hopper.fence_async_shared,
         "warpgroup_mma": hopper.warpgroup_mma,
+        "warpgroup_mma_init": hopper.warpgroup_mma_init,
         "warpgroup_mma_wait": hopper.warpgroup_mma_wait,
     }
 
@@ -51,11 +59,19 @@ def _names() -> dict[str, Any]:
 def runtime() -> dict[str, Any]:
     """The names that a Gluon kernel is written in, after Inductor's runtime and Gluon have been
     made to fit: idempotent, once a process."""
+    if importlib.import_module("triton").knobs.runtime.interpret:
+        return interpreted_names()
     names = _names()
     _compile_gluon_sources()
     _allow_scalar_constants()
     _allow_two_layouts()
     return names | _tile_access()
+
+
+def interpreted_names() -> dict[str, Any]:
+    """The same names for Triton's interpreter."""
+    found: dict[str, Any] = importlib.import_module("inductor_quant.simulate._gluon").names()
+    return {name: found.get(name) for name in _NAMES}
 
 
 def _compile_gluon_sources() -> None:

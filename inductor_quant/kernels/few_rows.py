@@ -14,14 +14,13 @@ from inductor_quant.kernels.word_tile import contiguous_axis
 from inductor_quant.kernels.words import BASES, Words, tile_order, words_of
 from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec
-from inductor_quant.weight_format import Field
+from inductor_quant.weight_format import Field, Step
 
 # Rows of x in one tile: the columns of the matrix instruction, which takes 8 at once.
 MIN_BLOCK_M = 8
 # Of a thread, and as many of the block: with more nothing is left for what is unpacked.
 MAX_SUMS = 64
-# More rows are for kernels that keep W in shared memory; H200, 28672 x 4096, words along K: 16 rows
-# take 30 us, 64 rows 89, unpacked into shared memory 55.
+# More rows are for kernels that unpack a tile of W for more rows at once.
 MAX_M = 32
 
 
@@ -49,7 +48,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
 
 def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCode:
     weight, words = weight_of(problem)
-    loop_steps, column_steps = _steps(spec, weight)
+    loop_steps, column_steps = steps_of(spec, weight)
     return FewRowsCode(
         weight,
         words,
@@ -119,18 +118,17 @@ _BLOCKS: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
         16: ((128, 2, 3), (256, 2, 3), (64, 1, 3), (128, 1, 3), (64, 2, 3)),
         32: ((128, 2, 3), (64, 2, 3), (32, 1, 3)),
     },
-    # Of words along N a thread reads two at once: with one warp, since a prototype on an H200 (AWQ,
-    # 1x28672x4096) took 24 us where two warps here took 47.
+    # Of words along N a thread reads two at once: with one warp.
     "n": {
         8: ((128, 1, 3), (256, 2, 3), (256, 4, 3), (256, 1, 3), (64, 1, 3)),
         16: ((128, 1, 3), (256, 2, 3), (128, 2, 3), (64, 1, 3)),
         32: ((128, 2, 3), (64, 1, 3)),
     },
 }
-# With more columns than this the largest tile of 16 rows comes first: H200, GPTQ, 16x28672x4096,
-# 28.5 us, the next best 29.9 (the kernel alone, as max-autotune times it; the sum of the four parts
-# of K comes on top). It has 210 registers, four programs an SM.
+# With more columns than this the largest tile of 16 rows comes first, and K is in two parts: more
+# are faster by themselves, but have to be added. H200, GPTQ, 16x28672x4096: 33.1 us with the sum.
 WIDE_N = 16384
+MAX_SPLIT_WIDE = 2
 MIN_STEPS = 4
 MAX_SPLIT = 8
 
@@ -145,11 +143,13 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     group = group_of(spec, weight)
     found = []
     listed = list(blocks[block_m])
-    if block_m == 16 and problem.n >= WIDE_N:
+    is_wide = words.axis == "k" and block_m == 16 and problem.n >= WIDE_N
+    if is_wide:
         listed.sort(key=lambda block: block != (256, 2, 3))
     for block_n, warps, stages in listed:
         for block_k in (128, 64, 32):
-            split = _split(problem, block_n, block_k, device)
+            most = MAX_SPLIT_WIDE if is_wide else MAX_SPLIT
+            split = _split(problem, block_n, block_k, device, most)
             config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
             if block_k <= group and is_legal(spec, problem, config, device) is None:
                 found.append(config)
@@ -157,12 +157,13 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     return [config for config in found if config.split_k == found[0].split_k]
 
 
-def _split(problem: Problem, block_n: int, block_k: int, device: Device) -> int:
+def _split(problem: Problem, block_n: int, block_k: int, device: Device, parts: int) -> int:
+    """Parts of K, ``parts`` at most."""
     tiles, split = -(-problem.n // block_n), 1
     most = (8 if problem.m <= 16 else 4) * device.num_sms  # programs
     while (
         problem.m_is_static
-        and 2 * split <= MAX_SPLIT
+        and 2 * split <= parts
         and 2 * split * tiles <= most
         and problem.k % (2 * split * block_k) == 0
         and problem.k >= 2 * split * block_k * MIN_STEPS
@@ -179,7 +180,8 @@ def weight_of(problem: Problem) -> tuple[Weight, Words]:
     return weight, words
 
 
-def _steps(spec: QuantGemmSpec, weight: Weight) -> Any:
+def steps_of(spec: QuantGemmSpec, weight: Weight) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """(steps of W, steps of the sums), see ``split_steps``."""
     element = weight.tensors[weight.format.element.source]
     return split_steps(weight.format, spec.a.dtype, element.dtype)
 
@@ -187,7 +189,7 @@ def _steps(spec: QuantGemmSpec, weight: Weight) -> Any:
 def group_of(spec: QuantGemmSpec, weight: Weight) -> int:
     """Rows along K that share the operands of every step in the loop, as a power of two."""
     group = 1 << 30
-    loop_steps, _ = _steps(spec, weight)
+    loop_steps, _ = steps_of(spec, weight)
     for step in loop_steps:
         rows = weight.format.block(step.operand)[0] if isinstance(step.operand, Field) else -1
         if rows != -1:

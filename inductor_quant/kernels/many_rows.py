@@ -10,19 +10,27 @@ from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows_code import ManyRowsCode, suits
 from inductor_quant.kernels.words import BASES, words_of
-from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec
 
 # Numbers of W that a thread unpacks and holds at once.
 MAX_TILE_REGISTERS = 128
-# With more rows it takes less time to write W once, but for a W of many columns; H200, GPTQ words,
-# 256 rows: 28672 x 4096 takes 122 us here and 166 with W written, 6144 x 4096 41 and 41, 4096 x
-# 4096 31 and 26.
+# With more rows it takes less time to write W once, but for a W of many columns.
 MAX_M = 128
 MAX_M_WIDE, WIDE_N = 256, 16384
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    general = supports_words(spec, problem, device)
+    if general is not None:
+        return general
+    _, words = few_rows.weight_of(problem)
+    if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N and words.axis == "k" else MAX_M):
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows: W is written once")
+    return None
+
+
+def supports_words(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    """Whether a tile of W can be dequantized in packed arithmetic of x's type."""
     general = weight_only.supports(spec, problem, device)
     if general is not None:
         return general
@@ -33,9 +41,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
         )
-    if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N and words.axis == "k" else MAX_M):
-        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows: W is written once")
-    loop_steps, _ = _steps(spec, problem)
+    loop_steps, _ = few_rows.steps_of(spec, weight)
     if not suits(loop_steps, weight, words, spec.a.dtype):
         return Rejection(
             RejectionCode.NO_KERNEL, "not a small integer as zero point and a scale of x's type"
@@ -47,7 +53,7 @@ def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
     weight, words = few_rows.weight_of(problem)
-    loop_steps, column_steps = _steps(spec, problem)
+    loop_steps, column_steps = few_rows.steps_of(spec, weight)
     code = ManyRowsCode(
         weight,
         words,
@@ -125,13 +131,6 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
         if is_legal(spec, problem, config, device) is None:
             found.append(config)
     return [config for config in found if config.split_k == found[0].split_k]
-
-
-def _steps(spec: QuantGemmSpec, problem: Problem) -> Any:
-    weight = problem.weight
-    assert weight is not None
-    element = weight.tensors[weight.format.element.source]
-    return split_steps(weight.format, spec.a.dtype, element.dtype)
 
 
 WEIGHT_ONLY_WORDS = Kernel(

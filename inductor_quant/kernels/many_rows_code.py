@@ -76,16 +76,7 @@ class ManyRowsCode:
         assembly = scale_and_shift(self.x_dtype)
         for i, number in enumerate(numbers):
             arguments = (number, shifts[i % len(shifts)], scales[i % len(scales)])
-            lines += [
-                f"{number} = tl.inline_asm_elementwise(",
-                f'    """{assembly.text}""",',
-                f'    "{assembly.constraints}",',
-                f"    [{', '.join(arguments)}],",
-                f"    dtype={x_type},",
-                "    is_pure=True,",
-                f"    pack={assembly.pack},",
-                ")",
-            ]
+            lines += assembly.call([number], arguments, x_type)
         joined, whole = join(numbers)
         fields: tuple[Dim, ...] = tuple((f"f{i}", 2) for i in range(len(numbers).bit_length() - 1))
         k: Dim = ("k", self.words_tile.of_k)

@@ -38,7 +38,7 @@ _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
+class Value:
     """A variable, or an expression of one, of shape [rows, columns]; a scalar where both are 1.
 
     bias    an integer to be added: kept apart because it is folded into the conversion to float
@@ -154,7 +154,7 @@ class Statements:
         self.stride, self.size = stride, size
         self.lines: list[str] = []
         self._known: dict[str, str] = {}
-        self._fields: dict[Field, _Value] = {}
+        self._fields: dict[Field, Value] = {}
 
     def assign(self, prefix: str, expression: str) -> str:
         """The variable that holds ``expression``; the same one for the same text."""
@@ -306,24 +306,28 @@ class Statements:
 
     # numbers
 
-    def field(self, field: Field) -> _Value:
+    def field(self, field: Field) -> Value:
         if field not in self._fields:
             self._fields[field] = self._field(field)
         return self._fields[field]
 
-    def _field(self, field: Field) -> _Value:
-        dtype = self.weight.dtypes[field.source]
+    def read(self, field: Field) -> tuple[str, int, int]:
+        """The variable that holds the field's words, and how many (rows, columns) of them."""
         pointer, rows, columns = self.pointer(field)
-        word = self.assign("w", f"tl.load({pointer})")
+        return self.assign("w", f"tl.load({pointer})"), rows, columns
+
+    def _field(self, field: Field) -> Value:
+        dtype = self.weight.dtypes[field.source]
+        word, rows, columns = self.read(field)
         if dtype.is_floating_point:
-            return _Value(word, rows, columns, is_float=True)
+            return Value(word, rows, columns, is_float=True)
         if not field.width:
-            return self._whole(_Value(word, rows, columns), dtype, field)
+            return self._whole(Value(word, rows, columns), dtype, field)
         if field.float8:
-            return self._float8(_Value(word, rows, columns), dtype, field)
+            return self._float8(Value(word, rows, columns), dtype, field)
         word = self._as_word(word, dtype, field)
         rows_out, columns_out = self.weight.resolution(*field.index, field.offset)
-        wide = self.widen(_Value(word, rows, columns), rows_out, columns_out)
+        wide = self.widen(Value(word, rows, columns), rows_out, columns_out)
         bits = self._bits(wide, field, 64 if self._is_wide(dtype, field) else 32)
         bias = field.add
         if field.signed:
@@ -334,10 +338,10 @@ class Statements:
         if self._is_wide(dtype, field) and field.width < 31:
             bits = f"{bits}.to(tl.int32)"
         limit = 1 << field.width
-        value = _Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
+        value = Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
         return self._from_end(value, field)
 
-    def _from_end(self, value: _Value, field: Field) -> _Value:
+    def _from_end(self, value: Value, field: Field) -> Value:
         """``value`` with the field's ``size`` added where it is negative."""
         if not field.size or (value.limit is not None and value.bias >= 0):
             return value
@@ -348,7 +352,7 @@ class Statements:
             limit = max(value.limit + value.bias, field.size)
         return dataclasses.replace(value, code=code, bias=0, limit=limit)
 
-    def _float8(self, word: _Value, dtype: torch.dtype, field: Field) -> _Value:
+    def _float8(self, word: Value, dtype: torch.dtype, field: Field) -> Value:
         """Eight bits of a word as the number of 8 bits that they are."""
         rows, columns = self.weight.resolution(*field.index, field.offset)
         bits = 64 if self._is_wide(dtype, field) else 32
@@ -356,9 +360,9 @@ class Statements:
         wide = self.widen(dataclasses.replace(word, code=code), rows, columns)
         code = self.assign("b", self._bits(wide, field, bits))
         cast = f"{code}.to(tl.uint8).to({_FLOAT8[field.float8]}, bitcast=True)"
-        return _Value(self.assign("f", cast), rows, columns, is_float=True)
+        return Value(self.assign("f", cast), rows, columns, is_float=True)
 
-    def _whole(self, word: _Value, dtype: torch.dtype, field: Field) -> _Value:
+    def _whole(self, word: Value, dtype: torch.dtype, field: Field) -> Value:
         code, bias = word.code, field.add
         if dtype not in _NARROW:
             code = code if dtype == torch.int32 and not bias else f"{code}.to(tl.int64)"
@@ -387,7 +391,7 @@ class Statements:
         how = "tl.int32, bitcast=True" if dtype == torch.uint32 else "tl.int32"
         return self.assign("w", f"{word}.to({how})")
 
-    def _bits(self, word: _Value, field: Field, word_bits: int) -> str:
+    def _bits(self, word: Value, field: Field, word_bits: int) -> str:
         """The unsigned number at the field's offset in each word."""
         mask = (1 << field.width) - 1
         if field.offset == Form():
@@ -399,10 +403,10 @@ class Statements:
             outside = f"({amount} < 0) | ({amount} > {last})"
             amount = f"tl.where({outside}, {last}, {amount}).to(tl.int{word_bits})"
             amount = self.assign("s", amount)
-        wide = self.widen(_Value(amount, rows, columns), word.rows, word.columns)
+        wide = self.widen(Value(amount, rows, columns), word.rows, word.columns)
         return f"(({word.code} >> {wide.code}) & {mask})"
 
-    def widen(self, value: _Value, rows: int, columns: int) -> _Value:
+    def widen(self, value: Value, rows: int, columns: int) -> Value:
         """``value`` at a finer resolution; dimensions of size 1 are left to broadcasting."""
         if 1 < value.rows < rows:
             times = rows // value.rows
@@ -418,7 +422,7 @@ class Statements:
             value = dataclasses.replace(value, code=self.assign("x", code), columns=columns)
         return value
 
-    def to_float(self, value: _Value) -> _Value:
+    def to_float(self, value: Value) -> Value:
         """``value`` as fp32; exact for integers of up to 24 bits and for all narrower floats."""
         if value.is_float:
             code = f"{value.code}.to(tl.float32)"
@@ -427,16 +431,16 @@ class Statements:
             code = f"{magic} - {float(_MAGIC - value.bias)}"
         else:
             code = f"({value.code} + {value.bias}).to(tl.float32)"
-        return _Value(self.assign("f", code), value.rows, value.columns, is_float=True)
+        return Value(self.assign("f", code), value.rows, value.columns, is_float=True)
 
     # steps
 
-    def operand(self, step: Step) -> _Value:
+    def operand(self, step: Step) -> Value:
         if isinstance(step.operand, Field):
             return self.to_float(self.field(step.operand))
-        return _Value(repr(float(step.operand)), 1, 1, is_float=True)
+        return Value(repr(float(step.operand)), 1, 1, is_float=True)
 
-    def apply(self, value: _Value, steps: Sequence[Step]) -> _Value:
+    def apply(self, value: Value, steps: Sequence[Step]) -> Value:
         for step in steps:
             operand = self.operand(step)
             rows = max(value.rows, operand.rows)
@@ -444,7 +448,7 @@ class Statements:
             value = self.widen(value, rows, columns)
             operand = self.widen(operand, rows, columns)
             code = self.assign("f", arithmetic(step, value.code, operand.code))
-            value = _Value(code, rows, columns, is_float=True)
+            value = Value(code, rows, columns, is_float=True)
         return value
 
 

@@ -23,8 +23,8 @@ class WordTile:
     def shape(self) -> tuple[int, int]:
         return (self.of_k, self.of_n) if self.contiguous == "n" else (self.of_n, self.of_k)
 
-    def offsets(self, stride: Hook) -> str:
-        """Statements before the loop: where the words of the tile lie, counted from its corner."""
+    def steps(self, stride: Hook) -> list[str]:
+        """Statements before the loop: where one step along k, and along n, leads in memory."""
         name = f"W{self.source}"
         step_k = _sum(
             f"{k} * {stride(name, d)}" for d, (k, _, _) in enumerate(self.words.steps) if k
@@ -32,9 +32,18 @@ class WordTile:
         step_n = _sum(
             f"{n} * {stride(name, d)}" for d, (_, n, _) in enumerate(self.words.steps) if n
         )
+        return [f"word_k = {step_k}", f"word_n = {step_n}"]
+
+    def corner(self, stride: Hook) -> str:
+        """The address of the tile's first word at k = 0."""
+        name = f"W{self.source}"
         const = _sum(
             f"{c} * {stride(name, d)}" for d, (_, _, c) in enumerate(self.words.steps) if c
         )
+        return f"{name} + (pid_n * {self.of_n}).to(INDEX_DTYPE) * word_n + {const}"
+
+    def offsets(self, stride: Hook) -> str:
+        """Statements before the loop: where the words of the tile lie, counted from its corner."""
         rows, columns = ("k", "n") if self.contiguous == "n" else ("n", "k")
         spread = {
             "k": f"tl.arange(0, {self.of_k}) * word_k",
@@ -42,10 +51,9 @@ class WordTile:
         }
         return "\n".join(
             [
-                f"word_k = {step_k}",
-                f"word_n = {step_n}",
+                *self.steps(stride),
                 f"words = ({spread[rows]})[:, None] + ({spread[columns]})[None, :]",
-                f"corner = {name} + (pid_n * {self.of_n}).to(INDEX_DTYPE) * word_n + {const}",
+                f"corner = {self.corner(stride)}",
             ]
         )
 
@@ -53,18 +61,10 @@ class WordTile:
         """Statements inside the loop that read the words at k, and the variables that they leave:
         the first number of each word with its base, the second, ..."""
         count = self.words.count if self.words.axis == "k" else 1
-        assembly = unpack(self.words, base)
-        numbers = [f"u{i}" for i in range(assembly.count)]
+        numbers = [f"u{i}" for i in range(self.words.count)]
         lines = [
             f"q = tl.load(corner + (k // {count}).to(INDEX_DTYPE) * word_k + words)",
-            f"{', '.join(numbers)} = tl.inline_asm_elementwise(",
-            f'    """{assembly.text}""",',
-            f'    "{assembly.constraints}",',
-            "    [q],",
-            f"    dtype=({x_type},) * {assembly.count},",
-            "    is_pure=True,",
-            f"    pack={assembly.pack},",
-            ")",
+            *unpack(self.words, base).call(numbers, ["q"], x_type),
         ]
         return lines, numbers
 

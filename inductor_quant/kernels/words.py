@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -157,6 +158,19 @@ class Assembly:
     pack: int
     count: int
 
+    def call(self, targets: Sequence[str], arguments: Sequence[str], x_type: str) -> list[str]:
+        """Statements that assign what it makes of ``arguments``."""
+        return [
+            f"{', '.join(targets)} = tl.inline_asm_elementwise(",
+            f'    """{self.text}""",',
+            f'    "{self.constraints}",',
+            f"    [{', '.join(arguments)}],",
+            f"    dtype={f'({x_type},) * {self.count}' if self.count > 1 else x_type},",
+            "    is_pure=True,",
+            f"    pack={self.pack},",
+            ")",
+        ]
+
 
 def unpack(words: Words, base: Base) -> Assembly:
     """``base + field`` of each field, in the order of ``words.offsets``; of a signed field
@@ -166,11 +180,7 @@ def unpack(words: Words, base: Base) -> Assembly:
     inputs = [f"${words.count * pairs + i}" for i in range(2 if words.bits == 32 else 1)]
     halves, lines = _halves(words.bits, inputs)
     mask = _twice((1 << words.width) - 1)
-    exponent = _twice(base.bits)
-    # (a & b) | c, or with the sign bit turned over (a & b) ^ c
-    table = "0x6a" if words.signed else "0xea"
-    if words.signed:
-        exponent ^= _twice(1 << words.width - 1)
+    exponent, table = _exponent(words, base)
     for number, offset in enumerate(words.offsets):
         for pair in range(pairs):
             source = halves[pair] if words.bits == 8 else halves[offset // 16]
@@ -186,19 +196,50 @@ def unpack(words: Words, base: Base) -> Assembly:
 
 def scale_and_shift(dtype: torch.dtype) -> Assembly:
     """``(a + b) * c`` of 16-bit floats, each operation rounded."""
+    declared, operations = _scale_and_shift(dtype, "$1", "$2", "$3")
+    text = "\n".join(["{", ".reg .b32 t, one, none;", *declared, *operations, "}"])
+    return Assembly(text, "=r,r,r,r", 2, 1)
+
+
+def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
+    """``(base + field + b) * c`` of the two neighbouring fields in one byte of a word.
+
+    Arguments: the word and, for each of the two numbers alike, what picks the byte (a selector of
+    ``prmt``: 0x4440 and the byte's number), b and c. Two numbers that are neighbours along k must
+    come together, the even one first: the caller's layout sees to that.
+    """
+    assert words.width == 4
+    exponent, table = _exponent(words, base)
+    declared, operations = _scale_and_shift(dtype, "t", "$5", "$6")
+    lines = [
+        *("{", ".reg .b32 t, one, none;", *declared),
+        "prmt.b32 t, $1, 0, $3;",
+        "mul.lo.u32 t, t, 4097;",  # the second field to where the second half begins
+        f"lop3.b32 t, t, {_twice(15):#010x}, {exponent:#010x}, {table};",
+        *operations,
+        "}",
+    ]
+    return Assembly("\n".join(lines), "=r,r,r,r,r,r,r", 2, 1)
+
+
+def _scale_and_shift(dtype: torch.dtype, a: str, b: str, c: str) -> tuple[list[str], list[str]]:
+    """Constants, and the operations that leave ``(a + b) * c`` in ``$0``."""
     kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
     one = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
     # by way of fma: before sm_90 there is no other arithmetic on bf16
-    lines = [
-        "{",
-        ".reg .b32 t, one, none;",
-        f"mov.b32 one, {_twice(one):#010x};",
-        "mov.b32 none, 0x80008000;",
-        f"fma.rn.{kind} t, $1, one, $2;",
-        f"fma.rn.{kind} $0, t, $3, none;",
-        "}",
-    ]
-    return Assembly("\n".join(lines), "=r,r,r,r", 2, 1)
+    return (
+        [f"mov.b32 one, {_twice(one):#010x};", "mov.b32 none, 0x80008000;"],
+        [f"fma.rn.{kind} t, {a}, one, {b};", f"fma.rn.{kind} $0, t, {c}, none;"],
+    )
+
+
+def _exponent(words: Words, base: Base) -> tuple[int, str]:
+    """What ``lop3`` puts over a masked field, and how: (a & b) | c, or with the sign bit turned
+    over (a & b) ^ c."""
+    exponent = _twice(base.bits)
+    if not words.signed:
+        return exponent, "0xea"
+    return exponent ^ _twice(1 << words.width - 1), "0x6a"
 
 
 def _halves(bits: int, inputs: list[str]) -> tuple[list[str], list[str]]:

@@ -60,7 +60,14 @@ def lower(
         for t in inputs[1 : 1 + len(weight)]
     )
     is_static = compat.known_int(m) is not None
-    problem = Problem(hint_m, n, k, m_is_static=is_static, weight=Weight(parsed, tensors))
+    problem = Problem(
+        hint_m,
+        n,
+        k,
+        m_is_static=is_static,
+        weight=Weight(parsed, tensors),
+        has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
+    )
     result = lower_gemm(
         "weight_only",
         spec,

@@ -1,7 +1,7 @@
 """Inline PTX of the kind that our kernels have, run on numpy arrays.
 
 A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
-``mov``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
+``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
 ``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time, narrow ones side by side
 in a register; which elements come together is not said, so here they are neighbours.
 """
@@ -136,6 +136,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "fma.rn.f16x2": _fma_f16x2,
     "lop3.b32": _lop3,
     "mov.b32": np.positive,
+    "mul.lo.u32": np.multiply,
     "prmt.b32": _prmt,
     "shr.u32": np.right_shift,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_quant.kernels import few_rows, many_rows
+from inductor_quant.kernels import few_rows, many_rows, many_rows_gluon
 from inductor_quant.ops import weight_only
 from inductor_quant.report import collect
 from tests.kernels.test_weight_only_codegen import described, device
@@ -43,7 +43,7 @@ def test_few_rows(name, m, dtype):
     case = Case(name, m, 1024, 2048, dtype, bias=True, column_scale="channel")
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
-    assert chosen.startswith("weight_only_few_rows")
+    assert chosen.startswith(("weight_only_few_rows", "weight_only_words_gluon"))
     assert_right(got, case, inputs)
 
 
@@ -82,7 +82,7 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
     want = weight_only.dequantize(case.packed.format, weight).to(f16)
     spec, problem = described(case)
     for config in module.configs(spec, problem, device(90)):
-        for split in {1, config.split_k}:
+        for split in sorted({1, config.split_k}):
             text = str(config).split("_k")[0] + (f"_k{split}" if split > 1 else "")
             x = torch.zeros(m, 1024, dtype=f16, device="cuda")
             at = 7 * torch.arange(m, device="cuda")
@@ -91,3 +91,22 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
             got, chosen = run(case, (x, None, None, *weight), **pinned)
             assert chosen == f"{kernel} {text}"
             assert torch.equal(got, want[at]), text
+
+
+@pytest.mark.parametrize(("m", "n"), [(17, 1024), (64, 1024), (100, 1024), (200, 16384)])
+def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(m, n):
+    """Rows of the identity; then random rows, where a race would show."""
+    case = Case("gptq", m, n, 2048, f16)
+    x, _, _, *weight = make_inputs(case, "cuda")
+    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    spec, problem = described(case)
+    for config in many_rows_gluon.configs(spec, problem, device(90)):
+        pinned = {"inductor_quant.configs": (f"weight_only_words_gluon {config}",)}
+        rows = torch.zeros(m, 2048, dtype=f16, device="cuda")
+        at = 7 * torch.arange(m, device="cuda")
+        rows[torch.arange(m), at] = 1
+        got, chosen = run(case, (rows, None, None, *weight), **pinned)
+        assert chosen == f"weight_only_words_gluon {config}"
+        assert torch.equal(got, want[at]), config
+        got, _ = run(case, (x, None, None, *weight), **pinned)
+        assert_right(got, case, (x, None, None, *weight))

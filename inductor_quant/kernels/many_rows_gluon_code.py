@@ -1,0 +1,219 @@
+"""Gluon statements of the kernel for more rows of x: as in many_rows_code, with layouts said.
+
+The matrix instruction wants of a word's eight numbers along k two in each of four lanes. So every
+one of the four reads the word, and unpacks the byte that it needs: k keeps its order, and x is read
+from shared memory as it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from inductor_quant.kernels.config import GemmConfig, Weight
+from inductor_quant.kernels.gluon_columns import (
+    ColumnCode,
+    Loads,
+    Uses,
+    columns_layout,
+    gluon,
+)
+from inductor_quant.kernels.gluon_layout import Layout, layout, positions
+from inductor_quant.kernels.many_rows_code import split
+from inductor_quant.kernels.weight_code import Hook, Value, arithmetic
+from inductor_quant.kernels.word_tile import WordTile, reordered
+from inductor_quant.kernels.words import BASES, Assembly, Dim, Words, dequantize_byte
+from inductor_quant.weight_format import Field, Step
+
+T: Dim = ("t", 4)
+G: Dim = ("g", 8)
+HALF: Dim = ("v0", 2)  # of the instruction's 16 columns of W a warp
+BYTES = 4
+LANES = 32
+
+
+class ManyRowsGluonCode:
+    """The code of one weight in one configuration: what the template's constant ``WEIGHT`` is."""
+
+    def __init__(
+        self,
+        weight: Weight,
+        words: Words,
+        config: GemmConfig,
+        *,
+        x_dtype: torch.dtype,
+        loop_steps: tuple[Step, ...],
+        column_steps: tuple[Step, ...],
+        shared_steps: int,
+    ) -> None:
+        self.words, self.x_dtype = words, x_dtype
+        self.warps, self.shared_steps = config.num_warps, shared_steps
+        self.block_m, self.block_n, self.block_k = config.block_m, config.block_n, config.block_k
+        self.tile = WordTile(weight, words, config.block_k, config.block_n)
+        self.rows_of_words = config.block_k // words.count
+        self.plain = ColumnCode(
+            weight.format,
+            weight.tensors,
+            config,
+            x_dtype=x_dtype,
+            loop_steps=loop_steps,
+            column_steps=column_steps,
+        )
+        self.sources = self.plain.sources
+        self.k, self.n = self.plain.k, self.plain.n
+        # A lane's columns are neighbours in memory; of the instruction's operand, blocks of 64.
+        w: Dim = ("w", self.warps)
+        blocks = self.block_n // (8 * self.warps * HALF[1])
+        own: tuple[Dim, ...] = (("v1", blocks), HALF)
+        self.order: tuple[Dim, ...] = (w, G, *own)
+        self.order_mma: tuple[Dim, ...] = (("v1", blocks), w, HALF, G)
+        self.word_dims: tuple[Dim, ...] = (("r", self.rows_of_words),)
+        placed: Any = {"lanes": (T, G), "warps": (w,)}
+        self.plain.of_columns = layout(((("s", 1),), self.order), **placed)
+        self.layouts: dict[str, Layout | str] = {
+            "W_READ": layout((self.word_dims, self.order), **placed),
+            "W_UNPACKED": layout(
+                (self.order_mma, self.word_dims, (("t", BYTES),), (("p", 2),)), **placed
+            ),
+            # a lane's neighbours along n are stored together
+            "STORED": layout(((("m", self.block_m // 8), T, ("pair", 2)), self.order), **placed),
+            "X_COPIED": _blocked(self.block_k, 8, self.warps),
+            "W_COPIED": _blocked(self.block_n, 4, self.warps),
+        }
+
+    def __str__(self) -> str:
+        return str(self.plain)
+
+    __repr__ = __str__
+
+    @property
+    def x_type(self) -> str:
+        return self.plain.x_type.replace("tl.", "gl.")
+
+    @property
+    def assembly(self) -> Assembly:
+        return dequantize_byte(self.words, BASES[self.x_dtype], self.x_dtype)
+
+    def constants(self) -> str:
+        """Statements that name the layouts."""
+        lines = [f"{name}: tl.constexpr = {text}" for name, text in self.layouts.items()]
+        for bit in range(self.block_n.bit_length()):
+            name, text = columns_layout(1 << bit), self.plain.of_columns.coarser(1 << bit)
+            lines.append(f"{name}: tl.constexpr = {text}")
+        lines += [
+            "MMA: tl.constexpr = gl.NVMMADistributedLayout("
+            f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
+            "W_MMA: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)",
+            f"X_SHARED: tl.constexpr = gl.NVMMASharedLayout.get_default_for("
+            f"[{self.block_m}, {self.block_k}], {self.x_type})",
+            "W_SHARED: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])",
+        ]
+        return "\n".join(lines)
+
+    def offsets(self, stride: Hook) -> str:
+        """Statements before the loop: where the words of the tile lie."""
+        rows = f"gl.arange(0, {self.rows_of_words}, gl.SliceLayout(1, W_COPIED))"
+        columns = f"gl.arange(0, {self.block_n}, gl.SliceLayout(0, W_COPIED))"
+        return "\n".join(
+            [
+                *self.tile.steps(stride),
+                f"words = {self.tile.corner(stride)} + (first // {self.words.count}) * word_k"
+                f" + gl.expand_dims({rows}, 1).to(INDEX_DTYPE) * word_k"
+                f" + gl.expand_dims({columns}, 0).to(INDEX_DTYPE) * word_n",
+            ]
+        )
+
+    def load(self, slot: int, step: str, stride: Hook, size: Hook) -> str:
+        """Statements that read the scales and zero points of ``step`` into ``slot``."""
+        position = f"first + ({step}) * BLOCK_K"
+        out = Loads(self.plain, stride, size, tag=f"a{slot}_", position=position)
+        for each in self.plain.loop_steps:
+            if isinstance(each.operand, Field):
+                out.field(each.operand)
+        return gluon([*out.lines, *out.keep(slot)])
+
+    def operands(self, slot: int, step: str, stride: Hook, size: Hook) -> str:
+        """Statements that leave in ``shifts`` and ``scales`` what was read into ``slot``, for each
+        column, in x's type."""
+        position = f"first + ({step}) * BLOCK_K"
+        out = Uses(self.plain, stride, size, tag=f"b{slot}_", position=position, slot=slot)
+        bias = float(self.words.bias(BASES[self.x_dtype]))
+        zero, scale = split(self.plain.loop_steps)
+        shift, factor = Value(repr(-bias), 1, 1), Value("1.0", 1, 1)
+        if zero is not None:
+            value = out.widen(out.operand(zero), 1, self.block_n)
+            shift = dataclasses.replace(value, code=f"(-({value.code}) - {bias})")
+        if scale is not None:
+            assert isinstance(scale.operand, Field)
+            factor = out.widen(out.field(scale.operand), 1, self.block_n)
+        lines = [f"shifts = {self._spread(shift)}", f"scales = {self._spread(factor)}"]
+        return gluon([*out.lines, *lines])
+
+    def _spread(self, value: Value) -> str:
+        """A value for each column, or one for all, in x's type and the layout of what is
+        unpacked."""
+        code = value.code
+        if value.columns == 1:
+            columns = columns_layout(self.block_n)
+            code = f"(gl.full([1, {self.block_n}], 0.0, tl.float32, {columns}) + {code})"
+        rows = reordered(
+            f"({code}).to({self.plain.x_type})", self.order, self.order_mma, f"[{self.block_n}]"
+        )
+        sliced = "gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, W_UNPACKED)))"
+        whole = f"gl.convert_layout({rows}, {sliced}, assert_trivial=True)"
+        for axis in (1, 2, 3):
+            whole = f"gl.expand_dims({whole}, {axis})"
+        return whole
+
+    def bytes_of_lanes(self) -> str:
+        """Statements before the loop that leave in ``which`` what picks a lane's byte of a word:
+        selectors of ``prmt``, [1, 1, 4, 2]."""
+        return "\n".join(
+            [
+                f"which = {positions('W_UNPACKED', 4, 2, BYTES)} + 0x4440",
+                f"which = which + {positions('W_UNPACKED', 4, 3, 2)} * 0",
+            ]
+        )
+
+    def dequantized(self) -> str:
+        """Statements that leave in ``w`` [BLOCK_N, BLOCK_K] the tile of the words ``q``, as the
+        first operand of the matrix instruction."""
+        dims = (*self.word_dims, *self.order)
+        target = (*self.order_mma, *self.word_dims)
+        q = reordered("q", dims, target, f"[BLOCK_N, {self.rows_of_words}]")
+        sliced = "gl.SliceLayout(2, gl.SliceLayout(3, W_UNPACKED))"
+        lines = [
+            f"q = gl.convert_layout({q}, {sliced}, assert_trivial=True)",
+            "q = gl.expand_dims(gl.expand_dims(q, 2), 3)",
+            *self.assembly.call(["w"], ["q", "which", "shifts", "scales"], self.plain.x_type),
+            "w = gl.convert_layout(w.reshape([BLOCK_N, BLOCK_K]), W_MMA, assert_trivial=True)",
+        ]
+        return gluon(lines)
+
+    def columns(self, stride: Hook, size: Hook) -> str:
+        """Statements behind the loop that apply the scales of whole columns to ``acc``."""
+        out = Loads(self.plain, stride, size, tag="c_", position="first")
+        lines = []
+        for each in self.plain.column_steps:
+            value = out.widen(out.operand(each), 1, self.block_n)
+            code = value.code
+            if value.columns > 1:
+                rows = reordered(f"({code})", self.order, self.order_mma, f"[{self.block_n}]")
+                code = f"gl.expand_dims(gl.convert_layout({rows}, gl.SliceLayout(1, MMA)), 1)"
+            lines.append(f"acc = {arithmetic(each, 'acc', code)}")
+        return gluon([*out.lines, *lines])
+
+    def in_order(self, value: str) -> str:
+        """``value`` [BLOCK_N, BLOCK_M] as [BLOCK_M, BLOCK_N], its columns of W as they count."""
+        m: Dim = ("m", self.block_m)
+        return gluon(
+            [reordered(value, (*self.order_mma, m), (m, *self.order), "[BLOCK_M, BLOCK_N]")]
+        )
+
+
+def _blocked(columns: int, vector: int, warps: int) -> str:
+    """The layout in which rows of ``columns`` are copied, ``vector`` neighbours at once."""
+    lanes = min(LANES, columns // vector)
+    return f"gl.BlockedLayout([1, {vector}], [{LANES // lanes}, {lanes}], [{warps}, 1], [1, 0])"

@@ -1,0 +1,117 @@
+"""The Gluon kernel for words: what it takes, layouts, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.decisions import RejectionCode
+from inductor_quant.kernels import many_rows_gluon
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.gluon_layout import layout, positions
+from tests.kernels.test_weight_only_codegen import described, device, generate_case
+from tests.support import formats
+from tests.support.weight_only import Case
+
+bf16, f16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+def test_a_layout_says_where_each_bit_leads():
+    tile = layout(
+        ((("s", 2),), (("r", 2), ("t", 4)), (("g", 8), ("v0", 2))),
+        lanes=(("t", 4), ("g", 8)),
+        warps=(("w", 2), ("s", 2)),
+    )
+    assert tile.registers == ((0, 0, 1), (0, 4, 0))  # neighbours along the last axis first
+    assert tile.lanes == ((0, 1, 0), (0, 2, 0), (0, 0, 2), (0, 0, 4), (0, 0, 8))
+    assert tile.warps == ((0, 0, 0), (1, 0, 0))  # the tile has no w: both have the same
+    assert tile.shape == (2, 8, 16)
+    assert tile.coarser(4).lanes[2:] == ((0, 0, 0), (0, 0, 1), (0, 0, 2))
+    assert tile.split(4).lanes[2:] == ((0, 0, 0, 2), (0, 0, 1, 0), (0, 0, 2, 0))
+    assert positions("L", 3, 1, 8) == (
+        "gl.expand_dims(gl.expand_dims("
+        "gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, L))), 0), 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        (Case("gptq", 64, 4096, 4096, f16), 100),  # no wgmma
+        (Case("awq", 64, 4096, 4096, f16), 90),  # words along N
+        (Case("nibble_pairs", 64, 4096, 4096), 90),  # words of 8 bits
+        (Case("gptq", 64, 4096, 4096), 90),  # scales of fp16, x of bf16
+        (Case("act_order", 64, 4096, 4096, f16), 90),
+        (Case("gptq", 16, 4096, 4096, f16), 90),
+        (Case("gptq", 257, 4096, 4096, f16), 90),
+    ],
+    ids=str,
+)
+def test_what_is_for_the_other_kernels(case, arch):
+    spec, problem = described(case)
+    problem = dataclasses.replace(problem, has_aligned_rows=True)
+    rejection = many_rows_gluon.supports(spec, problem, device(arch))
+    assert rejection is not None
+    assert rejection.code == RejectionCode.NO_KERNEL
+
+
+@pytest.mark.parametrize("m", [17, 64, 100, 256])
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (6144, 4096), (4096, 14336), (256, 512)])
+def test_configurations_are_legal_and_share_the_split(m, n, k):
+    spec, problem = described(Case("gptq", m, n, k, f16))
+    found = many_rows_gluon.configs(spec, problem, device(90))
+    assert len(set(found)) == len(found) >= 1
+    assert len({config.split_k for config in found}) == 1
+    for config in found:
+        assert many_rows_gluon.is_legal(spec, problem, config, device(90)) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(64, 128, 64, 2, 4),  # no warpgroup
+        GemmConfig(64, 128, 256, 4, 4),  # two groups in a block
+        GemmConfig(64, 128, 64, 4, 2),  # no stage to copy to
+        GemmConfig(64, 64, 128, 4, 6),  # K has fewer steps
+        GemmConfig(256, 128, 64, 4, 4),  # too many sums
+        GemmConfig(64, 128, 128, 4, 4, split_k=4),  # one block of K a part, not two
+        GemmConfig(256, 128, 64, 8, 8),  # more than the shared memory
+    ],
+    ids=str,
+)
+def test_what_is_not_legal(config):
+    spec, problem = described(Case("gptq", 64, 512, 512, f16))
+    assert many_rows_gluon.is_legal(spec, problem, config, device(90)) is not None
+
+
+def test_rows_of_x_must_be_aligned():
+    spec, problem = described(Case("gptq", 64, 4096, 4096, f16))
+    assert many_rows_gluon.supports(spec, problem, device(90)) is not None
+    problem = dataclasses.replace(problem, has_aligned_rows=True)
+    assert many_rows_gluon.supports(spec, problem, device(90)) is None
+
+
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize("m", [32, 64, 128, 256])
+def test_more_rows_multiply_from_registers(m):
+    case = Case("gptq", m, 16384, 1024, f16)
+    config, *_ = many_rows_gluon.configs(*described(case), device(90))
+    kernels = generate_case(case, 90, f"weight_only_words_gluon {config}").kernels
+    [(name, source)] = [item for item in kernels.items() if "gl.inline_asm" in item[1]]
+    kernel = simulate.compile_kernel(name, source)
+    assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
+    assert any("wgmma" in name for name in kernel.matrix_instructions())
+    assert "st.shared" not in kernel.ptx

@@ -1,0 +1,77 @@
+"""Numerics of the Gluon kernel for words, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.ops import weight_only
+from tests.support import formats
+from tests.support.weight_only import Case, assert_close, gemm, make_inputs, reference
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+
+bf16, f16 = torch.bfloat16, torch.float16
+KERNEL = "weight_only_words_gluon"
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+def generate(fn, make, config):
+    generated = simulate.generate(
+        fn,
+        make,
+        backend=inductor_quant_backend,
+        options={
+            "inductor_quant.on_error": "raise",
+            "inductor_quant.configs": (f"{KERNEL} {config}",),
+        },
+    )
+    assert any("gl.inline_asm" in source for source in generated.kernels.values())
+    return generated
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case("int4_words", 40, 128, 512, bias=True), "64x64x64_w4_s4_g8"),
+        (Case("gptq", 70, 128, 512, f16, bias=True), "64x128x64_w4_s4_g8"),
+        (Case("gptq", 17, 128, 1024, f16, column_scale="channel"), "32x64x128_w4_s4_g8_k2"),
+        (Case("gptq", 130, 128, 512, f16), "256x128x64_w8_s4_g8"),
+        (Case("gptq", 100, 128, 512, f16), "128x128x64_w8_s3_g8"),
+    ],
+    ids=str,
+)
+def test_results_are_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+def test_one_hot_rows_give_the_weight_bit_for_bit():
+    torch.manual_seed(0)
+    case = Case("gptq", 64, 64, 256, f16)
+    _, _, _, *weight = make_inputs(case, "cpu")
+    text = case.packed.format.encode()
+    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+
+    def fn(x, *weight):
+        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=f16)
+
+    def make(device):
+        x, _, _, *weight = make_inputs(case, device)
+        return x, *weight
+
+    generated = generate(fn, make, "64x64x64_w4_s4_g8")
+    for rows in torch.eye(256).to(f16).split(64):
+        assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
