@@ -1,0 +1,126 @@
+"""Numerics of the weight_only kernel for bytes, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.ops import weight_only
+from inductor_quant.weight_format import Field, WeightFormat
+from tests.support import formats
+from tests.support.formats import form
+from tests.support.weight_only import Case, assert_close, exact, gemm, make_inputs
+
+pytestmark = pytest.mark.interp
+
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+i8, u8, e4m3, e5m2 = torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2
+FORMATS = ("int8_channel", "int8_group", "int8_folded", "fp8_row", "fp8_block", "e5m2_group")
+CONFIGS = ("8x64x128_w2_s3_g8", "16x64x64_w1_s3_g8_k4")
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    """Groups as producers have them: a block of K lies within one."""
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+def run(fn, make, inputs, config=None):
+    pinned = () if config is None else (f"weight_only_bytes {config}",)
+    generated = simulate.generate(
+        fn,
+        make,
+        backend=inductor_quant_backend,
+        options={"inductor_quant.on_error": "raise", "inductor_quant.configs": pinned},
+    )
+    assert any("byte_n =" in source for source in generated.kernels.values())
+    return simulate.interpret(generated, inputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        *((Case(name, 5, 256, 512, bias=True), config) for name in FORMATS for config in CONFIGS),
+        *((Case(name, 20, 128, 512, f16, column_scale="channel"), None) for name in FORMATS),
+        (Case("int8_channel", 1, 256, 1024, layout="every_second", out_dtype=f32), None),
+    ],
+    ids=str,
+)
+def test_result_is_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    if case.layout == "every_second":  # x and scales; bytes lie side by side
+        inputs = (*inputs[:3], *(t.contiguous() for t in inputs[3:]))
+
+    def make(device):
+        return tuple(
+            None
+            if t is None
+            else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            for t in inputs
+        )
+
+    got = run(gemm(case), make, inputs, config)
+    assert_close(got, exact(case, inputs))
+
+
+def every_byte(dtype):
+    """[64, 256]: each byte in each row, where it is a number at another place of K."""
+    rows = [torch.arange(256).roll(17 * row) for row in range(64)]
+    return torch.stack(rows).to(u8).view(dtype)
+
+
+def plain(dtype):
+    element = Field(0, (form(("n0", 1)), form(("k0", 1))))
+    return WeightFormat((256,), (64,), element), every_byte(dtype)
+
+
+def packed_words():
+    """Four unsigned bytes along K in an int32 [N, K / 4]; 128 is zero."""
+    element = Field(0, (form(("n0", 1)), form(("k0", 1))), form(("k1", 8)), 8, add=-128)
+    return WeightFormat((64, 4), (64,), element), every_byte(u8).view(torch.int32)
+
+
+def product(format, weight, dtype, rows):
+    """A function of x [16, 256] that multiplies with the weight in our kernel."""
+    text = format.encode()
+
+    def fn(x, weight):
+        return weight_only.op(x, [weight], None, None, format=text, out_dtype=dtype)
+
+    def make(device):
+        x = torch.empty(16, 256, dtype=dtype, device=device)
+        return x, torch.empty(weight.shape, dtype=weight.dtype, device=device)
+
+    generated = simulate.generate(fn, make, backend=inductor_quant_backend)
+    assert any("byte_n =" in source for source in generated.kernels.values())
+    return [simulate.interpret(generated, (part, weight)) for part in rows.split(16)]
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("kind", [i8, u8, e4m3, e5m2, "words"], ids=str)
+def test_one_hot_rows_give_the_weight_bit_for_bit(kind, dtype):
+    """Every byte that is a finite number, in every place of a tile's K."""
+    format, weight = packed_words() if kind == "words" else plain(kind)
+    if kind in (e4m3, e5m2):
+        weight.view(u8)[~weight.float().isfinite()] = 0
+    want = weight_only.dequantize(format, [weight]).to(dtype)
+    if kind == "words":
+        assert torch.equal(want, (every_byte(u8).double() - 128).t().to(dtype))
+    parts = product(format, weight, dtype, torch.eye(256).to(dtype))
+    assert torch.equal(torch.cat(parts), want)
+
+
+@pytest.mark.parametrize("kind", [e4m3, e5m2], ids=str)
+def test_what_is_not_finite_stays(kind):
+    format, weight = plain(kind)
+    bytes = weight.view(u8)
+    bytes[:] = 0
+    special = [b for b in range(256) if not torch.tensor(b, dtype=u8).view(kind).float().isfinite()]
+    for row, byte in enumerate(special):
+        bytes[row, 3] = byte
+    [got] = product(format, weight, bf16, torch.ones(16, 256, dtype=bf16))
+    want = weight.float().sum(1).expand(16, 64)
+    torch.testing.assert_close(got.float(), want, rtol=0, atol=0, equal_nan=True)
