@@ -3,7 +3,7 @@
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
     python examples/bench_gemm.py --family weight_only         # W4A16, words along K: formal grid
-    python examples/bench_gemm.py --family weight_only_int8    # W8A16 by channel; or _fp8, _awq
+    python examples/bench_gemm.py --family weight_only_int8    # W8A16; or _fp8, _awq, _hqq
     python examples/bench_gemm.py --family fp8_block           # FP8 in blocks; or fp8: by rows
     python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
@@ -59,6 +59,7 @@ DEFAULT_SYSTEMS = {
     },
     "weight_only": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
     "weight_only_awq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
+    "weight_only_hqq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
     "weight_only_int8": {"linear": [*_WEIGHT_ONLY, "int8pack", "gemlite"]},
     "weight_only_fp8": {"linear": [*_WEIGHT_ONLY, "gemlite"]},
 }

@@ -223,7 +223,7 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 # bf16 once more: the weight's rounding, of tinygemm its zero points'.
-_WORDS = ("weight_only", "weight_only_awq")
+_WORDS = ("weight_only", "weight_only_awq", "weight_only_hqq")
 _BYTES = ("weight_only_int8", "weight_only_fp8")
 _WEIGHT_ONLY = functools.partial(
     Entry,
@@ -262,6 +262,7 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "fp8_block": (Fp8Block, SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_hqq": (weight_only.HQQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_int8": (weight_only.Int8, WEIGHT_ONLY_SYSTEMS),
     "weight_only_fp8": (weight_only.E4M3, WEIGHT_ONLY_SYSTEMS),
 }

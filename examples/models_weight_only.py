@@ -1,8 +1,8 @@
 """A linear layer with packed weights in the systems of ``bench_gemm.py``; see models_linear.py.
 
 bf16 activations. Of 4 bits: unsigned numbers with a packed zero point and a bf16 scale for each 128
-of K, packed as GPTQ or as AWQ do. Of 8 bits: int8 or e4m3 with a bf16 scale for each channel. They
-are dequantized by the plain torch code of such a layer. Only 'linear' is measured: there is no
+of K, packed as GPTQ, AWQ or HQQ do. Of 8 bits: int8 or e4m3 with a bf16 scale for each channel.
+They are dequantized by the plain torch code of such a layer. Only 'linear' is measured: there is no
 quantized input."""
 
 from __future__ import annotations
@@ -128,6 +128,22 @@ class AWQ(GPTQ):
 
     shifts = staticmethod(interleaved)
     dim = 1
+
+
+class HQQ(GPTQ):
+    """Bytes [N / 2, K]: the high half is of the first half of N, the low one of the second. Zeros
+    and scales bf16 [N, K / 128]."""
+
+    @classmethod
+    def dequantize(cls, halves: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+        q = torch.cat([halves >> 4, halves & 15]).to(scales.dtype)
+        w = (q.unflatten(1, (-1, GROUP)) - zeros[:, :, None]) * scales[:, :, None]
+        return w.flatten(1, 2).t()
+
+    def packed(self) -> tuple[Tensor, ...]:
+        high, low = self.q.t().contiguous().chunk(2)
+        zeros, scales = (t.to(torch.bfloat16).t().contiguous() for t in (self.z, self.scales))
+        return high << 4 | low, zeros, scales
 
 
 class Int8(Problem):

@@ -1,4 +1,4 @@
-"""The kernel of the ``weight_only`` family for int8 and fp8 weights and few rows of x."""
+"""The kernel of the ``weight_only`` family for int8, fp8 and halves of bytes, and few rows of x."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec
 
 MIN_BLOCK_M, MIN_BLOCK_N = 8, 16
-# With more rows the tiles of the general kernel are as large.
-MAX_M = 64
+# With more rows the tiles of the general kernel are as large; H200, int8: 128 x 28672 x 4096 takes
+# 80 us here and 76 there, but 128 x 4096 x 4096, where K is split, 16 (and the sum) and 25.
+MAX_M, MAX_M_WIDE, WIDE_N = 128, 64, 16384
 # Of a thread: with more the converted bytes spill, which W as second operand passes on.
 MAX_SUMS, MAX_SUMS_X_FIRST = 32, 64
 
@@ -29,10 +30,12 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
     assert problem.weight is not None
     if spec.a.dtype not in BASES:
         return Rejection(RejectionCode.NO_KERNEL, f"x of {spec} does not have 16 bits")
-    if problem.m > MAX_M:
+    if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N else MAX_M):
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are not few")
     if bytes_of(problem.weight) is None:
-        return Rejection(RejectionCode.NO_KERNEL, "numbers are no bytes that lie along K")
+        return Rejection(
+            RejectionCode.NO_KERNEL, "numbers are not bytes that lie along K, or their fields"
+        )
     return None
 
 
@@ -44,9 +47,9 @@ def is_x_first(config: GemmConfig) -> bool:
 
 def weight_of(problem: Problem) -> tuple[Weight, Bytes]:
     assert problem.weight is not None
-    numbers = bytes_of(problem.weight)
-    assert numbers is not None
-    return problem.weight, numbers
+    found = bytes_of(problem.weight)
+    assert found is not None
+    return found
 
 
 def constants(
@@ -76,11 +79,10 @@ def constants(
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
-    weight, _ = weight_of(problem)
-    if config.block_m < MIN_BLOCK_M or config.block_n < MIN_BLOCK_N:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: {MIN_BLOCK_M}x{MIN_BLOCK_N} is the least"
-        )
+    weight, numbers = weight_of(problem)
+    if config.block_m < MIN_BLOCK_M or config.block_n < MIN_BLOCK_N * numbers.count:
+        least = f"{MIN_BLOCK_M}x{MIN_BLOCK_N * numbers.count}"
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: {least} is the least")
     if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
@@ -99,7 +101,8 @@ def is_legal(
         return Rejection(
             RejectionCode.REGISTERS, f"{config} has {sums} sums a thread; {most} is the most"
         )
-    stage = config.block_k * (config.block_m * spec.a.dtype.itemsize + config.block_n)
+    rows = config.block_n // numbers.count
+    stage = config.block_k * (config.block_m * spec.a.dtype.itemsize + rows)
     # As tiles of the general kernel, but for the smallest: here N is the instruction's M.
     smallest = dataclasses.replace(config, block_m=max(16, config.block_m))
     shared_bytes = max(1, config.num_stages - 1) * stage
@@ -112,25 +115,28 @@ def is_legal(
 # int8 and e4m3, N x K of Llama-3-8B. For few columns the smallest tile and one warp: four an SM
 # with five stages are as many bytes under way as the memory wants (6144 x 4096, one row: 9.3 us;
 # with 64 columns and K in four parts 11.1).
+# Of fields, block_n counts bytes.
 _BLOCKS: tuple[tuple[int, int, tuple[tuple[int, int, int, int], ...]], ...] = (
-    (8, 16384, ((64, 2, 256, 3), (32, 1, 256, 3), (64, 1, 256, 3), (128, 2, 256, 3))),
+    (8, WIDE_N, ((64, 2, 256, 3), (32, 1, 256, 3), (64, 1, 256, 3), (128, 2, 256, 3))),
     (8, 0, ((16, 1, 256, 5), (16, 1, 128, 5), (16, 1, 512, 3), (32, 1, 128, 5))),
-    (16, 16384, ((64, 2, 256, 3), (64, 1, 256, 3), (128, 2, 256, 3), (64, 2, 128, 3))),
+    (16, WIDE_N, ((64, 2, 256, 3), (64, 1, 256, 3), (128, 2, 256, 3), (64, 2, 128, 3))),
     (16, 6144, ((32, 1, 128, 5), (16, 1, 128, 5), (32, 1, 256, 3), (64, 2, 128, 3))),
     (16, 0, ((16, 1, 128, 5), (16, 1, 256, 3), (32, 1, 128, 3), (64, 2, 128, 4))),
     (32, 0, ((64, 2, 128, 3), (64, 2, 128, 4), (32, 1, 128, 4))),
-    (64, 16384, ((128, 4, 128, 3), (128, 4, 64, 4), (64, 4, 128, 3))),
+    (64, WIDE_N, ((128, 4, 128, 3), (128, 4, 64, 4), (64, 4, 128, 3))),
     (64, 0, ((64, 4, 256, 3), (64, 4, 128, 3), (64, 4, 128, 4))),
+    (128, 0, ((64, 4, 64, 4), (64, 4, 128, 3))),
 )
-# Warps an SM up to which K is split, and the least steps of a part.
-MOST_WARPS, MOST_WARPS_X_FIRST = 4, 6
+# By block_m the warps an SM up to which K is split; the least steps of a part.
+MOST_WARPS = {8: 4, 16: 4, 32: 4, 64: 6, 128: 8}
+MAX_STAGES = 8
 MIN_STEPS = 4
 MAX_SPLIT = 8
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
-    weight, _ = weight_of(problem)
+    weight, numbers = weight_of(problem)
     group = few_rows.group_of(spec, weight)
     # of symbolic rows there may be many: not the smallest tile
     rows = problem.m if problem.m_is_static else max(problem.m, 16)
@@ -140,7 +146,9 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
             continue
         for block_n, warps, most_k, stages in blocks:
             block_k = min(most_k, group)
-            config = GemmConfig(block_m, block_n, block_k, warps, stages)
+            # as many bytes under way where scales change more often
+            stages = min(MAX_STAGES, (stages - 1) * most_k // block_k + 1)
+            config = GemmConfig(block_m, block_n * numbers.count, block_k, warps, stages)
             config = dataclasses.replace(config, split_k=_split(problem, config, device))
             if config not in found and is_legal(spec, problem, config, device) is None:
                 found.append(config)
@@ -150,7 +158,7 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
 
 
 def _split(problem: Problem, config: GemmConfig, device: Device) -> int:
-    most = MOST_WARPS_X_FIRST if is_x_first(config) else MOST_WARPS
+    most = MOST_WARPS[config.block_m]
     warps, split = -(-problem.n // config.block_n) * config.num_warps, 1
     while (
         problem.m_is_static

@@ -8,7 +8,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import weight_only
-from inductor_quant.weight_format import Field, WeightFormat
+from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 from tests.support import formats
 from tests.support.formats import form
 from tests.support.weight_only import Case, assert_close, exact, gemm, make_inputs
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.interp
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 i8, u8, e4m3, e5m2 = torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2
-FORMATS = ("int8_channel", "int8_group", "int8_folded", "fp8_row", "fp8_block", "e5m2_group")
-CONFIGS = ("8x64x128_w2_s3_g8", "16x64x64_w1_s3_g8_k4")
+FORMATS = ("int8_channel", "int8_group", "int8_folded", "fp8_row", "fp8_block", "hqq")
+CONFIGS = ("8x64x128_w2_s3_g8", "64x64x64_w4_s3_g8_k4")
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def run(fn, make, inputs, config=None):
         backend=inductor_quant_backend,
         options={"inductor_quant.on_error": "raise", "inductor_quant.configs": pinned},
     )
-    assert any("byte_n =" in source for source in generated.kernels.values())
+    assert any("bytes = rows" in source for source in generated.kernels.values())
     return simulate.interpret(generated, inputs)
 
 
@@ -95,8 +95,40 @@ def product(format, weight, dtype, rows):
         return x, torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
     generated = simulate.generate(fn, make, backend=inductor_quant_backend)
-    assert any("byte_n =" in source for source in generated.kernels.values())
+    assert any("bytes = rows" in source for source in generated.kernels.values())
     return [simulate.interpret(generated, (part, weight)) for part in rows.split(16)]
+
+
+def quarters():
+    """Signed numbers of 2 bits plus 1 of four quarters of N in a byte, at bits 0, 6, 2, 4; times
+    the scale of a group."""
+    row = form(("n1", 1))
+    offset = Form(tables=(("n0", (0, 6, 2, 4)),))
+    element = Field(0, (row, form(("k0", 128), ("k1", 1))), offset, 2, True, add=-1)
+    scale = Step("mul", Field(1, (form(("n0", 64), ("n1", 1)), form(("k0", 1)))))
+    return WeightFormat((2, 128), (4, 64), element, (scale,))
+
+
+@pytest.mark.parametrize("config", ["8x64x128_w1_s3_g8_k2", "64x128x64_w4_s3_g8"])
+def test_quarters_of_n_in_a_byte(config):
+    torch.manual_seed(0)
+    format = quarters()
+    bytes = torch.randint(0, 256, (64, 256), dtype=u8)
+    weight = [bytes, torch.rand(256, 2) + 0.5]
+    x = torch.randn(7, 256).to(bf16)
+    bias = torch.randn(256)
+    text = format.encode()
+
+    def fn(x, bias, *weight):
+        return weight_only.op(x, list(weight), None, bias, format=text, out_dtype=f32)
+
+    def make(device):
+        tensors = (x, bias, *weight)
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors)
+
+    got = run(fn, make, (x, bias, *weight), config)
+    want = x.double() @ weight_only.dequantize(format, weight).double() + bias
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-3)  # 128 beside 2 bits
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])
