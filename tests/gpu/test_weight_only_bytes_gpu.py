@@ -79,7 +79,7 @@ def test_what_is_not_finite_stays():
 
 
 @pytest.mark.parametrize("m", [1, 16, 32, 64])
-@pytest.mark.parametrize("name", ["int8_channel", "int8_folded", "fp8_row", "fp8_block"])
+@pytest.mark.parametrize("name", ["int8_channel", "int8_folded", "fp8_block", "hqq"])
 def test_every_configuration(name, m):
     torch.manual_seed(0)
     case = Case(name, m, 1024, 2048, f16 if name == "int8_folded" else bf16, bias=True)
