@@ -19,6 +19,9 @@ MIN_BLOCK_M, MIN_BLOCK_N = 8, 16
 # With more rows the tiles of the general kernel are as large; H200, int8: 128 x 28672 x 4096 takes
 # 80 us here and 76 there, but 128 x 4096 x 4096, where K is split, 16 (and the sum) and 25.
 MAX_M, MAX_M_WIDE, WIDE_N = 128, 64, 16384
+# Fields of a byte have scales of their own, which with more rows take longer than what they save:
+# H200, halves of 4 bits, 64 x 6144 x 4096: 59 us, bf16 17.
+MAX_M_FIELDS = 32
 # Of a thread: with more the converted bytes spill, which W as second operand passes on.
 MAX_SUMS, MAX_SUMS_X_FIRST = 32, 64
 
@@ -32,7 +35,10 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(RejectionCode.NO_KERNEL, f"x of {spec} does not have 16 bits")
     if problem.m > (MAX_M_WIDE if problem.n >= WIDE_N else MAX_M):
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are not few")
-    if bytes_of(problem.weight) is None:
+    found = bytes_of(problem.weight)
+    if found is not None and found[1].count > 1 and problem.m > MAX_M_FIELDS:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are not few")
+    if found is None:
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not bytes that lie along K, or their fields"
         )

@@ -54,6 +54,8 @@ def test_every_byte_is_read_bit_for_bit(kind, dtype):
         (64, "64x64x64_w4_s3_g8"),
         (8, "8x32x64_w1_s5_g8_k2"),
     ):
+        if kind == "halves" and m > weight_bytes.MAX_M_FIELDS:
+            continue
         for part, wanted in zip(rows.split(m)[:4], want.split(m), strict=False):
             got, chosen = run(fn, (part, weight), f"weight_only_bytes {config}")
             assert chosen == f"weight_only_bytes {config}"
@@ -85,6 +87,8 @@ def test_every_configuration(name, m):
     case = Case(name, m, 1024, 2048, f16 if name == "int8_folded" else bf16, bias=True)
     inputs = make_inputs(case, "cuda")
     spec, problem = described(case)
+    if weight_bytes.supports(spec, problem, device(90)) is not None:
+        pytest.skip("not this kernel's")
     for config in weight_bytes.configs(spec, problem, device(90)):
         got, chosen = run(gemm(case), inputs, f"weight_only_bytes {config}")
         assert chosen == f"weight_only_bytes {config}"
