@@ -117,10 +117,10 @@ def is_legal(
     return legal(smallest, device, element_bytes=2, shared_bytes=shared_bytes)
 
 
-# (most rows, least N, (block_n, warps, block_k, stages) by preference): from sweeps on an H200 of
-# int8 and e4m3, N x K of Llama-3-8B. For few columns the smallest tile and one warp: four an SM
-# with five stages are as many bytes under way as the memory wants (6144 x 4096, one row: 9.3 us;
-# with 64 columns and K in four parts 11.1).
+# (most rows, least N, (block_n, warps, block_k, stages) by preference): from sweeps of a prototype
+# on an H200, int8 and e4m3, N x K of Llama-3-8B. For few columns the smallest tile and one warp:
+# four an SM with five stages are as many bytes under way as the memory wants (6144 x 4096, one row:
+# 9.3 us; with 64 columns and K in four parts 11.1).
 # Of fields, block_n counts bytes.
 _BLOCKS: tuple[tuple[int, int, tuple[tuple[int, int, int, int], ...]], ...] = (
     (8, WIDE_N, ((64, 2, 256, 3), (32, 1, 256, 3), (64, 1, 256, 3), (128, 2, 256, 3))),
