@@ -12,8 +12,8 @@ that, 'linear' has bf16 inputs (quantization counted as well). A ratio is time o
 median over interleaved rounds, with its quartiles. The share is the time that the card's measured
 ceilings allow over the time of the faster of ours. The systems are those of models_linear.py;
 gemlite and torchao take part where they are installed (gemlite tunes itself for 10 to 20 s a shape,
-the others compile for 2 to 5 s: --m, --grid and --systems choose a part). Shapes come in an order in
-which the first half covers the grid, and rows that are in the --json file are not measured
+the others compile for 2 to 5 s: --m, --grid and --systems choose a part). Shapes come in an order
+in which the first half covers the grid, and rows that are in the --json file are not measured
 again."""
 
 from __future__ import annotations
