@@ -112,10 +112,10 @@ def bytes_of(weight: Weight) -> tuple[Weight, Bytes] | None:
     coefs: dict[str, int] = {}
     start = 0
     for form, stride in zip(element.index, known, strict=True):
+        if form.const < 0 or any(coef < 0 for _, coef in form.linear):
+            return None  # counted from the end
         start += form.const * stride * element_bytes
         for name, coef in form.linear:
-            if form.const < 0 or coef < 0:
-                return None
             coefs[name] = coefs.get(name, 0) + coef * stride * element_bytes
     coefs |= dict.fromkeys(of_words, 1)
     steps = {

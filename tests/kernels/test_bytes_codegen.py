@@ -9,6 +9,7 @@ from inductor_quant import simulate
 from inductor_quant.kernels import weight_bytes
 from inductor_quant.kernels.byte_numbers import bytes_of
 from inductor_quant.kernels.config import Weight, WeightTensor
+from inductor_quant.weight_format import Field, Form, WeightFormat
 from tests.kernels.test_weight_only_codegen import described, device, generate_case
 from tests.support import formats
 from tests.support.weight_only import Case
@@ -44,6 +45,24 @@ def test_halves_of_n_become_neighbours():
     assert (numbers.offsets, numbers.rows, numbers.step) == ((4, 0), 128, 512)
     assert (weight.format.n, str(weight.format.element.offset)) == ((128, 2), "-4*n1+4")
     assert [eval(numbers.column(str(i))) for i in range(4)] == [0, 128, 1, 129]
+
+
+def test_a_place_that_is_counted_from_the_end_or_not_linear_is_none():
+    row, column = Form(linear=(("n0", 1),)), Form(linear=(("k0", 1),))
+
+    def taken(k, n, *index, shape=(64, 256, 2)):
+        weight = Weight(WeightFormat(k, n, Field(0, index)), (WeightTensor(torch.int8, shape),))
+        return bytes_of(weight)
+
+    # the last dimension is chosen, so neighbours along K are two bytes apart
+    assert taken((256,), (64,), row, column, Form()) is None
+    assert taken((256,), (64,), row, Form(const=-1), column, shape=(64, 2, 256)) is None
+    found = taken((256,), (64,), row, Form(const=1), column, shape=(64, 2, 256))
+    assert found is not None
+    assert (found[1].step, found[1].start) == (512, 256)
+    # the two halves of K have changed places
+    swapped = Form(tables=(("k0", (128, 0)),), linear=(("k1", 1),))
+    assert taken((2, 128), (64,), row, swapped, shape=(64, 256)) is None
 
 
 @pytest.mark.parametrize(
