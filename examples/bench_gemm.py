@@ -2,7 +2,8 @@
 
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
-    python examples/bench_gemm.py --family weight_only         # W4A16, words along K
+    python examples/bench_gemm.py --family weight_only         # W4A16, words along K: formal grid
+    python examples/bench_gemm.py --family weight_only_int8    # W8A16; or _fp8, _awq, _hqq
     python examples/bench_gemm.py --family fp8_block           # FP8 in blocks; or fp8: by rows
     python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
@@ -10,8 +11,10 @@ Measures that never mix: 'gemm' has quantized inputs (GEMM, scales, bias), 'silu
 that, 'linear' has bf16 inputs (quantization counted as well). A ratio is time ours / time peer, the
 median over interleaved rounds, with its quartiles. The share is the time that the card's measured
 ceilings allow over the time of the faster of ours. The systems are those of models_linear.py;
-gemlite and torchao take part where they are installed. Shapes come in an order in which the first
-half covers the grid, and rows that are in the --json file are not measured again."""
+gemlite and torchao take part where they are installed (gemlite tunes itself for 10 to 20 s a shape,
+the others compile for 2 to 5 s: --m, --grid and --systems choose a part). Shapes come in an order
+in which the first half covers the grid, and rows that are in the --json file are not measured
+again."""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from bench_systems import (
 
 HERE = Path(__file__).parent
 WORKER = HERE / "models_linear.py"
-_WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize", "tinygemm", "gemlite"]
+_WEIGHT_ONLY = ["ours", "ours-autotune", "bf16", "stock", "dequantize"]
 _COMPILED = ["ours", "ours-autotune", "stock", "stock-autotune"]
 _W8A8 = {
     "gemm": [*_COMPILED, "int_mm-bare", "gemlite"],
@@ -56,10 +59,15 @@ DEFAULT_SYSTEMS = {
         "silu": _COMPILED,
         "linear": [*_COMPILED, "bf16"],
     },
-    "weight_only": {"linear": _WEIGHT_ONLY},
-    "weight_only_awq": {"linear": _WEIGHT_ONLY},
+    "weight_only": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
+    "weight_only_awq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
+    "weight_only_hqq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
+    "weight_only_int8": {"linear": [*_WEIGHT_ONLY, "int8pack", "gemlite"]},
+    "weight_only_fp8": {"linear": [*_WEIGHT_ONLY, "gemlite"]},
 }
 MEASURES = ("gemm", "silu", "linear")
+# Behind a peer is who takes longer by more than the larger of these: a share, and microseconds.
+BEHIND, BEHIND_US = 0.03, 0.3
 OPTIONAL = ("gemlite", "torchao")  # systems that are packages
 GEMLITE_LIMIT_S = 120  # tuning one shape takes it 10 to 20 s; stop waiting after this
 TINY = [(17, 64, 64), (32, 64, 128)]
@@ -99,6 +107,8 @@ def operations(row: Row) -> float:
 def bytes_moved(row: Row) -> int:
     """Operands and output, each once."""
     m, n, k = row["m"], row["n"], row["k"]
+    if row["family"] in ("weight_only_int8", "weight_only_fp8"):
+        return 2 * m * k + n * k + 2 * n + 2 * m * n
     if is_weight_only(row["family"]):  # 4 bits; a scale of 16 and a zero of 4 for each 128
         return 2 * m * k + n * k // 2 + n * k // 128 * 5 // 2 + 2 * m * n
     return (2 if row["measure"] == "linear" else 1) * m * k + n * k + 2 * m * n
@@ -138,6 +148,35 @@ def show(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float]) ->
     show_table(title, ("M x N x K", *systems, "TOP/s", "share"), lines)
 
     show_ratios(rows, label)
+    if any(name.startswith("ours") for name in systems):
+        show_verdicts(rows)
+
+
+def verdict(row: Row) -> tuple[str, ...]:
+    """(ours, the fastest peer, its time, time ours / time peer, "behind" or "")."""
+    ours = best_of_ours(row)
+    peers = {
+        name: reply["us"][1]
+        for name, reply in row["systems"].items()
+        if "us" in reply and not name.startswith("ours") and not reply["wrong"]
+    }
+    if is_weight_only(row["family"]):  # bf16 has another weight to read: see the ratios
+        peers.pop("bf16", None)
+    if ours is None or not peers:
+        return ("-",) * 5
+    name = min(peers, key=lambda peer: peers[peer])
+    best = peers[name]
+    is_behind = ours - best > max(BEHIND * best, BEHIND_US)
+    return f"{ours:.1f}", name, f"{best:.1f}", f"{ours / best:.3f}", "behind" if is_behind else ""
+
+
+def show_verdicts(rows: Sequence[Row]) -> None:
+    found = [(label(row), *verdict(row)) for row in rows]
+    behind = sum(line[-1] == "behind" for line in found)
+    title = (
+        f"best peer; behind by more than {BEHIND:.0%} and {BEHIND_US} us: {behind} of {len(found)}"
+    )
+    show_table(title, ("M x N x K", "ours us", "best peer", "us", "ours / it", "verdict"), found)
 
 
 def plot(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float], path: Path) -> None:

@@ -2,12 +2,15 @@
 
     python examples/bench_models.py --models sam --json models.json
     python examples/bench_models.py --models llama-decode llama-prefill deepseek --budget 580
+    python examples/bench_models.py --models llama-decode-1 llama-decode-16 --quantizer int4 \
+        --per-layer --systems ours bf16 --profile
 
 SAM's ViT-H image encoder (batch 16, 1024x1024), Llama-3-8B decoding (batch 1, 16 and 64 behind 1023
 tokens) and prefill of 4096 tokens, a layer of DeepSeek-V3 on 4096 tokens. Every nn.Linear but
 lm_head is quantized by a few lines of plain PyTorch (models_quantize.py), to int8 with weights per
 channel and activations per token as they come, or with --quantizer int4 the weights alone, in
-groups of 128; or to int8 by torchao.
+groups of 128; or to int8 by torchao. --dtype fp16 makes all of it fp16 in place of bf16. --profile
+adds where the time of a call goes, kernel by kernel.
 
 Each system runs in its own process; they are timed in turn, as CUDA graphs where the model can be
 captured. The error is that of the compiled model against the same model run eagerly, relative RMS
@@ -36,8 +39,12 @@ DEFAULT_SYSTEMS = ["ours", "stock", "bf16", "bf16-autotune"]
 BEST_BF16 = "bf16 (best)"
 
 
+CASES = sorted({case for cases in MODELS.values() for case in cases} - set(MODELS))
+
+
 def label(row: Row) -> str:
     parts = [row["case"]]
+    parts += [row["dtype"]] if row["dtype"] != "bf16" else []
     parts += [row["quantizer"]] if row["quantizer"] != "plain" else []
     parts += ["per layer"] if row["per_layer"] else []
     return ", ".join(parts)
@@ -55,15 +62,22 @@ def with_best_bf16(row: Row) -> Row:
     return {**row, "ratios": kept}
 
 
-def cells(reply: Row) -> list[str]:
+def tokens_per_second(case: str, milliseconds: float) -> str:
+    """Of a model that decodes a token for each sequence of its batch; "-" for others."""
+    name, _, batch = case.rpartition("-")
+    return f"{1000 * int(batch) / milliseconds:.0f}" if name == "llama-decode" else "-"
+
+
+def cells(reply: Row, case: str) -> list[str]:
     """One system's line of the table."""
     if "ms" not in reply:
-        return ["fails", *["-"] * 7]
+        return ["fails", *["-"] * 8]
     low, median, high = reply["ms"]
     errors = [reply["error"], reply["error_bf16"]]
     texts = [f"{e['rms']:.2e} [{e['max']:.2f}]" for e in errors]
     return [
         f"{median:.3f} [{low:.3f}, {high:.3f}]" + ("" if reply["graph"] else " no graph"),
+        tokens_per_second(case, median),
         f"{reply['peak_gb']:.2f}",
         f"{reply['weights_gb']:.2f}",
         f"{reply['compile_s']:.1f}",
@@ -78,6 +92,7 @@ COLUMNS = (
     "model",
     "system",
     "ms [quartiles]",
+    "tokens/s",
     "peak GB",
     "weights GB",
     "compile s",
@@ -92,15 +107,37 @@ def show(rows: Sequence[Row]) -> None:
     lines = []
     for row in rows:
         for i, (name, reply) in enumerate(row["systems"].items()):
-            lines.append([label(row) if i == 0 else "", name, *cells(reply)])
+            lines.append([label(row) if i == 0 else "", name, *cells(reply, row["case"])])
     show_table("whole models", COLUMNS, lines)
     show_ratios([with_best_bf16(row) for row in rows], label)
+    for row in rows:
+        for name, reply in row["systems"].items():
+            if "kernels" in reply:
+                show_profile(f"{label(row)}: {name}", reply)
+
+
+def show_profile(title: str, reply: Row, most: int = 16) -> None:
+    kernels = [
+        (name[:90], str(n), f"{1e3 * ms / n:.1f}", f"{ms:.3f}") for name, n, ms in reply["kernels"]
+    ]
+    rest = reply["kernels"][most:]
+    lines = kernels[:most]
+    lines.append(
+        (f"{len(rest)} others", str(sum(k[1] for k in rest)), "", f"{sum(k[2] for k in rest):.3f}")
+    )
+    lines.append(
+        ("all kernels", str(sum(k[1] for k in reply["kernels"])), "", f"{reply['busy_ms']:.3f}")
+    )
+    lines.append(("between kernels", "", "", f"{reply['gaps_ms']:.3f}"))
+    show_table(
+        f"{title}: where one call's time goes", ("kernel", "launches", "us each", "ms"), lines
+    )
 
 
 def run(options: argparse.Namespace, names: list[str], cache: str) -> list[Row]:
     """Measure what is not in the file yet, as long as the budget lasts."""
     until = time.perf_counter() + options.budget
-    cases = [case for model in options.models for case in MODELS[model]]
+    cases = [case for model in options.models for case in MODELS.get(model, [model])]
     rows: list[Row] = []
     arguments = ("--device", options.device, "--cache", cache)
     with open_systems(names, WORKER, *arguments) as systems:
@@ -109,11 +146,11 @@ def run(options: argparse.Namespace, names: list[str], cache: str) -> list[Row]:
             raise SystemExit(f"{names[0]} does not start: {machine['failed']}")
         print(", ".join(machine.values()), flush=True)
         results = Results(
-            options.json, {"machine": machine}, ("case", "quantizer", "per_layer", "tiny")
+            options.json, {"machine": machine}, ("case", "quantizer", "per_layer", "tiny", "dtype")
         )
         for case in cases:
             request: Row = {"case": case, "quantizer": options.quantizer, "tiny": options.tiny}
-            request["per_layer"] = options.per_layer
+            request |= {"per_layer": options.per_layer, "dtype": options.dtype}
             row = results.find({**request, "systems": names})
             left = until - time.perf_counter()
             if row is None and left > 0:
@@ -125,8 +162,13 @@ def run(options: argparse.Namespace, names: list[str], cache: str) -> list[Row]:
                     limit_s=left + 30,
                     alone=lambda name: options.apart or "autotune" in name,
                 )
+                for system in systems if options.profile else []:
+                    if "ms" in row["systems"][system.name]:
+                        row["systems"][system.name] |= system.ask(do="profile")
                 results.add(row)
-                texts = (f"{name} {cells(reply)[0]}" for name, reply in row["systems"].items())
+                texts = (
+                    f"{name} {cells(reply, case)[0]}" for name, reply in row["systems"].items()
+                )
                 print(" | ".join([label(row), *texts]), flush=True)
             if row is not None:
                 rows.append(row)
@@ -139,9 +181,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--models", choices=list(MODELS), nargs="+", default=list(MODELS))
+    choices = [*MODELS, *CASES]
+    parser.add_argument("--models", choices=choices, nargs="+", default=list(MODELS))
     parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS)
     parser.add_argument("--quantizer", choices=("plain", "int4", "torchao"), default="plain")
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+    parser.add_argument("--profile", action="store_true", help="where the time of a call goes")
     parser.add_argument("--per-layer", action="store_true", help="compile a layer, not the model")
     parser.add_argument("--apart", action="store_true", help="compile one system after the other")
     parser.add_argument("--rounds", type=int, default=7)

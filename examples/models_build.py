@@ -1,7 +1,7 @@
 """The models of ``bench_models.py``: real sizes, random weights, made on the device directly.
 
-``CASES[name](device, tiny)`` gives (model in bf16, inputs). ``tiny`` keeps the structure and
-shrinks the sizes, for tests. The output is one tensor."""
+``CASES[name](device, tiny, dtype)`` gives (model in bf16 or fp16, inputs). ``tiny`` keeps the
+structure and shrinks the sizes, for tests. The output is one tensor."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def construction(device: str) -> Iterator[None]:
-    """New tensors are bf16, on the device, and the same in every process."""
+def construction(device: str, dtype: torch.dtype) -> Iterator[None]:
+    """New tensors are of ``dtype``, on the device, and the same in every process."""
     before = torch.get_default_dtype()
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             yield
@@ -143,12 +143,20 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x[:, -1]))
 
 
-def llama(device: str, tiny: bool, *, batch: int, tokens: int, past: int) -> tuple[nn.Module, Any]:
+def llama(
+    device: str,
+    tiny: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    batch: int,
+    tokens: int,
+    past: int,
+) -> tuple[nn.Module, Any]:
     config = LlamaConfig()
     if tiny:
         config = LlamaConfig(64, 128, 2, 4, 2, 16, 256)
         tokens, past = min(tokens, 32), min(past, 15)
-    with construction(device):
+    with construction(device, dtype):
         model = init(Llama(config, batch, tokens, past))
         return model, (torch.randint(0, config.vocabulary, (batch, tokens)),)
 
@@ -216,10 +224,12 @@ class DeepSeekBlock(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def deepseek(device: str, tiny: bool, *, tokens: int) -> tuple[nn.Module, Any]:
+def deepseek(
+    device: str, tiny: bool, dtype: torch.dtype = torch.bfloat16, *, tokens: int
+) -> tuple[nn.Module, Any]:
     config = DeepSeekConfig(64, 128, 4, 32, 32, 16, 16, 16) if tiny else DeepSeekConfig()
     tokens = min(tokens, 32) if tiny else tokens
-    with construction(device):
+    with construction(device, dtype):
         return init(DeepSeekBlock(config, tokens)), (torch.randn(1, tokens, config.hidden),)
 
 
@@ -253,7 +263,9 @@ class SamEncoder(nn.Module):
         return self.neck(x)
 
 
-def sam(device: str, tiny: bool, *, batch: int) -> tuple[nn.Module, Any]:
+def sam(
+    device: str, tiny: bool, dtype: torch.dtype = torch.bfloat16, *, batch: int
+) -> tuple[nn.Module, Any]:
     from transformers import SamVisionConfig
 
     sizes = {
@@ -273,12 +285,12 @@ def sam(device: str, tiny: bool, *, batch: int) -> tuple[nn.Module, Any]:
         sizes |= {"image_size": 96, "window_size": 4, "global_attn_indexes": [1]}
     config = SamVisionConfig(**sizes)
     batch = 1 if tiny else batch
-    with construction(device):
+    with construction(device, dtype):
         model = init(SamEncoder(config))
         return model, (torch.randn(batch, 3, config.image_size, config.image_size),)
 
 
-Case = Callable[[str, bool], tuple[nn.Module, Any]]
+Case = Callable[..., tuple[nn.Module, Any]]
 CASES: dict[str, Case] = {
     "sam": functools.partial(sam, batch=16),
     "llama-decode-1": functools.partial(llama, batch=1, tokens=1, past=1023),

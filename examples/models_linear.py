@@ -223,13 +223,22 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 # bf16 once more: the weight's rounding, of tinygemm its zero points'.
+_WORDS = ("weight_only", "weight_only_awq", "weight_only_hqq")
+_BYTES = ("weight_only_int8", "weight_only_fp8")
 _WEIGHT_ONLY = functools.partial(
     Entry,
-    reference=weight_only.GPTQ.exact,
+    reference=weight_only.Problem.exact,
     bound=2 * EXACT,
     measures=("linear",),
-    families=("weight_only", "weight_only_awq"),
+    families=(*_WORDS, *_BYTES),
 )
+
+
+def _gemlite(problem: Any) -> list[Call]:
+    is_words = isinstance(problem, weight_only.GPTQ)
+    return weight_only.gemlite(problem) if is_words else weight_only.gemlite_bytes(problem)
+
+
 WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
     name: _WEIGHT_ONLY(functools.partial(weight_only.compiled, backend, mode))
     for name, backend, mode in (
@@ -240,8 +249,9 @@ WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
 } | {
     "bf16": _WEIGHT_ONLY(weight_only.bf16),  # cuBLAS
     "dequantize": _WEIGHT_ONLY(weight_only.dequantize_once),
-    "tinygemm": _WEIGHT_ONLY(weight_only.tinygemm, bound=REQUANTIZED),
-    "gemlite": _WEIGHT_ONLY(weight_only.gemlite, bound=REQUANTIZED),
+    "tinygemm": _WEIGHT_ONLY(weight_only.tinygemm, bound=REQUANTIZED, families=_WORDS),
+    "int8pack": _WEIGHT_ONLY(weight_only.int8pack, families=("weight_only_int8",)),
+    "gemlite": _WEIGHT_ONLY(_gemlite, bound=REQUANTIZED),
 }
 
 # family -> its problem and its systems
@@ -252,6 +262,9 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "fp8_block": (Fp8Block, SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_hqq": (weight_only.HQQ, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_int8": (weight_only.Int8, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_fp8": (weight_only.E4M3, WEIGHT_ONLY_SYSTEMS),
 }
 
 

@@ -1,8 +1,9 @@
-"""A linear layer with 4-bit weights in the systems of ``bench_gemm.py``; see models_linear.py.
+"""A linear layer with packed weights in the systems of ``bench_gemm.py``; see models_linear.py.
 
-bf16 activations; unsigned numbers of 4 bits with a packed zero point and a bf16 scale for each 128
-of K, packed as GPTQ or as AWQ do, and dequantized by the plain torch code of such a layer. Only
-'linear' is measured: there is no quantized input."""
+bf16 activations. Of 4 bits: unsigned numbers with a packed zero point and a bf16 scale for each 128
+of K, packed as GPTQ, AWQ or HQQ do. Of 8 bits: int8 or e4m3 with a bf16 scale for each channel.
+They are dequantized by the plain torch code of such a layer. Only 'linear' is measured: there is no
+quantized input."""
 
 from __future__ import annotations
 
@@ -48,37 +49,36 @@ def scaled(q: Tensor, z: Tensor, scales: Tensor) -> Tensor:
     return w.flatten(0, 1)
 
 
-class GPTQ:
-    """Words along K, zeros along N."""
+class Problem:
+    """x [M, K], the tensors of a weight, bias [N]; subclasses say how the weight is packed."""
 
-    shifts = staticmethod(in_order)
-    dim = 0
-
-    @classmethod
-    def dequantize(cls, words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
-        return scaled(unpack(words, cls.dim, cls.shifts), unpack(zeros, 1, cls.shifts), scales)
+    @staticmethod
+    def dequantize(*weight: Tensor) -> Tensor:
+        """[K, N] in the type of the scales."""
+        raise NotImplementedError
 
     @classmethod
-    def linear(
-        cls, x: Tensor, words: Tensor, zeros: Tensor, scales: Tensor, bias: Tensor
-    ) -> Tensor:
-        return x @ cls.dequantize(words, zeros, scales) + bias
+    def linear(cls, x: Tensor, bias: Tensor, *weight: Tensor) -> Tensor:
+        return x @ cls.dequantize(*weight) + bias
 
     def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
         self.m, self.n, self.k, self.device = m, n, k, device
-        options: dict[str, Any] = {"device": device}
-        options["generator"] = torch.Generator(device).manual_seed(0)
-        self.x = torch.randn(m, k, dtype=torch.bfloat16, **options)
-        self.bias = torch.randn(n, dtype=torch.bfloat16, **options)
-        self.q = torch.randint(0, 16, (k, n), dtype=torch.uint8, **options)
-        self.z = torch.randint(0, 16, (k // GROUP, n), dtype=torch.uint8, **options)
-        scales = torch.rand(k // GROUP, n, **options) * 0.01 + 0.001
-        self.scales = scales.to(torch.bfloat16)
+        self.options: dict[str, Any] = {"device": device}
+        self.options["generator"] = torch.Generator(device).manual_seed(0)
+        self.x = torch.randn(m, k, dtype=torch.bfloat16, **self.options)
+        self.bias = torch.randn(n, dtype=torch.bfloat16, **self.options)
+
+    def random_scales(self, *size: int) -> Tensor:
+        return (torch.rand(*size, **self.options) * 0.01 + 0.001).to(torch.bfloat16)
+
+    def packed(self) -> tuple[Tensor, ...]:
+        """What ``dequantize`` takes."""
+        raise NotImplementedError
 
     @functools.cached_property
-    def tensors(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Words, zeros and scales; all copies have the same values."""
-        packed = pack(self.q, self.dim, self.shifts), pack(self.z, 1, self.shifts), self.scales
+    def tensors(self) -> list[tuple[Tensor, ...]]:
+        """Copies of the packed weight, all of the same values."""
+        packed = self.packed()
         return [packed, *self.copies(packed)]
 
     def copies(self, first: tuple[Tensor, ...]) -> list[Any]:
@@ -89,14 +89,38 @@ class GPTQ:
         calls = 2 if self.device == "cpu" else min(MAX_CALLS, -(-WEIGHT_BYTES // size))
         return [tuple(tensor.clone() for tensor in first) for _ in range(max(1, calls - 1))]
 
-    @functools.cached_property
+    @property
     def weight(self) -> Tensor:
         """[K, N] in fp32, not rounded."""
-        z, s = (t.float().repeat_interleave(GROUP, 0) for t in (self.z, self.scales))
-        return (self.q.float() - z) * s
+        raise NotImplementedError
 
     def exact(self) -> Tensor:
         return self.x.double() @ self.weight.double() + self.bias.double()
+
+
+class GPTQ(Problem):
+    """Words along K, zeros along N."""
+
+    shifts = staticmethod(in_order)
+    dim = 0
+
+    @classmethod
+    def dequantize(cls, words: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        return scaled(unpack(words, cls.dim, cls.shifts), unpack(zeros, 1, cls.shifts), scales)
+
+    def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
+        super().__init__(measure, m, n, k, device)
+        self.q = torch.randint(0, 16, (k, n), dtype=torch.uint8, **self.options)
+        self.z = torch.randint(0, 16, (k // GROUP, n), dtype=torch.uint8, **self.options)
+        self.scales = self.random_scales(k // GROUP, n)
+
+    def packed(self) -> tuple[Tensor, ...]:
+        return pack(self.q, self.dim, self.shifts), pack(self.z, 1, self.shifts), self.scales
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        z, s = (t.float().repeat_interleave(GROUP, 0) for t in (self.z, self.scales))
+        return (self.q.float() - z) * s
 
 
 class AWQ(GPTQ):
@@ -106,18 +130,63 @@ class AWQ(GPTQ):
     dim = 1
 
 
-def compiled(backend: str, mode: str | None, problem: GPTQ) -> list[Call]:
+class HQQ(GPTQ):
+    """Bytes [N / 2, K]: the high half is of the first half of N, the low one of the second. Zeros
+    and scales bf16 [N, K / 128]."""
+
+    @classmethod
+    def dequantize(cls, halves: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
+        q = torch.cat([halves >> 4, halves & 15]).to(scales.dtype)
+        w = (q.unflatten(1, (-1, GROUP)) - zeros[:, :, None]) * scales[:, :, None]
+        return w.flatten(1, 2).t()
+
+    def packed(self) -> tuple[Tensor, ...]:
+        high, low = self.q.t().contiguous().chunk(2)
+        zeros, scales = (t.to(torch.bfloat16).t().contiguous() for t in (self.z, self.scales))
+        return high << 4 | low, zeros, scales
+
+
+class Int8(Problem):
+    """int8 [N, K], a scale for each row."""
+
+    @classmethod
+    def dequantize(cls, numbers: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        return (numbers.to(scales.dtype) * scales[:, None]).t()
+
+    def __init__(self, measure: str, m: int, n: int, k: int, device: str) -> None:
+        super().__init__(measure, m, n, k, device)
+        self.numbers, self.scales = self.random_numbers(), self.random_scales(n)
+
+    def random_numbers(self) -> Tensor:
+        return torch.randint(-128, 128, (self.n, self.k), dtype=torch.int8, **self.options)
+
+    def packed(self) -> tuple[Tensor, ...]:
+        return self.numbers, self.scales
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        return (self.numbers.float() * self.scales.float()[:, None]).t()
+
+
+class E4M3(Int8):
+    """float8_e4m3fn [N, K], a scale for each row."""
+
+    def random_numbers(self) -> Tensor:
+        return torch.randn(self.n, self.k, **self.options).to(torch.float8_e4m3fn)
+
+
+def compiled(backend: str, mode: str | None, problem: Problem) -> list[Call]:
     fn = torch.compile(type(problem).linear, backend=backend, mode=mode, dynamic=False)
-    return [functools.partial(fn, problem.x, *t, problem.bias) for t in problem.tensors]
+    return [functools.partial(fn, problem.x, problem.bias, *t) for t in problem.tensors]
 
 
-def bf16(problem: GPTQ) -> list[Call]:
+def bf16(problem: Problem) -> list[Call]:
     weight = problem.weight.to(torch.bfloat16).t().contiguous()
     weights = [weight, *(w for (w,) in problem.copies((weight,)))]
     return [functools.partial(F.linear, problem.x, w, problem.bias) for w in weights]
 
 
-def dequantize_once(problem: GPTQ) -> list[Call]:
+def dequantize_once(problem: Problem) -> list[Call]:
     """A kernel of stock Inductor that writes the bf16 weight, then cuBLAS."""
     dequantize = torch.compile(type(problem).dequantize, dynamic=False)
 
@@ -141,6 +210,30 @@ def tinygemm(problem: GPTQ) -> list[Call]:
         return out + problem.bias
 
     return [functools.partial(call, *tensors) for tensors in sets]
+
+
+def int8pack(problem: Int8) -> list[Call]:
+    """PyTorch's own int8 kernel."""
+
+    def call(numbers: Tensor, scales: Tensor) -> Tensor:
+        return torch.ops.aten._weight_int8pack_mm(problem.x, numbers, scales) + problem.bias
+
+    return [functools.partial(call, *tensors) for tensors in problem.tensors]
+
+
+def gemlite_bytes(problem: Int8) -> list[Call]:
+    from gemlite import helper
+
+    if problem.numbers.dtype == torch.int8:
+        processor = helper.A16W8_INT8(device=problem.device, dtype=torch.bfloat16)
+    else:
+        kind = problem.numbers.dtype
+        processor = helper.A16W8_FP8(device=problem.device, dtype=torch.bfloat16, fp8=kind)
+
+    def layer(numbers: Tensor, scales: Tensor) -> Any:
+        return processor.from_weights(numbers, problem.bias, scales[:, None])
+
+    return [functools.partial(layer(*t), problem.x) for t in problem.tensors]
 
 
 def gemlite(problem: GPTQ) -> list[Call]:

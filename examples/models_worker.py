@@ -29,6 +29,7 @@ SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
     "bf16-autotune": (False, "inductor", MAX_AUTOTUNE),
     "eager": (True, "eager", None),
 }
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Relative RMS error of a compiled model against the same model run eagerly: bf16 rounds in other
 # places, and random layers amplify it (measured on an H200: 5e-3 after two layers, 4.6e-2 to 5.6e-2
 # after Llama's 32, for bf16 and no plugin at all). A quantized model may differ by about what its
@@ -73,11 +74,13 @@ class Worker:
         self.replay: Replay | None = None
 
     @torch.no_grad()
-    def prepare(self, case: str, quantizer: str, per_layer: bool, tiny: bool) -> dict[str, Any]:
+    def prepare(
+        self, case: str, quantizer: str, per_layer: bool, tiny: bool, dtype: str
+    ) -> dict[str, Any]:
         self.replay = None
         torch.compiler.reset()
         self._free()
-        model, inputs = CASES[case](self.device, tiny)
+        model, inputs = CASES[case](self.device, tiny, DTYPES[dtype])
         found: dict[str, Any] = {}
         plain = model(*inputs)
         reference = plain
@@ -117,6 +120,26 @@ class Worker:
         self._synchronize()
         return torch.cuda.max_memory_allocated() / 1e9
 
+    def profile(self) -> dict[str, Any]:
+        """Where one call's time goes: {"kernels": [[name, launches, ms], ...], the slowest first,
+        "busy_ms": in them, "gaps_ms": between them}."""
+        assert self.replay is not None, "nothing is prepared"
+        if self.device == "cpu":
+            return {"kernels": [], "busy_ms": 0.0, "gaps_ms": 0.0}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            self.replay.run()
+            torch.cuda.synchronize()
+        spans: dict[str, list[float]] = {}
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                spans.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e3)
+        ends = [event.time_range for event in profiler.events() if event.name in spans]
+        busy = sum(map(sum, spans.values()))
+        whole = (max(t.end for t in ends) - min(t.start for t in ends)) / 1e3
+        kernels = [[name, len(times), sum(times)] for name, times in spans.items()]
+        kernels.sort(key=lambda kernel: -kernel[2])
+        return {"kernels": kernels, "busy_ms": busy, "gaps_ms": whole - busy}
+
     def _make_replay(self, fn: Any, inputs: Any) -> None:
         calls = [functools.partial(fn, *inputs)]
         try:
@@ -152,6 +175,7 @@ def main() -> None:
         {
             "prepare": worker.prepare,
             "time": worker.time,
+            "profile": worker.profile,
             "machine": lambda: machine(options.device),
         }
     )

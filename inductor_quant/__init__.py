@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from inductor_quant.decisions import Match, Rejection, RejectionCode
     from inductor_quant.explanation import Explanation, explain
     from inductor_quant.options import Options
+    from inductor_quant.prepack import prepack_
     from inductor_quant.report import Report, collect
     from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
 
@@ -32,6 +33,7 @@ _EXPORTS = {
     "Options": "options",
     "Explanation": "explanation",
     "explain": "explanation",
+    "prepack_": "prepack",
     "Report": "report",
     "collect": "report",
     "OperandSpec": "spec",
@@ -66,6 +68,7 @@ __all__ = [
     "enable",
     "enabled",
     "explain",
+    "prepack_",
 ]
 
 

@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": BASE | {"_torch_compat", "_gluon_compat", "report", "ops", "kernels", "lowering"},
     "tables": BASE | {"_torch_compat", "patterns"},
     "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering", "tables"},
+    "prepack": BASE | {"_torch_compat", "ops", "patterns", "kernels", "tables"},
     "measure_fp8": BASE | {"_torch_compat", "ops"},
     "measure": BASE | {"_torch_compat", "report", "ops", "measure_fp8"},
     "doctor": BASE | {"_torch_compat", "kernels"},

@@ -16,6 +16,7 @@ from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
+from inductor_quant.kernels.weight_bytes import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ONLY_MM
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
@@ -25,6 +26,7 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_WORDS_GLUON,
     WEIGHT_ONLY_FEW_ROWS,
     WEIGHT_ONLY_WORDS,
+    WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
     FP8_GLUON,

@@ -1,7 +1,7 @@
 """Inline PTX of the kind that our kernels have, run on numpy arrays.
 
-A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``lop3``,
-``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
+A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``xor``,
+``lop3``, ``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
 ``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time, narrow ones side by side
 in a register; which elements come together is not said, so here they are neighbours.
 """
@@ -139,4 +139,5 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mul.lo.u32": np.multiply,
     "prmt.b32": _prmt,
     "shr.u32": np.right_shift,
+    "xor.b32": np.bitwise_xor,
 }
