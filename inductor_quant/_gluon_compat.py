@@ -144,7 +144,8 @@ def _tile_access() -> dict[str, Any]:
 
     Sums lie in the matrix unit's layout, where a thread has two columns of a row; memory wants 16
     bytes a thread and neighbours side by side. The epilogue computes in the first; what it loads
-    and stores changes over in the type that memory has, half the bytes of fp32.
+    and stores changes over in the type that memory has, half the bytes of fp32. A template says in
+    which layout its epilogue computes: the constexpr EPILOGUE.
     """
     core = importlib.import_module("triton.experimental.gluon.language._core")
 
@@ -212,7 +213,7 @@ def template_type() -> type:
 
             def hook() -> str:
                 text = str(ordinary())
-                return text.replace("tl.load(", "tile_load(sums, ").replace(
+                return text.replace("tl.load(", "tile_load(EPILOGUE, ").replace(
                     "tl.store(", "tile_store("
                 )
 

@@ -38,6 +38,8 @@ def names() -> dict[str, Any]:
         ),
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
+        "tile_load": lambda layout, *args, **how: tl.load(*args, **how),
+        "tile_store": lambda *args, **how: tl.store(*args, **how),
         "warpgroup_mma": lambda a, b, acc, is_async=False: tl.dot(a, b, acc),
         "warpgroup_mma_init": lambda acc: acc,
         "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
