@@ -15,6 +15,7 @@ from typing import Any
 RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
 _NAMES = (
     *("gluon", "gl", "mbarrier", "tma", "tma_load", "async_copy", "cta_barrier"),
+    "copy_async",
     *("fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
     *("tile_load", "tile_store"),
 )
@@ -43,9 +44,11 @@ def _names() -> dict[str, Any]:
         "gl": gl,
         "mbarrier": hopper.mbarrier,
         "tma": tma,
-        # Triton <= 3.7: the second name. Drop with 3.7.
+        # Triton <= 3.7: the second name, of this and of copy_async. Drop with 3.7.
         "tma_load": getattr(tma, "async_load", None) or tma.async_copy_global_to_shared,
         "async_copy": ampere.async_copy,
+        "copy_async": getattr(ampere.async_copy, "async_load", None)
+        or ampere.async_copy.async_copy_global_to_shared,
         # Triton <= 3.6: the second name. Drop with 3.6.
         "cta_barrier": getattr(gl, "barrier", None) or gl.thread_barrier,
         "fence_async_shared": hopper.fence_async_shared,

@@ -33,9 +33,8 @@ def names() -> dict[str, Any]:
     return {
         "gl": gl,
         "gluon": types.SimpleNamespace(jit=triton.jit),
-        "async_copy": types.SimpleNamespace(
-            async_copy_global_to_shared=_copy, commit_group=_nothing, wait_group=_nothing
-        ),
+        "async_copy": types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
+        "copy_async": _copy,
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
         "tile_load": lambda layout, *args, **how: tl.load(*args, **how),

@@ -58,6 +58,23 @@ def test_results_are_close_to_fp64(case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+def test_an_epilogue_is_in_the_kernel():
+    case = Case("gptq", 40, 128, 512, f16, bias=True)
+
+    def make(device):
+        torch.manual_seed(0)
+        return torch.randn(40, 128, device=device).to(f16), *make_inputs(case, device)
+
+    def fn(residual, *inputs):
+        return torch.nn.functional.silu(gemm(case)(*inputs)) + residual
+
+    residual, *inputs = make("cpu")
+    generated = generate(fn, make, "64x128x64_w4_s4_g8")
+    assert len(generated.kernels) == 1
+    want = torch.nn.functional.silu(reference(case, tuple(inputs))) + residual.double()
+    assert_close(simulate.interpret(generated, (residual, *inputs)), want)
+
+
 def test_one_hot_rows_give_the_weight_bit_for_bit():
     torch.manual_seed(0)
     case = Case("gptq", 64, 64, 256, f16)
