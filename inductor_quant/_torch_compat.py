@@ -142,6 +142,18 @@ def keeps_roundings() -> bool:
     return bool(inductor_config().emulate_precision_casts)
 
 
+def triton_kernel_name(index: int) -> str:
+    """Of a Triton kernel that a graph calls, by its ``kernel_idx``; "" where it is not known."""
+    try:
+        module = importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+        kernel = module.kernel_side_table.get_kernel(index)
+    except (ImportError, AttributeError, AssertionError):
+        return ""
+    while hasattr(kernel, "fn"):  # what autotunes it, and what compiles it
+        kernel = kernel.fn
+    return str(getattr(kernel, "__name__", ""))
+
+
 def uses_cpp_wrapper() -> bool:
     """Whether C++ launches the kernels: in a package, or as the user asked."""
     return is_exporting() or bool(inductor_config().cpp_wrapper)

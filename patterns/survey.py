@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.decisions import Rejection, RejectionCode, Site
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.graph import aten
@@ -150,9 +151,10 @@ def describe_found(found: RecognizedGemm) -> Site:
 def decline(node: fx.Node, site: Site | None) -> Rejection:
     """The rejection of a matrix product that no pattern is anchored at."""
     if is_opaque(node) or node.target in _REPACKED:
-        return Rejection(
-            RejectionCode.OPAQUE, f"{node.target}", node.name, graph.module_path(node), site
-        )
+        kernel = node.kwargs.get("kernel_idx")
+        name = compat.triton_kernel_name(kernel) if isinstance(kernel, int) else ""
+        detail = f"the Triton kernel {name}" if name else f"{node.target}"
+        return Rejection(RejectionCode.OPAQUE, detail, node.name, graph.module_path(node), site)
     code = RejectionCode.NO_PATTERN if site and site.source else RejectionCode.NOT_QUANTIZED
     detail = f"{node.target} with operands from {site.source} data" if site and site.source else ""
     return Rejection(code, detail, node.name, graph.module_path(node), site)

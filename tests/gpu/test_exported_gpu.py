@@ -12,7 +12,6 @@ pytestmark = pytest.mark.gpu
 PACKAGES = {
     "one": (1, "folded"),
     "frozen": (16, "frozen"),
-    "many": (2048, "plain"),
 }
 MATCHED = ["layers.act_order", "layers.gptq", "layers.w8a8.0", "layers.w8a8.2", "layers.zero"]
 
@@ -33,4 +32,4 @@ def test_packages_run_without_the_plugin_and_give_what_torch_compile_gives(packa
     folder, _ = packages
     found = exported.run([folder / f"{name}.pt2" for name in PACKAGES])
     again = "equal, then equal"
-    assert found == {"one": (0, again), "frozen": (0, "equal"), "many": (0, again)}
+    assert found == {"one": (0, again), "frozen": (0, "equal")}

@@ -271,6 +271,7 @@ def test_a_kernel_that_multiplies_is_opaque() -> None:
     assert report.matches == []
     [rejection] = report.rejections
     assert rejection.code.value == "opaque"
+    assert rejection.detail == "the Triton kernel triton_fp8_gemm_1x128_128x128_kernel"
     assert rejection.site is not None
     assert (rejection.site.m, rejection.site.n, rejection.site.k) == (M, N, K)
 

@@ -27,6 +27,7 @@ from tests.support.quantizers import GptFastLinear, Int8Linear
 
 ROOT = Path(__file__).parents[2]
 K, N = 256, 512
+TIMEOUT = 240  # seconds: 60 to 80 alone on an H200 machine, more beside other tests
 # Headers are not worth compiling beforehand, nor what calls the kernels worth optimising.
 _ONE_PACKAGE = {
     "aot_inductor.precompile_headers": False,
@@ -175,10 +176,10 @@ def _in_processes(
     found = {}
     for name, process in processes.items():
         try:
-            output, _ = process.communicate(timeout=150)
+            output, _ = process.communicate(timeout=TIMEOUT)
         except subprocess.TimeoutExpired:
             process.kill()
-            output = "no answer in 150 seconds"
+            output = f"no answer in {TIMEOUT} seconds"
         lines = output.strip().splitlines() or [""]
         found[name] = (process.wait(), lines[-1])
     return found
