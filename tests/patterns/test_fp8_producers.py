@@ -154,7 +154,7 @@ class _Exact(fx.Interpreter):
         return super().run_node(node)
 
 
-@pytest.mark.parametrize("lead", [(32,), (1,), (2, 16), "dynamic"], ids=str)
+@pytest.mark.parametrize("lead", [(32,), (1,), "dynamic"], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_matched_and_no_farther_from_fp64_than_eager(name: str, lead: Any) -> None:
     make, spec = LAYERS[name]
