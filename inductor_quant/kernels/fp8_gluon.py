@@ -1,10 +1,9 @@
-"""The ``fp8_block`` kernel for large products on Hopper, written in Gluon.
+"""The kernel of ``fp8`` and ``fp8_block`` for large products on Hopper, written in Gluon.
 
 A step along K gives a partial sum that must be scaled and added to the accumulator by ordinary
 instructions. Triton waits for each ``tl.dot`` whose result the loop uses, so there the matrix unit
-idles meanwhile: of some 25 prototypes in plain Triton the best that are accurate reached 900 to 925
-TFLOP/s at 4096x7168x16384 on an H200, where cuBLASLt reaches 1190 to 1310. In Gluon two groups of
-warps take turns: one scales while the other multiplies, and a warp of its own loads.
+idles meanwhile. In Gluon groups of warps take turns: one scales while another multiplies, and a
+warp of its own loads.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ ARCH = 90  # wgmma is Hopper's alone
 STEP = 128  # of K: a block of scales, and a row of the 128-byte swizzle
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_FILL = 0.75  # of the chip, by tiles of 256 x 128
-# H200, 4096 rows: 256x128 with groups of 4 is within 3 % of the best of some ten configurations at
-# each of (N, K) = (7168, 16384), (4096, 7168), (24576, 1536). 128x256 is the best where N is long.
+# Best guess first: larger tiles read less. Those of 192 and 128 rows are for sizes of which the
+# large ones leave much of the last round idle.
 THREE_GROUPS = GemmConfig(192, 128, STEP, num_warps=4, num_stages=5, group_m=4)
 CONFIGS = (
     GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=4),
