@@ -48,6 +48,10 @@ def _check(product: Fp8Product) -> Rejection | None:
     if scale is not None and scale.block[0] > 0 and scale.block[1] != 1:
         detail = f"a scale of blocks of {scale.block[0]} x {scale.block[1]}"
         return Rejection(RejectionCode.SCALE_AXIS, detail, scale.node.name)
+    groups = [s.block[side] for s, side in ((product.a_scale, 1), (scale, 0)) if s is not None]
+    if any(group > 0 and k % group for group in groups):
+        detail = f"K={k} in groups of {max(groups)}: the last one is shorter"
+        return Rejection(RejectionCode.BLOCK_SHAPE, detail, product.anchor.name)
     if k > op.MAX_K:
         detail = f"K={k}, the most is {op.MAX_K}"
         return Rejection(RejectionCode.K_TOO_LONG, detail, product.anchor.name)

@@ -127,6 +127,30 @@ def test_a_near_miss_keeps_its_value(name):
     torch.testing.assert_close(result, before, rtol=2e-2, atol=2e-2)
 
 
+def test_a_last_group_that_is_shorter_is_left():
+    """Repeated scales, of which the last covers half a group."""
+    a, w, sa, sb = quantized()
+
+    def fn(a, w, sa, sb):
+        weight = w.float() * sb.repeat_interleave(G, 1)[:, : K - 32]
+        return (a.float() * sa) @ weight.t()
+
+    inputs = a[:, : K - 32].contiguous(), w[:, : K - 32].contiguous(), sa, sb
+    _, [rewrite] = capture(fn, inputs, dynamic=False)
+    assert not any(match.family == "w8a8" for match in rewrite.report.matches)
+    assert "internal_error" not in rewrite.codes
+
+
+def test_any_number_of_rows_is_matched():
+    inputs = quantized()
+    for tensor in (inputs[0], inputs[2]):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    result, [rewrite] = capture(in_views, inputs)
+    assert [match.m for match in rewrite.report.matches] != [M]
+    assert [match.family for match in rewrite.report.matches] == ["w8a8"]
+    assert_close(result, exact(*inputs), slack=2)
+
+
 # ------------------------------------------------------------------------------------------
 # the kernel
 
