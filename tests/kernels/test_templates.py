@@ -78,6 +78,9 @@ def names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
+NO_GROUPS = {"QUANT_K": 0, "A_SCALE_GROUPED": False, "B_SCALE_GROUPED": False}
+
+
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_every_combination_parses_and_uses_what_it_declares(alpha):
     for kernel, flags, zeros in [
@@ -87,7 +90,8 @@ def test_every_combination_parses_and_uses_what_it_declares(alpha):
         if kernel is W8A8_PERSISTENT and zeros["SUM_B"]:
             continue
         number = 3 if zeros["HAS_B_SUM"] or zeros["SUM_B"] else 0
-        text, declared = render(kernel.source(), ALPHA=alpha, A_ZERO=number, **flags, **zeros)
+        constants = {**flags, **zeros, **NO_GROUPS, "ALPHA": alpha, "A_ZERO": number}
+        text, declared = render(kernel.source(), **constants)
         names = names_in(text)
         assert set(declared) <= names
         assert ("ALPHA" in names) == (alpha != 1.0)
