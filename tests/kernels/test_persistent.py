@@ -89,7 +89,6 @@ def test_configurations_use_tma_and_wgmma_and_leave_room_for_the_other_programs(
         {"a_layout": "columns"},
         {"a_layout": "every_second"},
         {"w_layout": "sliced"},
-        {"w_layout": "columns"},
         {"out_dtype": torch.float32},
         {"k": 264},
         {"m": 1000},
