@@ -78,6 +78,9 @@ def read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     if not all(graph.is_tensor_node(node) and _comes_from(node, elements) for node in operands):
         return _NOT_QUANTIZED
     shapes = [size for node in operands for size in graph.value(node).shape]
+    *batch, _, k = graph.value(operands[0]).shape
+    if any(map(graph.is_symbolic, (*batch, k, graph.value(operands[1]).shape[-1]))):
+        return Rejection(RejectionCode.WEIGHT_FORM, "a symbolic shape", anchor.name)
     if any(isinstance(size, int) and size == 0 for size in shapes):
         return Rejection(RejectionCode.WEIGHT_FORM, "no elements", anchor.name)
     try:

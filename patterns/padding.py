@@ -39,8 +39,8 @@ def unpadded(node: fx.Node) -> Unpadded | None:
         return None
     if bias is not None:
         args[bias] = _first_part(node.args[bias])
-        *_, length = graph.value(args[bias]).shape or [0]
-        if not graph.is_one(length) and not graph.same_size(length, n):
+        *lead, length = graph.value(args[bias]).shape or [0]
+        if not all(map(graph.is_one, lead)) or not graph.same_size(length, n):
             return None
     end = _end(node, (*batch, m, n))
     return Unpadded(node, end, tuple(args)) if end is not None else None
@@ -76,8 +76,10 @@ def _unpadded(item: Any) -> Any:
 
 
 def _first_part(item: Any) -> Any:
-    """A bias without the zeros behind it."""
+    """A bias, of the columns alone, without the zeros behind it."""
     while graph.is_tensor_node(item) and item.target == aten.cat.default:
+        if graph.value(item).dim() != 1:  # what is behind may be the bias of other rows
+            break
         parts, *_ = item.args
         if len(parts) != 2 or parts[1].target != aten.full.default:
             break

@@ -216,6 +216,16 @@ def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
     assert [match.family for match in report.matches] == [case.family]
 
 
+def test_only_rows_may_be_symbolic() -> None:
+    """The columns of ``a @ a.T`` are as many as its rows."""
+    a, scale = operands(m=16)[0], torch.rand(16, 1)
+    torch._dynamo.mark_dynamic(a, 0)
+    torch._dynamo.mark_dynamic(scale, 0)
+    _, [rewrite] = capture(lambda a, s: (a.float() * s) @ (a.float() * s).t(), [a, scale])
+    assert rewrite.is_untouched
+    assert rewrite.codes == ["weight_form"]
+
+
 def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -> None:
     """Such as those of transformers, which come from its hub: two fp8 matrices, scales between.
     (torchao's own: ``test_fp8_producers.py``.)"""

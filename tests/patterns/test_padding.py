@@ -89,6 +89,12 @@ LEFT: dict[str, Fn] = {
         x @ p((w * c).t(), 5, 0)),
     "with a bias there": lambda x, w, s, c, b: torch.addmm(
         torch.cat([b, b[:5]]), x, p((w * c).t(), 5, 0))[:, :-5],
+    "with a bias of the first row": lambda x, w, s, c, b: torch.addmm(
+        torch.cat([b[None], b.new_zeros(M + 1, N)]), p(x, 7, 2), p((w * c).t(), 0, 7))[:-2],
+    "with a bias of the first column": lambda x, w, s, c, b: torch.addmm(
+        padded_bias(b[:1], N - 1), p(x, 7, 0), p((w * c).t(), 0, 7)),
+    "with a bias of all rows": lambda x, w, s, c, b: torch.addmm(
+        x.new_ones(M + 2, N) * b.sin(), p(x, 7, 2), p((w * c).t(), 0, 7))[:-2],
     "of floats": lambda x, w, s, c, b: (p(x, 7, 2) @ p(w.float().sin().t(), 5, 7))[:-2, :-5],
 }  # fmt: skip
 
