@@ -113,6 +113,14 @@ def is_mutated(node: fx.Node) -> bool:
     return False
 
 
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns the memory of ``node``, as it is or as a view."""
+    return any(
+        user.op == "output" or (_is_view(user) and user.args[0] is node and is_returned(user))
+        for user in node.users
+    )
+
+
 def _writes_to(user: fx.Node, node: fx.Node) -> bool:
     if str(user.target) == "triton_kernel_wrapper_mutation":
         return True  # which of its arguments it writes to is not looked at
