@@ -48,7 +48,7 @@ def _check(product: Fp8Product) -> Rejection | None:
     if scale is not None and scale.block[0] > 0 and scale.block[1] != 1:
         detail = f"a scale of blocks of {scale.block[0]} x {scale.block[1]}"
         return Rejection(RejectionCode.SCALE_AXIS, detail, scale.node.name)
-    if any(0 < size and k % size for size in _groups(product)):
+    if any(size > 0 and k % size for size in _groups(product)):
         detail = f"K={k} in groups of {_groups(product)}, the last of them shorter"
         return Rejection(RejectionCode.SCALE_AXIS, detail, product.anchor.name)
     if k > op.MAX_K:

@@ -103,7 +103,7 @@ def no_scale_by_group(a, w, sa, sb):
 
 def shorter_last_group(a, w, sa, sb):
     """128 and 64 of K: the op's groups are all of one length, here 96."""
-    weight = w.float() * sb[:, :2].repeat_interleave(2 * G, 1)[:, :K]
+    weight = w.float() * (sb[:, :2] + sb[:, 1:]).repeat_interleave(2 * G, 1)[:, :K]
     return (a.float() * sa) @ weight.t()
 
 
