@@ -225,14 +225,17 @@ class Attention(torch.nn.Module):
         return -q, torch.tanh(k), v * 2, part("k", other)
 
 
-class Returned(Attention):
-    """What it returns is contiguous: a caller may view it as he likes."""
+class Strided(Attention):
+    """What it returns is contiguous: a caller may view it as he likes. So is what as_strided reads,
+    which knows the strides."""
 
     def forward(self, x, other):
         a = x.round().clamp(-128, 127).to(torch.int8)
-        sums = [torch._int_mm(a, w.t()) for w in (self.k_weight, self.v_weight)]
-        k, v = (s * c for s, c in zip(sums, (self.k_scale, self.v_scale), strict=True))
-        return k, v.view(4, 5, 16)
+        k, v, q = (
+            torch._int_mm(a, getattr(self, f"{name}_weight").t()) * getattr(self, f"{name}_scale")
+            for name in "kvq"
+        )
+        return k.view(4, 5, 16), v * 2, q.as_strided((20, 40), (48, 1)) + 1
 
 
 @pytest.mark.parametrize(("bias", "count"), [(True, 2), (False, 3)])
@@ -248,11 +251,14 @@ def test_frozen_gemms_of_one_activation_are_one_with_few_rows(graphs, bias, coun
         assert torch.equal(got, want)
 
 
-def test_what_is_returned_is_no_part_of_another(graphs):
+def test_what_is_read_by_its_strides_is_no_part_of_another(graphs):
+    module, x = Strided(), torch.randn(20, 64)
     other = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
-    result, _ = run_all(Returned(), torch.randn(20, 64), other)
-    assert len(calls(graphs[-1], torch.ops.inductor_quant.w8a8.default)) == 2
+    result, _ = run_all(module, x, other)
+    assert len(calls(graphs[-1], torch.ops.inductor_quant.w8a8.default)) == 3
     assert all(tensor.is_contiguous() for tensor in result)
+    for got, want in zip(result, module(x, other), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_with_many_rows_or_columns_each_has_its_own(graphs, monkeypatch):
