@@ -116,7 +116,8 @@ class PrepackedLinear(nn.Module):
 
 def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     """Replace each module of ``model`` that is one linear layer with a packed weight, and whose
-    layout is not the fastest, by a ``PrepackedLinear`` of the same function; their names.
+    layout is not the fastest, by a ``PrepackedLinear`` of the same function; their names. Those
+    with hooks, or that are called with more than one tensor, stay.
 
     ``model(*args, **kwargs)`` is called once, to see what each module is given. Which modules these
     are is read from the graph of each alone, so a producer need not be known. The packed tensors of
@@ -126,22 +127,28 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
 
     A model that is compiled already must be compiled again: call this before ``torch.compile``.
     """
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor | None] = {}  # None: once called with something else
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if name and not list(module.children()) and _has_packed(module)
+        if name and not list(module.children()) and _has_packed(module) and not _has_hooks(module)
     }
 
     def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if len(inputs) == 1 and isinstance(inputs[0], torch.Tensor) and inputs[0].dim() > 1:
-                row = inputs[0].reshape(-1, inputs[0].shape[-1])[:2]
-                seen.setdefault(name, row.detach().clone())
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            x = inputs[0] if len(inputs) == 1 and not named else None
+            if not isinstance(x, torch.Tensor) or x.dim() < 2:
+                seen[name] = None
+            elif name not in seen:
+                few = (*(slice(1) for _ in x.shape[:-2]), slice(2))
+                seen[name] = x.detach()[few].clone()
 
         return hook
 
-    handles = [m.register_forward_pre_hook(watch(name)) for name, m in candidates.items()]
+    handles = [
+        module.register_forward_pre_hook(watch(name), with_kwargs=True)
+        for name, module in candidates.items()
+    ]
     try:
         with torch.no_grad():
             model(*args, **kwargs)
@@ -150,7 +157,7 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
             handle.remove()
     found = []
     for name, x in seen.items():
-        linear = _read(candidates[name], x)
+        linear = None if x is None else _read(candidates[name], x)
         packed = None if linear is None else linear.repacked()
         if packed is not None:
             packed.train(candidates[name].training)
@@ -165,6 +172,11 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
 def _has_packed(module: nn.Module) -> bool:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(t.dim() > 1 and (not t.is_floating_point() or t.itemsize == 1) for t in tensors)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether more happens in a call than ``forward`` says: it would be lost with the module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # ------------------------------------------------------------------------------------------
@@ -379,8 +391,8 @@ def _linear_of(graph: fx.Graph, inputs: Sequence[Any], x: torch.Tensor) -> _Line
         or uses_x & set(held)
         or reading.value(call.args[0]).dtype != dtype
         or reading.value(result).dtype != x.dtype
-        or tuple(reading.value(result).shape) != (len(x), format.shape[1])
-        or format.shape[0] != x.shape[1]
+        or tuple(reading.value(result).shape) != (*x.shape[:-1], format.shape[1])
+        or format.shape[0] != x.shape[-1]
     ):
         return None
     bias = value(bias)

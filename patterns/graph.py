@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -111,6 +112,29 @@ def is_mutated(node: fx.Node) -> bool:
             if _is_view(user) and user.args[0] is current:
                 todo.append(user)
     return False
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns the memory of ``node``, as it is or as a view."""
+    return any(user.op == "output" for user in _users_of_memory(node))
+
+
+def are_strides_read(node: fx.Node) -> bool:
+    """Whether something reads the memory of ``node`` by strides that were numbers when the graph
+    was traced: as_strided, or a Triton kernel of the user, which takes them as arguments."""
+    return any(
+        user.target == aten.as_strided.default
+        or str(user.target).startswith("triton_kernel_wrapper")
+        for user in _users_of_memory(node)
+    )
+
+
+def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of ``node`` and of its views, these included."""
+    for user in node.users:
+        yield user
+        if _is_view(user) and user.args[0] is node:
+            yield from _users_of_memory(user)
 
 
 def _writes_to(user: fx.Node, node: fx.Node) -> bool:

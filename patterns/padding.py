@@ -43,7 +43,9 @@ def unpadded(node: fx.Node) -> Unpadded | None:
         if not all(map(graph.is_one, lead)) or not graph.same_size(length, n):
             return None
     end = _end(node, (*batch, m, n))
-    return Unpadded(node, end, tuple(args)) if end is not None else None
+    if end is None or graph.are_strides_read(end):  # the product without padding has others
+        return None
+    return Unpadded(node, end, tuple(args))
 
 
 class Unpadded:

@@ -41,8 +41,11 @@ def put_side_by_side(owner: fx.Graph, constants: set[fx.Node]) -> int:
 
 
 def _may_be_joined(call: fx.Node, constants: set[fx.Node]) -> bool:
-    """Few rows, no zero points, and constants with an entry for each column."""
+    """Few rows, no zero points, and constants with an entry for each column; and nobody who cares
+    for the strides of the result: a slice has others."""
     if any(arg is not None for arg in call.args[5:]) or call.kwargs.get("a_zero"):
+        return False
+    if graph.is_returned(call) or graph.are_strides_read(call):
         return False
     rows, columns = graph.value(call).shape
     hint = graph.size_hint(rows)

@@ -29,15 +29,15 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     product = read_product(anchor, frozenset([torch.int8]))
     if isinstance(product, Rejection):
         return None
-    scales = (product.a_scale, product.b_scale)
-    groups = [
-        scale.block[side] > 0
-        for scale, side in zip(scales, (1, 0), strict=True)
-        if scale is not None
-    ]
-    if not any(groups):
+    if not any(size > 0 for size in _groups(product)):
         return None
     return _check(product) or _assemble(product)
+
+
+def _groups(product: Fp8Product) -> list[int]:
+    """How many neighbours along K share each of the scales; -1: all."""
+    scales = ((product.a_scale, 1), (product.b_scale, 0))
+    return [scale.block[side] for scale, side in scales if scale is not None]
 
 
 def _check(product: Fp8Product) -> Rejection | None:
@@ -48,9 +48,8 @@ def _check(product: Fp8Product) -> Rejection | None:
     if scale is not None and scale.block[0] > 0 and scale.block[1] != 1:
         detail = f"a scale of blocks of {scale.block[0]} x {scale.block[1]}"
         return Rejection(RejectionCode.SCALE_AXIS, detail, scale.node.name)
-    groups = [s.block[side] for s, side in ((product.a_scale, 1), (scale, 0)) if s is not None]
-    if any(group > 0 and k % group for group in groups):
-        detail = f"K={k} in groups of {max(groups)}: the last one is shorter"
+    if any(size > 0 and k % size for size in _groups(product)):
+        detail = f"K={k} in groups of {_groups(product)}, the last of them shorter"
         return Rejection(RejectionCode.BLOCK_SHAPE, detail, product.anchor.name)
     if k > op.MAX_K:
         detail = f"K={k}, the most is {op.MAX_K}"

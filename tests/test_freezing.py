@@ -222,7 +222,20 @@ class Attention(torch.nn.Module):
             return out + getattr(self, f"{name}_bias") if self.bias or name == "v" else out
 
         q, k, v = (part(name, getattr(self, f"{name}_weight")) for name in "qkv")
-        return q, torch.tanh(k), v * 2, part("k", other)
+        return -q, torch.tanh(k), v * 2, part("k", other)
+
+
+class Strided(Attention):
+    """What it returns is contiguous: a caller may view it as he likes. So is what as_strided reads,
+    which knows the strides."""
+
+    def forward(self, x, other):
+        a = x.round().clamp(-128, 127).to(torch.int8)
+        k, v, q = (
+            torch._int_mm(a, getattr(self, f"{name}_weight").t()) * getattr(self, f"{name}_scale")
+            for name in "kvq"
+        )
+        return k.view(4, 5, 16), v * 2, q.as_strided((20, 40), (48, 1)) + 1
 
 
 @pytest.mark.parametrize(("bias", "count"), [(True, 2), (False, 3)])
@@ -234,6 +247,16 @@ def test_frozen_gemms_of_one_activation_are_one_with_few_rows(graphs, bias, coun
     result, report = run_all(module, x, other)
     assert len(report.matches) == 4
     assert len(calls(graphs[-1], torch.ops.inductor_quant.w8a8.default)) == count
+    for got, want in zip(result, module(x, other), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_what_is_read_by_its_strides_is_no_part_of_another(graphs):
+    module, x = Strided(), torch.randn(20, 64)
+    other = torch.randint(-128, 128, (16, 64), dtype=torch.int8)
+    result, _ = run_all(module, x, other)
+    assert len(calls(graphs[-1], torch.ops.inductor_quant.w8a8.default)) == 3
+    assert all(tensor.is_contiguous() for tensor in result)
     for got, want in zip(result, module(x, other), strict=True):
         assert torch.equal(got, want)
 

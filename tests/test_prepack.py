@@ -64,6 +64,39 @@ def test_layers_are_repacked_in_place_and_compute_the_same():
     assert inductor_quant.prepack_(model, x) == []  # once
 
 
+class OfThreeDimensions(HqqLike):
+    def forward(self, x):
+        out = super().forward(x)
+        return out.mean(1, keepdim=True) if out.dim() == 3 else out
+
+
+class Scaled(HqqLike):
+    def forward(self, x, scale=None):
+        out = super().forward(x)
+        return out if scale is None else out * scale
+
+
+class ScalesByName(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Scaled()
+
+    def forward(self, x):
+        return self.layer(x) + self.layer(x, scale=2.0)
+
+
+@pytest.mark.compiles
+def test_a_module_that_is_more_than_its_layer_stays():
+    hooked = HqqLike()
+    hooked.register_forward_hook(lambda module, inputs, out: out * 2)
+    model = nn.Sequential(hooked, ScalesByName(), OfThreeDimensions())
+    x = torch.randn(2, 3, K, dtype=bf16)
+    with torch.no_grad():
+        want = model(x)
+        assert inductor_quant.prepack_(model, x) == []
+        assert torch.equal(model(x), want)
+
+
 @pytest.mark.compiles
 def test_what_is_repacked_is_read_by_the_kernel_for_words():
     model = model_of(["awq_autoawq_g64"])[0].half()
