@@ -382,8 +382,14 @@ def current_node() -> torch.fx.Node | None:
 
 
 def realize(node: Any) -> Any:
-    """``node`` as a buffer or a strided view of one, whatever its strides: templates take any."""
-    return __getattr__("ExternKernel").realize_input(node)
+    """``node`` as a buffer or a strided view of one, whatever its strides: templates take any.
+
+    They are final: kernels are chosen by them, and Inductor would still change those of a buffer
+    that it computes, to the order of what is read for it (``quantize(x.t())``).
+    """
+    buffer = __getattr__("ExternKernel").realize_input(node)
+    buffer.freeze_layout()
+    return buffer
 
 
 def has_aligned_rows(node: Any, dim: int) -> bool:

@@ -42,10 +42,11 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
     if not MIN_M <= problem.m <= MAX_M:
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows, not {MIN_M} to {MAX_M}")
     weight, words = few_rows.weight_of(problem)
-    if words.axis != "k" or words.offsets != OFFSETS or contiguous_axis(weight, words) != "n":
+    is_nibbles = words.width == 4 and words.offsets == OFFSETS
+    if words.axis != "k" or not is_nibbles or contiguous_axis(weight, words) != "n":
         return Rejection(
             RejectionCode.NO_KERNEL,
-            "not eight numbers a word, in order along K, neighbours along N",
+            "not eight numbers of 4 bits a word, in order along K, neighbours along N",
         )
     if not problem.has_aligned_rows:
         return Rejection(
@@ -106,7 +107,9 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
         )
-    is_tile = config.num_warps % WARPGROUP == 0 and config.block_n % (16 * config.num_warps) == 0
+    # of four warpgroups a thread has 128 registers, fewer than ptxas wants for their sums
+    is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP)
+    is_tile = is_tile and config.block_n % (16 * config.num_warps) == 0
     if not is_tile or config.block_k not in (64, 128) or config.block_m > 256:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is no tile of wgmma")
     # The first stages are filled without asking whether there is so much of K.

@@ -40,7 +40,7 @@ def lower(
     device = a.get_device()
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
-    k = compat.known_int(a.get_size()[1])
+    k = compat.known_int(b.get_size()[0])  # of a stored weight: never symbolic
     a_group, b_group = _group(a_scale, 1, k), _group(b_scale, 0, k)
     spec = op.make_spec(
         a_scale=scale_spec(a_scale, (1, a_group), dim=0 if a_group < 0 else 1),

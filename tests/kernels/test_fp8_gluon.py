@@ -174,6 +174,22 @@ def test_operands_may_begin_in_the_middle_of_a_tensor(is_dynamic):
 
 
 @needs_gluon
+def test_rows_that_are_computed_of_columns_are_rows():
+    """Inductor stores what it computes in the order of what it reads, where nothing keeps it; a
+    tensor descriptor is for rows."""
+
+    def fn(columns, *inputs):
+        return gemm(CASE)(columns.t().to(CASE.a_dtype), *inputs)
+
+    def make(device):
+        _, *inputs = make_inputs(CASE, device)
+        return torch.empty(CASE.k, CASE.m, dtype=torch.bfloat16, device=device), *inputs
+
+    source = "\n".join(generate(fn, make).kernels.values())
+    assert f"make_tensor_descriptor(A, [M, K], [{CASE.k}, 1]" in source
+
+
+@needs_gluon
 @pytest.mark.compiles
 def test_ordinary_kernels_compile_as_before():
     """The compiler is handed Gluon's class for Gluon's functions alone."""

@@ -85,12 +85,26 @@ def test_configurations_are_legal_and_share_the_split(m, n, k):
         GemmConfig(256, 128, 64, 4, 4),  # too many sums
         GemmConfig(64, 128, 128, 4, 4, split_k=4),  # one block of K a part, not two
         GemmConfig(256, 128, 64, 8, 8),  # more than the shared memory
+        GemmConfig(256, 256, 64, 16, 3),  # ptxas: insufficient registers
     ],
     ids=str,
 )
 def test_what_is_not_legal(config):
     spec, problem = described(Case("gptq", 64, 512, 512, f16))
     assert many_rows_gluon.is_legal(spec, problem, config, device(90)) is not None
+
+
+def test_numbers_have_four_bits():
+    """Three in the place of four: the assembly picks nibbles."""
+    spec, problem = described(Case("gptq", 64, 4096, 4096, f16))
+    assert problem.weight is not None
+    format = problem.weight.format
+    format = dataclasses.replace(format, element=dataclasses.replace(format.element, width=3))
+    weight = dataclasses.replace(problem.weight, format=format)
+    problem = dataclasses.replace(problem, weight=weight, has_aligned_rows=True)
+    rejection = many_rows_gluon.supports(spec, problem, device(90))
+    assert rejection is not None
+    assert "4 bits" in rejection.detail
 
 
 def test_rows_of_x_must_be_aligned():

@@ -75,6 +75,24 @@ def test_an_epilogue_is_in_the_kernel():
     assert_close(simulate.interpret(generated, (residual, *inputs)), want)
 
 
+def test_rows_that_are_computed_of_columns_are_rows():
+    """Inductor stores what it computes in the order of what it reads, where nothing keeps it."""
+    case = Case("gptq", 40, 128, 512, f16)
+
+    def make(device):
+        torch.manual_seed(0)
+        x, *others = make_inputs(case, device)
+        return x.t().contiguous(), *others
+
+    def fn(columns, *others):
+        return gemm(case)(columns.t() * 2, *others)
+
+    columns, *others = make("cpu")
+    generated = generate(fn, make, "64x128x64_w4_s4_g8")
+    want = reference(case, (columns.t() * 2, *others))
+    assert_close(simulate.interpret(generated, (columns, *others)), want)
+
+
 def test_one_hot_rows_give_the_weight_bit_for_bit():
     torch.manual_seed(0)
     case = Case("gptq", 64, 64, 256, f16)
