@@ -394,7 +394,8 @@ def realize(node: Any) -> Any:
 
 def has_aligned_rows(node: Any, dim: int) -> bool:
     """Whether the matrix ``node``, a buffer, begins at a multiple of 16 bytes, and so does whatever
-    ``dim`` counts, which is contiguous: certainly, also where sizes are symbolic."""
+    ``dim`` counts, which is contiguous: certainly, also where sizes are symbolic. Not one row that
+    is expanded: whether a tensor descriptor may step by 0 is not documented."""
     itemsize, strides = node.get_dtype().itemsize, node.get_stride()
     distances = (node.get_layout().offset, strides[dim])
     known = [known_int(distance) for distance in distances]
@@ -402,6 +403,7 @@ def has_aligned_rows(node: Any, dim: int) -> bool:
         node.get_name() not in __getattr__("V").graph.unaligned_buffers
         and known_int(strides[1 - dim]) == 1
         and all(size is not None and size * itemsize % 16 == 0 for size in known)
+        and known[1] != 0
     )
 
 
