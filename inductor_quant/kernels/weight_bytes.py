@@ -22,6 +22,10 @@ MAX_M, MAX_M_WIDE, WIDE_N = 128, 64, 16384
 # Fields of a byte have scales of their own, which with more rows take longer than what they save:
 # H200, halves of 4 bits, 64 x 6144 x 4096: 59 us, bf16 17.
 MAX_M_FIELDS = 32
+# Narrower fields are right in the interpreter, but on an H200 a layer of 1 bit (HQQ, one row) was
+# beyond its bound of error, and one of 2 bits (optimum-quanto) did not finish in a minute. The
+# general kernel takes them.
+MIN_WIDTH = 4
 # Of a thread: with more the converted bytes spill, which W as second operand passes on.
 MAX_SUMS, MAX_SUMS_X_FIRST = 32, 64
 
@@ -42,6 +46,8 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not bytes that lie along K, or their fields"
         )
+    if found[1].width < MIN_WIDTH:
+        return Rejection(RejectionCode.NO_KERNEL, f"fields of {found[1].width} bits")
     return None
 
 

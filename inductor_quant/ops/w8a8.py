@@ -169,7 +169,15 @@ def spec_of(
     (m, k), n = a.shape, b.shape[1]
     groups = groups_of(a_scale, b_scale)
     if groups > 1 and isinstance(k, int) and k % groups:
-        raise SpecError(f"w8a8: scales of {groups} groups, but K={k} is no multiple of that")
+        given = ", ".join(
+            f"{name} is {list(scale.shape)}, must be {per_vector} or [1, 1]"
+            for name, scale, per_vector in (
+                ("a_scale", a_scale, [m, 1]),
+                ("b_scale", b_scale, [1, n]),
+            )
+            if scale is not None
+        )
+        raise SpecError(f"w8a8: {given}; or scales of groups, but K={k} is no multiple of {groups}")
     rows, columns = ((m, 1), (1, 1)), ((1, n), (1, 1))
     check(
         "w8a8",

@@ -7,6 +7,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.kernels import weight_bytes
 from inductor_quant.ops import weight_only
 from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 from tests.support import formats
@@ -117,7 +118,8 @@ def quarters():
 
 
 @pytest.mark.parametrize("config", ["8x64x128_w1_s3_g8_k2", "64x128x64_w4_s3_g8"])
-def test_quarters_of_n_in_a_byte(config):
+def test_quarters_of_n_in_a_byte(config, monkeypatch):
+    monkeypatch.setattr(weight_bytes, "MIN_WIDTH", 2)
     torch.manual_seed(0)
     format = quarters()
     bytes = torch.randint(0, 256, (64, 256), dtype=u8)
