@@ -6,15 +6,13 @@ import dataclasses
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import weight_only
+from inductor_quant.kernels import split_k, weight_only
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, Weight, legal
 from inductor_quant.kernels.few_rows_code import FewRowsCode
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.word_tile import contiguous_axis
 from inductor_quant.kernels.words import BASES, Words, tile_order, words_of
-from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec
-from inductor_quant.weight_format import Field, Step
 
 # Rows of x in one tile: the columns of the matrix instruction, which takes 8 at once.
 MIN_BLOCK_M = 8
@@ -22,12 +20,6 @@ MIN_BLOCK_M = 8
 MAX_SUMS = 64
 # More rows are for kernels that unpack a tile of W for more rows at once.
 MAX_M = 32
-
-
-def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
-    """A program for each tile of the output and each part of K."""
-    *_, m, n, meta = sizes  # with parts there is their number before
-    return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) * meta["SPLIT_K"], 1, 1)
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -48,7 +40,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
 
 def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCode:
     weight, words = weight_of(problem)
-    loop_steps, column_steps = steps_of(spec, weight)
+    loop_steps, column_steps = split_k.steps_of(spec, weight)
     return FewRowsCode(
         weight,
         words,
@@ -62,13 +54,7 @@ def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCo
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
-    return {
-        "WEIGHT": code(spec, problem, config),
-        "HAS_BIAS": spec.bias,
-        "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
-        "ACC_TYPE": "tl.float32",
-    }
+    return split_k.constants_of(code(spec, problem, config), spec, config)
 
 
 def is_legal(
@@ -84,23 +70,11 @@ def is_legal(
     )
     if order is None or config.block_m < MIN_BLOCK_M:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is too small to hand out its words")
-    if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
-        )
-    if config.split_k > 1 and not problem.m_is_static:
-        # parts of K are fp32 [split_k, M, N]: gigabytes where M is large
-        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
-    group = group_of(spec, weight)
-    if group % config.block_k:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
-        )
-    sums = config.block_m * config.block_n // (32 * config.num_warps)
-    if sums > MAX_SUMS:
-        return Rejection(
-            RejectionCode.REGISTERS, f"{config} has {sums} sums a thread; {MAX_SUMS} is the most"
-        )
+    refused = split_k.misfit(spec, weight, problem, config) or split_k.too_many_sums(
+        config, MAX_SUMS
+    )
+    if refused is not None:
+        return refused
     stage = config.block_m * config.block_k * spec.a.dtype.itemsize
     stage += config.block_n * config.block_k * words.bits // words.count // 8
     stage += 8 * config.block_n  # scales and zeros
@@ -140,7 +114,7 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     # of symbolic rows there may be many: not the smallest tile
     rows = problem.m if problem.m_is_static else max(problem.m, 16)
     block_m = next(b for b in blocks if rows <= b)
-    group = group_of(spec, weight)
+    group = split_k.group_of(spec, weight)
     found = []
     listed = list(blocks[block_m])
     is_wide = words.axis == "k" and block_m == 16 and problem.n >= WIDE_N
@@ -154,22 +128,19 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
             if block_k <= group and is_legal(spec, problem, config, device) is None:
                 found.append(config)
                 break
-    return [config for config in found if config.split_k == found[0].split_k]
+    return split_k.of_one_split(found)
 
 
 def _split(problem: Problem, block_n: int, block_k: int, device: Device, parts: int) -> int:
     """Parts of K, ``parts`` at most."""
-    tiles, split = -(-problem.n // block_n), 1
-    most = (8 if problem.m <= 16 else 4) * device.num_sms  # programs
-    while (
-        problem.m_is_static
-        and 2 * split <= parts
-        and 2 * split * tiles <= most
-        and problem.k % (2 * split * block_k) == 0
-        and problem.k >= 2 * split * block_k * MIN_STEPS
-    ):
-        split *= 2
-    return split
+    return split_k.parts_of_k(
+        problem,
+        block_k,
+        tiles=-(-problem.n // block_n),
+        programs=(8 if problem.m <= 16 else 4) * device.num_sms,
+        parts=parts,
+        min_steps=MIN_STEPS,
+    )
 
 
 def weight_of(problem: Problem) -> tuple[Weight, Words]:
@@ -180,27 +151,10 @@ def weight_of(problem: Problem) -> tuple[Weight, Words]:
     return weight, words
 
 
-def steps_of(spec: QuantGemmSpec, weight: Weight) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """(steps of W, steps of the sums), see ``split_steps``."""
-    element = weight.tensors[weight.format.element.source]
-    return split_steps(weight.format, spec.a.dtype, element.dtype)
-
-
-def group_of(spec: QuantGemmSpec, weight: Weight) -> int:
-    """Rows along K that share the operands of every step in the loop, as a power of two."""
-    group = 1 << 30
-    loop_steps, _ = steps_of(spec, weight)
-    for step in loop_steps:
-        rows = weight.format.block(step.operand)[0] if isinstance(step.operand, Field) else -1
-        if rows != -1:
-            group = min(group, rows & -rows)
-    return group
-
-
 WEIGHT_ONLY_FEW_ROWS = Kernel(
     name="weight_only_few_rows",
     family="weight_only",
-    grid=grid,
+    grid=split_k.grid,
     supports=supports,
     constants=constants,
     configs=configs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import few_rows, weight_only
+from inductor_quant.kernels import few_rows, split_k, weight_only
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows_code import ManyRowsCode, suits
@@ -41,7 +41,7 @@ def supports_words(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rej
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
         )
-    loop_steps, _ = few_rows.steps_of(spec, weight)
+    loop_steps, _ = split_k.steps_of(spec, weight)
     if not suits(loop_steps, weight, words, spec.a.dtype):
         return Rejection(
             RejectionCode.NO_KERNEL, "not a small integer as zero point and a scale of x's type"
@@ -53,7 +53,7 @@ def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
     weight, words = few_rows.weight_of(problem)
-    loop_steps, column_steps = few_rows.steps_of(spec, weight)
+    loop_steps, column_steps = split_k.steps_of(spec, weight)
     code = ManyRowsCode(
         weight,
         words,
@@ -62,30 +62,16 @@ def constants(
         loop_steps=loop_steps,
         column_steps=column_steps,
     )
-    return {
-        "WEIGHT": code,
-        "HAS_BIAS": spec.bias,
-        "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
-        "ACC_TYPE": "tl.float32",
-    }
+    return split_k.constants_of(code, spec, config)
 
 
 def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
     weight, words = few_rows.weight_of(problem)
-    if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
-        )
-    if config.split_k > 1 and not problem.m_is_static:
-        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
-    group = few_rows.group_of(spec, weight)
-    if group % config.block_k:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
-        )
+    refused = split_k.misfit(spec, weight, problem, config)
+    if refused is not None:
+        return refused
     length = config.block_k if words.axis == "k" else config.block_n
     if length < 2 * words.count:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is no two words long")
@@ -116,27 +102,25 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     found = []
     for block_m, block_n, block_k, warps in next(b for m, b in _BLOCKS.items() if problem.m <= m):
-        tiles = -(-problem.n // block_n) * -(-problem.m // block_m)
-        split = 1
-        # more parts while they are programs for every SM: twice, for they wait for each other
-        while (
-            problem.m_is_static
-            and 2 * split <= MAX_SPLIT
-            and split * tiles < device.num_sms
-            and problem.k % (2 * split * block_k) == 0
-            and problem.k >= 2 * split * block_k * MIN_STEPS
-        ):
-            split *= 2
+        # less than twice as many programs as SMs: they wait for each other
+        split = split_k.parts_of_k(
+            problem,
+            block_k,
+            tiles=-(-problem.n // block_n) * -(-problem.m // block_m),
+            programs=2 * device.num_sms - 1,
+            parts=MAX_SPLIT,
+            min_steps=MIN_STEPS,
+        )
         config = GemmConfig(block_m, block_n, block_k, warps, 3, split_k=split)
         if is_legal(spec, problem, config, device) is None:
             found.append(config)
-    return [config for config in found if config.split_k == found[0].split_k]
+    return split_k.of_one_split(found)
 
 
 WEIGHT_ONLY_WORDS = Kernel(
     name="weight_only_words",
     family="weight_only",
-    grid=few_rows.grid,
+    grid=split_k.grid,
     supports=supports,
     constants=constants,
     configs=configs,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import few_rows, many_rows
+from inductor_quant.kernels import few_rows, many_rows, split_k
 from inductor_quant.kernels.config import (
     INTERPRETER_ARCH,
     Device,
@@ -53,7 +53,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
             RejectionCode.NO_KERNEL,
             "x is not contiguous along K, or its rows do not begin at multiples of 16 bytes",
         )
-    loop_steps, column_steps = few_rows.steps_of(spec, weight)
+    loop_steps, column_steps = split_k.steps_of(spec, weight)
     if not supports_steps((*loop_steps, *column_steps)):
         return Rejection(RejectionCode.NO_KERNEL, "scales or zero points are not plain fields")
     return None
@@ -63,8 +63,8 @@ def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
     weight, words = few_rows.weight_of(problem)
-    loop_steps, column_steps = few_rows.steps_of(spec, weight)
-    shares = few_rows.group_of(spec, weight) % (UNROLLED * config.block_k) == 0
+    loop_steps, column_steps = split_k.steps_of(spec, weight)
+    shares = split_k.group_of(spec, weight) % (UNROLLED * config.block_k) == 0
     code = ManyRowsGluonCode(
         weight,
         words,
@@ -74,14 +74,7 @@ def constants(
         column_steps=column_steps,
         shared_steps=UNROLLED if shares else 1,
     )
-    return {
-        "WEIGHT": code,
-        "HAS_BIAS": spec.bias,
-        "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
-        "IS_ASYNC": is_async(config),
-        "ACC_TYPE": "tl.float32",
-    }
+    return split_k.constants_of(code, spec, config) | {"IS_ASYNC": is_async(config)}
 
 
 def is_async(config: GemmConfig) -> bool:
@@ -95,18 +88,9 @@ def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
     weight, words = few_rows.weight_of(problem)
-    steps = UNROLLED * config.split_k * config.block_k
-    if problem.n % config.block_n or problem.k % steps:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
-        )
-    if config.split_k > 1 and not problem.m_is_static:
-        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
-    group = few_rows.group_of(spec, weight)
-    if group % config.block_k:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
-        )
+    refused = split_k.misfit(spec, weight, problem, config, unrolled=UNROLLED)
+    if refused is not None:
+        return refused
     # of four warpgroups a thread has 128 registers, fewer than ptxas wants for their sums
     is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP)
     is_tile = is_tile and config.block_n % (16 * config.num_warps) == 0
@@ -115,11 +99,9 @@ def is_legal(
     # The first stages are filled without asking whether there is so much of K.
     if not 3 <= config.num_stages <= problem.k // (config.split_k * config.block_k):
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} has too few stages, or too many")
-    sums = config.block_m * config.block_n // (32 * config.num_warps)
-    if sums > MAX_SUMS:
-        return Rejection(
-            RejectionCode.REGISTERS, f"{config} has {sums} sums a thread; {MAX_SUMS} is the most"
-        )
+    refused = split_k.too_many_sums(config, MAX_SUMS)
+    if refused is not None:
+        return refused
     stage = config.block_m * config.block_k * 2
     stage += config.block_n * config.block_k * words.bits // words.count // 8
     return legal(config, device, element_bytes=2, shared_bytes=config.num_stages * stage)
@@ -160,27 +142,24 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
         config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
         if is_legal(spec, problem, config, device) is None:
             found.append(config)
-    return [config for config in found if config.split_k == found[0].split_k]
+    return split_k.of_one_split(found)
 
 
 def _split(problem: Problem, block_m: int, block_n: int, block_k: int, device: Device) -> int:
-    tiles = -(-problem.n // block_n) * -(-problem.m // block_m)
-    split, most = 1, device.num_sms * next(most for m, most in _PROGRAMS if problem.m <= m)
-    while (
-        problem.m_is_static
-        and 2 * split <= MAX_SPLIT
-        and 2 * split * tiles <= most
-        and problem.k % (2 * split * block_k) == 0
-        and problem.k >= 2 * split * block_k * MIN_STEPS
-    ):
-        split *= 2
-    return split
+    return split_k.parts_of_k(
+        problem,
+        block_k,
+        tiles=-(-problem.n // block_n) * -(-problem.m // block_m),
+        programs=device.num_sms * next(most for m, most in _PROGRAMS if problem.m <= m),
+        parts=MAX_SPLIT,
+        min_steps=MIN_STEPS,
+    )
 
 
 WEIGHT_ONLY_WORDS_GLUON = Kernel(
     name="weight_only_words_gluon",
     family="weight_only",
-    grid=few_rows.grid,
+    grid=split_k.grid,
     supports=supports,
     constants=constants,
     configs=configs,

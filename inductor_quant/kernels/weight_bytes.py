@@ -6,13 +6,12 @@ import dataclasses
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import few_rows, weight_only
+from inductor_quant.kernels import split_k, weight_only
 from inductor_quant.kernels.byte_numbers import Bytes, bytes_of
 from inductor_quant.kernels.bytes_code import BytesCode
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, Weight, legal
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.words import BASES
-from inductor_quant.ops.weight_only import split_steps
 from inductor_quant.spec import QuantGemmSpec
 
 MIN_BLOCK_M, MIN_BLOCK_N = 8, 16
@@ -68,8 +67,7 @@ def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
     weight, numbers = weight_of(problem)
-    element = weight.tensors[weight.format.element.source]
-    loop_steps, column_steps = split_steps(weight.format, spec.a.dtype, element.dtype)
+    loop_steps, column_steps = split_k.steps_of(spec, weight)
     code = BytesCode(
         weight,
         numbers,
@@ -79,13 +77,7 @@ def constants(
         column_steps=column_steps,
         is_x_first=is_x_first(config),
     )
-    return {
-        "WEIGHT": code,
-        "HAS_BIAS": spec.bias,
-        "SPLIT_K": config.split_k,
-        "STAGES": config.num_stages,
-        "ACC_TYPE": "tl.float32",
-    }
+    return split_k.constants_of(code, spec, config)
 
 
 def is_legal(
@@ -95,24 +87,10 @@ def is_legal(
     if config.block_m < MIN_BLOCK_M or config.block_n < MIN_BLOCK_N * numbers.count:
         least = f"{MIN_BLOCK_M}x{MIN_BLOCK_N * numbers.count}"
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: {least} is the least")
-    if problem.n % config.block_n or problem.k % (config.block_k * config.split_k):
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
-        )
-    if config.split_k > 1 and not problem.m_is_static:
-        # parts of K are fp32 [split_k, M, N]: gigabytes where M is large
-        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
-    group = few_rows.group_of(spec, weight)
-    if group % config.block_k:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: scales change every {group} rows, within a block"
-        )
-    sums = config.block_m * config.block_n // (32 * config.num_warps)
     most = MAX_SUMS_X_FIRST if is_x_first(config) else MAX_SUMS
-    if sums > most:
-        return Rejection(
-            RejectionCode.REGISTERS, f"{config} has {sums} sums a thread; {most} is the most"
-        )
+    refused = split_k.misfit(spec, weight, problem, config) or split_k.too_many_sums(config, most)
+    if refused is not None:
+        return refused
     rows = config.block_n // numbers.count
     stage = config.block_k * (config.block_m * spec.a.dtype.itemsize + rows)
     # As tiles of the general kernel, but for the smallest: here N is the instruction's M.
@@ -149,7 +127,7 @@ MAX_SPLIT = 8
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     weight, numbers = weight_of(problem)
-    group = few_rows.group_of(spec, weight)
+    group = split_k.group_of(spec, weight)
     # of symbolic rows there may be many: not the smallest tile
     rows = problem.m if problem.m_is_static else max(problem.m, 16)
     found = []
@@ -166,27 +144,24 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
                 found.append(config)
         if found:
             break
-    return [config for config in found if config.split_k == found[0].split_k]
+    return split_k.of_one_split(found)
 
 
 def _split(problem: Problem, config: GemmConfig, device: Device) -> int:
-    most = MOST_WARPS[config.block_m]
-    warps, split = -(-problem.n // config.block_n) * config.num_warps, 1
-    while (
-        problem.m_is_static
-        and 2 * split <= MAX_SPLIT
-        and 2 * split * warps <= most * device.num_sms
-        and problem.k % (2 * split * config.block_k) == 0
-        and problem.k >= 2 * split * config.block_k * MIN_STEPS
-    ):
-        split *= 2
-    return split
+    return split_k.parts_of_k(
+        problem,
+        config.block_k,
+        tiles=-(-problem.n // config.block_n) * config.num_warps,
+        programs=MOST_WARPS[config.block_m] * device.num_sms,
+        parts=MAX_SPLIT,
+        min_steps=MIN_STEPS,
+    )
 
 
 WEIGHT_ONLY_BYTES = Kernel(
     name="weight_only_bytes",
     family="weight_only",
-    grid=few_rows.grid,
+    grid=split_k.grid,
     supports=supports,
     constants=constants,
     configs=configs,
