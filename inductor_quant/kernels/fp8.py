@@ -20,6 +20,7 @@ from inductor_quant.kernels.config import (
     Problem,
     legal,
     refuse_split,
+    shared_memory,
     shortened,
 )
 from inductor_quant.kernels.kernel import Kernel
@@ -162,7 +163,16 @@ def is_legal_tile(spec: QuantGemmSpec, config: GemmConfig, device: Device) -> Re
             )
     # decoded operands are bf16 where the matrix unit takes them, bytes in shared memory
     element_bytes = 2 if decodes(device) else 1
-    return legal(config, device, element_bytes=element_bytes, sums=sums(spec, device))
+    shared_bytes = shared_memory(config, element_bytes)
+    if is_block_scaled(spec):  # scales of rows, of columns where they are not one, fetched ahead
+        shared_bytes += 4 * config.num_stages * (config.block_m + config.block_n)
+    return legal(
+        config,
+        device,
+        element_bytes=element_bytes,
+        shared_bytes=shared_bytes,
+        sums=sums(spec, device),
+    )
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
