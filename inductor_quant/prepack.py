@@ -1,8 +1,8 @@
 """``prepack_``: bring packed weights, once, into the layout that our kernels read fastest.
 
-Of 4 bits these are words of eight neighbours along K, as GPTQ's, zero points packed along N: H200,
-one row, 28672 x 4096: 24 us, halves of N in a byte 36; words along N take about a fifth longer. Of
-8 bits: bytes [N, K].
+Of 4 bits these are words of eight neighbours along K, as GPTQ's, zero points packed along N. On an
+H200 one row by 28672 x 4096 takes 24 us with them and 36 with halves of N in a byte
+(``bench_gemm.py --m 1 --family weight_only`` and ``weight_only_hqq``). Of 8 bits: bytes [N, K].
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ from inductor_quant.spec import ScaleSpec
 
 # With more rows cuBLASLt, which the graph calls, is faster than our kernels in plain Triton: two
 # accumulators an element, in blocks or where sums are moved to fp32 on the way (no fast
-# accumulation), halve the tile. The kernel in Gluon is within 9 % of it, and open for an epilogue,
-# where its tiles of 256 x 128 fill the chip and their last round leaves little of it idle: on an
-# H200 with 4096 rows 1.08 to 1.09 of cuBLASLt's time at (N, K) = (24576, 1536), (7168, 16384),
-# (4096, 7168) and (7168, 2048), 1.40 at (2112, 7168), whose 272 tiles take three rounds instead of
-# 2.06 (bench_gemm.py --family fp8_block --m 4096 --systems ours cublaslt --rounds 9).
-# Up to 256 rows, where its tiles leave half of the chip idle, our kernel for few rows splits K: at
-# 128 rows 0.53 of cuBLASLt's time at (2112, 7168), 0.73 at (4096, 7168).
+# accumulation), halve the tile. The kernel in Gluon is near it, and open for an epilogue, where its
+# tiles of 256 x 128 fill the chip and their last round leaves little of it idle: on an H200 with
+# 4096 rows it takes 1.04, 1.05, 1.10 and 1.14 of cuBLASLt's time at (N, K) = (7168, 2048),
+# (24576, 1536), (7168, 16384) and (4096, 7168), and 1.00 at (2112, 7168), which stays with the
+# graph until an epilogue is measured there: its 272 tiles are three rounds instead of 2.06
+# (bench_gemm.py --family fp8_block --m 4096 --systems ours cublaslt --rounds 9).
+# Up to 256 rows, where its tiles leave half of the chip idle, our kernel for few rows splits K.
 MAX_BLOCK_ROWS = 64
 MAX_SPLIT_ROWS = 256
 HOPPER_SMS = 132

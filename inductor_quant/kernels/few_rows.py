@@ -100,7 +100,8 @@ _BLOCKS: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
     },
 }
 # With more columns than this the largest tile of 16 rows comes first, and K is in two parts: more
-# are faster by themselves, but have to be added. H200, GPTQ, 16x28672x4096: 33.1 us with the sum.
+# are faster by themselves, but have to be added. H200, GPTQ, 16x28672x4096: 31.7 us with the sum
+# (bench_gemm.py --family weight_only --m 16).
 WIDE_N = 16384
 MAX_SPLIT_WIDE = 2
 MIN_STEPS = 4

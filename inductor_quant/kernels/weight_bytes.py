@@ -15,11 +15,11 @@ from inductor_quant.kernels.words import BASES
 from inductor_quant.spec import QuantGemmSpec
 
 MIN_BLOCK_M, MIN_BLOCK_N = 8, 16
-# With more rows the tiles of the general kernel are as large; H200, int8: 128 x 28672 x 4096 takes
-# 80 us here and 76 there, but 128 x 4096 x 4096, where K is split, 16 (and the sum) and 25.
+# With more rows the tiles of the general kernel are as large, and where N is large they need no
+# parts of K.
 MAX_M, MAX_M_WIDE, WIDE_N = 128, 64, 16384
-# Fields of a byte have scales of their own, which with more rows take longer than what they save:
-# H200, halves of 4 bits, 64 x 6144 x 4096: 59 us, bf16 17.
+# Fields of a byte have scales of their own, which with more rows take longer than what they save
+# (bench_gemm.py --family weight_only_hqq --m 64 on an H200, then: 1.9 to 3.6 of bf16's time).
 MAX_M_FIELDS = 32
 # Narrower fields are right in the interpreter, but on an H200 a layer of 1 bit (HQQ, one row) was
 # beyond its bound of error, and one of 2 bits (optimum-quanto) did not finish in a minute. The
