@@ -32,9 +32,10 @@ from inductor_quant.patterns.reader import for_any, sizes
 from inductor_quant.patterns.symbolic import Reader
 from inductor_quant.patterns.terms import Term, is_widening, roots_of, term_of, terms_of
 
+# The arguments up to the two that are multiplied.
 PRODUCTS = {
     aten.mm.default: ("self", "mat2"),
-    aten.addmm.default: ("mat1", "mat2"),
+    aten.addmm.default: ("self", "mat1", "mat2"),
     aten.bmm.default: ("self", "mat2"),
     aten._int_mm.default: ("self", "mat2"),
 }
@@ -74,7 +75,7 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 
 def read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     """The product of two operands made of ``elements`` that ``anchor`` is (a part of)."""
-    operands = [_argument(anchor, name) for name in PRODUCTS[anchor.target]]  # type: ignore[index]
+    operands = _operands(anchor)
     if not all(graph.is_tensor_node(node) and _comes_from(node, elements) for node in operands):
         return _NOT_QUANTIZED
     shapes = [size for node in operands for size in graph.value(node).shape]
@@ -111,7 +112,7 @@ def _alone(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     found = _Site(anchor, terms, elements).product(anchor)
     if not isinstance(found, Rejection) or found is _NOT_QUANTIZED:
         return found
-    columns, depth = sizes(anchor)[-1], sizes(_argument(anchor, PRODUCTS[anchor.target][0]))[-1]  # type: ignore[index]
+    columns, depth = sizes(anchor)[-1], sizes(_operands(anchor)[0])[-1]
     for block in _BLOCKS:
         all_n, all_k = (-(-size // block) * block for size in (columns, depth))
         for padded in dict.fromkeys(((all_n, all_k), (columns, all_k), (all_n, depth))):
@@ -142,9 +143,9 @@ def _batched(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     return _Site(anchor, [term], elements).product(root)
 
 
-def _argument(node: fx.Node, name: str) -> Any:
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return graph.arguments(node, *names)[names.index(name)]
+def _operands(product: fx.Node) -> tuple[Any, Any]:
+    *_, x, w = graph.arguments(product, *PRODUCTS[product.target])  # type: ignore[index]
+    return x, w
 
 
 def _comes_from(node: fx.Node, elements: Elements) -> bool:
@@ -196,7 +197,7 @@ class _Site:
     ) -> None:
         self.anchor, self.terms, self.elements = anchor, terms, elements
         self.reader = _Reader(elements)
-        x = _argument(anchor, PRODUCTS[anchor.target][0])  # type: ignore[index]
+        x, _ = _operands(anchor)
         (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
         self.padded_columns, self.padded_step = padded or (self.columns, self.step)
         variable = self.reader.space.variable
@@ -235,7 +236,7 @@ class _Site:
 
     def _read(self, term: Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
         """(first k, a, b, scales) of one term; a scale says on which side it was found."""
-        x, w = (_argument(term.product, name) for name in PRODUCTS[term.product.target])  # type: ignore[index]
+        x, w = _operands(term.product)
         if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
             return self._no("slices of several sizes")
         sides: list[_Place] = []
@@ -422,7 +423,7 @@ class _Site:
             return self._no("slices of K that share their scales")
         bias = None
         if self.anchor.target == aten.addmm.default:
-            bias = _argument(self.anchor, "self")
+            bias, *_ = graph.arguments(self.anchor, "self")
             refused = _plain_bias(self.anchor, bias)
             if refused is not None:
                 return refused

@@ -20,8 +20,10 @@ PRODUCTS = (
     *((1024, 3584), (1024, 3584), (3584, 1024)),  # gate, up, down
 )
 LAYERS = 32
-# Seconds of CPU time: a machine that is busy with something else is no reason to fail.
-LIMIT = 2.0
+# In the time that torch.fx takes to copy the graph, which is work of the same kind: neither a slow
+# machine nor a busy one is a reason to fail. Seen: 11 to 24 copies (0.6 to 0.9 s), 1.7 for the
+# plain graph (13 ms).
+LIMIT, PLAIN_LIMIT = 60, 5
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -71,10 +73,19 @@ def layers_of(make: Callable[[int, int], torch.nn.Module], dtype: torch.dtype) -
     return llama(graphs)
 
 
-def timed(module: fx.GraphModule) -> float:
-    start = time.process_time()
-    rewrite_graph(module.graph, Options(on_error="raise"))
-    return time.process_time() - start
+def timed(work: Callable[[], object]) -> float:
+    """Seconds of this thread."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
+
+
+def copying(module: fx.GraphModule) -> float:
+    return min(timed(lambda: fx.Graph().graph_copy(module.graph, {})) for _ in range(5))
+
+
+def rewriting(module: fx.GraphModule) -> float:
+    return timed(lambda: rewrite_graph(module.graph, Options(on_error="raise")))
 
 
 @pytest.mark.parametrize("name", ["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"])
@@ -82,18 +93,18 @@ def test_a_llama_of_32_layers_is_recognised_in_seconds(name: str) -> None:
     need(PRODUCERS[name])
     dtype = PRODUCERS[name].dtypes[0]
     module = layers_of(lambda k, n: PRODUCERS[name].make(dtype, k, n), dtype)
-    took = timed(module)
+    copy, took = copying(module), rewriting(module)
     found = [node for node in module.graph.nodes if "weight_only" in str(node.target)]
     assert len(found) == LAYERS * len(PRODUCTS) == 224
-    print(f"{name}: {took:.2f} s")
-    assert took < LIMIT
+    print(f"{name}: {took:.2f} s, {took / copy:.1f} copies")
+    assert took < LIMIT * copy
 
 
 def test_a_llama_without_quantization_costs_next_to_nothing() -> None:
     bf16 = torch.bfloat16
     module = layers_of(lambda k, n: torch.nn.Linear(k, n, dtype=bf16), bf16)
     before = printed(module)
-    took = min(timed(module) for _ in range(5))
+    copy, took = copying(module), min(rewriting(module) for _ in range(5))
     assert printed(module) == before
-    print(f"{1e3 * took:.1f} ms")
-    assert took < 0.01 * LIMIT
+    print(f"{1e3 * took:.1f} ms, {took / copy:.1f} copies")
+    assert took < PLAIN_LIMIT * copy
