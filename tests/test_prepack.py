@@ -7,10 +7,9 @@ import torch
 from torch import nn
 
 import inductor_quant
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.prepack import PrepackedLinear
 from inductor_quant.report import collect
+from tests.support.generated import generate
 from tests.support.producers import PRODUCERS
 
 bf16 = torch.bfloat16
@@ -115,5 +114,5 @@ def test_what_is_repacked_is_read_by_the_kernel_for_words():
 
     for rows, kernel in ((3, "weight_only_few_rows"), (64, "weight_only_words")):  # noqa: B007
         with collect() as report:
-            simulate.generate(fn, make, backend=inductor_quant_backend)
+            generate(fn, make)
         assert report.kernels[0].chosen.startswith(kernel)

@@ -6,17 +6,20 @@ may assemble the PTX anew. Not usable where TRITON_INTERPRET is set: there is no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
@@ -65,10 +68,11 @@ def compile_kernel(name: str, source: str) -> CompiledKernel:
         return binaries[-1]
 
     # The autotuner may hide the binary behind a static launcher, so catch it on its way there.
-    with _load.without_driver(), mock.patch.object(triton, "compile", compile_and_keep):
+    patched = mock.patch.object(triton, "compile", compile_and_keep)
+    with _load.without_driver(), patched, _ptxas_log() as log:
         autotuner.precompile(warm_cache_only=True)
     [binary] = binaries
-    return _describe(name, binary, autotuner.device_props.cc)
+    return _describe(name, binary, autotuner.device_props.cc, log.getvalue())
 
 
 def compile_jit(
@@ -101,12 +105,13 @@ def compile_jit(
         (fn.arg_names.index(name),): [["tt.divisibility", 16]] for name in divisible_by_16
     }
     kernel = ASTSource(fn=fn, signature=types, constexprs=dict(constexprs), attrs=attributes)
-    binary = triton.compile(
-        kernel,
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
-    return _describe(fn.__name__, binary, arch)
+    with _ptxas_log() as log:
+        binary = triton.compile(
+            kernel,
+            target=GPUTarget("cuda", arch, 32),
+            options={"num_warps": num_warps, "num_stages": num_stages},
+        )
+    return _describe(fn.__name__, binary, arch, log.getvalue())
 
 
 def _refuse_interpreter() -> None:
@@ -114,9 +119,18 @@ def _refuse_interpreter() -> None:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted, not compiled")
 
 
-def _describe(name: str, binary: Any, arch: int) -> CompiledKernel:
+@contextlib.contextmanager
+def _ptxas_log() -> Iterator[io.StringIO]:
+    """What ptxas says while Triton runs it; nothing where Triton finds the kernel in its cache."""
+    log = io.StringIO()
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        yield log
+
+
+def _describe(name: str, binary: Any, arch: int, log: str) -> CompiledKernel:
     ptx = binary.asm["ptx"]
-    report = _ptxas_report(ptx, arch)
+    report = log or _ptxas_report(ptx, arch)
     return CompiledKernel(
         name=name,
         arch=arch,
@@ -136,7 +150,7 @@ def _number(pattern: str, report: str) -> int:
 
 
 def _ptxas_report(ptx: str, arch: int) -> str:
-    """What ``ptxas --verbose`` says of ``ptx``."""
+    """What ``ptxas --verbose`` says of ``ptx``, which Triton has assembled before."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

@@ -8,9 +8,9 @@ import torch
 from inductor_quant.kernels import few_rows, many_rows, many_rows_gluon
 from inductor_quant.ops import weight_only
 from inductor_quant.report import collect
-from tests.kernels.test_weight_only_codegen import described, device
 from tests.support import formats
-from tests.support.weight_only import Case, assert_right, gemm, make_inputs
+from tests.support.generated import device
+from tests.support.weight_only import Case, assert_right, described, gemm, make_inputs
 
 pytestmark = pytest.mark.gpu
 

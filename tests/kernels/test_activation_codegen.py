@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
+from tests.support.generated import generate
 
 pytestmark = pytest.mark.compiles
 
@@ -22,12 +21,7 @@ def kernels(
     fn: Callable[..., Any], make: Callable[[str], tuple[torch.Tensor, ...]]
 ) -> dict[str, str]:
     with collect() as report:
-        code = simulate.generate(
-            fn,
-            make,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        code = generate(fn, make)
     assert [match.family for match in report.matches] == ["w8a8"], report
     assert "extern_kernels." not in code.wrapper.split("def call", 1)[1]
     return code.kernels
@@ -151,7 +145,5 @@ def test_a_factor_of_a_zero_point_on_the_cpu_is_left_in_the_graph() -> None:
         )  # fmt: skip
 
     with collect() as report:
-        simulate.generate(
-            fn, make, backend=inductor_quant_backend, options={"inductor_quant.on_error": "raise"}
-        )
+        generate(fn, make)
     assert not any(match.spec.a.zero for match in report.matches)

@@ -10,9 +10,9 @@ from inductor_quant.kernels import weight_bytes
 from inductor_quant.kernels.byte_numbers import bytes_of
 from inductor_quant.kernels.config import Weight, WeightTensor
 from inductor_quant.weight_format import Field, Form, WeightFormat
-from tests.kernels.test_weight_only_codegen import described, device, generate_case
 from tests.support import formats
-from tests.support.weight_only import Case
+from tests.support.generated import device
+from tests.support.weight_only import Case, described, generate_case
 
 bf16, f32 = torch.bfloat16, torch.float32
 BYTES = {"int8_group", "int8_divisor", "int8_folded", "int8_channel"}
@@ -112,7 +112,7 @@ def test_bytes_are_converted_where_they_are_multiplied(name, arch, instruction, 
     case = Case(name, 16, 16384, 2048)
     spec, problem = described(case)
     config = weight_bytes.configs(spec, problem, device(arch))[0]
-    kernels = generate_case(case, arch, f"weight_only_bytes {config}").kernels
+    kernels = generate_case(case, f"weight_only_bytes {config}", arch=arch).kernels
     [(text, source)] = [(n, s) for n, s in kernels.items() if "bytes = rows" in s]
     kernel = simulate.compile_kernel(text, source)
     assert kernel.spill_stores == 0

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels import weight_bytes
 from inductor_quant.ops import weight_only
 from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 from tests.support import formats
 from tests.support.formats import form
+from tests.support.generated import generate
 from tests.support.weight_only import Case, assert_close, exact, gemm, make_inputs
 
 pytestmark = pytest.mark.interp
@@ -30,12 +30,7 @@ def large_groups(monkeypatch):
 
 def run(fn, make, inputs, config=None):
     pinned = () if config is None else (f"weight_only_bytes {config}",)
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise", "inductor_quant.configs": pinned},
-    )
+    generated = generate(fn, make, *pinned)
     assert any("bytes = rows" in source for source in generated.kernels.values())
     return simulate.interpret(generated, inputs)
 
@@ -102,7 +97,7 @@ def product(format, weight, dtype, rows):
         x = torch.empty(16, 256, dtype=dtype, device=device)
         return x, torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
-    generated = simulate.generate(fn, make, backend=inductor_quant_backend)
+    generated = generate(fn, make)
     assert any("bytes = rows" in source for source in generated.kernels.values())
     return [simulate.interpret(generated, (part, weight)) for part in rows.split(16)]
 

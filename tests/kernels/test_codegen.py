@@ -11,15 +11,15 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import ConfigTableError
 from inductor_quant.kernels import table
-from inductor_quant.kernels.config import Device, GemmConfig, legal
+from inductor_quant.kernels.config import GemmConfig, legal
 from inductor_quant.report import collect
+from tests.support.generated import device, generate
 from tests.support.numerics import Case, gemm, make_inputs
 
 pytestmark = pytest.mark.compiles
 
 ARCHS = (80, 89, 90, 100)
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
-OPTIONS = {"inductor_quant.on_error": "raise"}
 
 # The matrix instruction of an int8 dot. Blackwell's own is generated since Triton 3.8; before, the
 # kernel runs on the instruction of Ampere.
@@ -29,18 +29,6 @@ INSTRUCTION = {
     90: ".s32.s8.s8",
     100: "tcgen05.mma" if TRITON >= (3, 8) else "mma.sync",
 }
-
-
-def generate(fn, make, arch=90, config=None, inductor=None):
-    options = OPTIONS if config is None else {**OPTIONS, "inductor_quant.configs": (str(config),)}
-    return simulate.generate(
-        fn, make, arch=arch, backend=inductor_quant_backend, options=options, config=inductor
-    )
-
-
-def device(arch: int) -> Device:
-    gpu = simulate.GPUS[arch]
-    return Device(arch, gpu.num_sms, gpu.shared_memory_per_block_optin)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -54,7 +42,7 @@ def test_gelu_and_residual_are_in_the_one_kernel(arch):
         residual = torch.empty(64, 512, dtype=torch.bfloat16, device=device)
         return residual, *make_inputs(case, device)
 
-    generated = generate(fn, make, arch)
+    generated = generate(fn, make, arch=arch)
     [(name, source)] = generated.kernels.items()
     assert name.startswith("triton_tem_fused")
     assert "w8a8" in name
@@ -72,7 +60,7 @@ def test_silu_times_up_is_fused(arch):
     def make(device):
         return torch.empty(64, 512, dtype=torch.bfloat16, device=device), *make_inputs(case, device)
 
-    assert len(generate(fn, make, arch).kernels) == 1
+    assert len(generate(fn, make, arch=arch).kernels) == 1
 
 
 def test_a_transposed_weight_is_read_where_it_lies():
@@ -86,31 +74,36 @@ def test_default_mode_offers_one_choice_and_autotune_at_most_its_limit():
     case = Case(64, 512, 256)
     with collect() as report:
         generate(gemm(case), lambda d: make_inputs(case, d))
-        generate(gemm(case), lambda d: make_inputs(case, d), inductor={"max_autotune": True})
+        generate(gemm(case), lambda d: make_inputs(case, d), config={"max_autotune": True})
     assert [len(choice.offered) for choice in report.kernels] == [1, 12]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch):
-    """Every configuration of the table that is legal on the card, as Inductor compiles it."""
+    """Every tile of the table that is legal on the card, with the deepest of its pipelines, as
+    Inductor compiles it."""
     case = Case(300, 512, 1024)
+    deepest: dict[tuple[int, ...], GemmConfig] = {}
+    for config in sorted(
+        (entry.config for entry in table.load("w8a8_mm", 90).configs), key=lambda c: c.num_stages
+    ):
+        if legal(config, device(arch), element_bytes=1) is None:
+            deepest[config.block_m, config.block_n, config.block_k, config.num_warps] = config
     found = {}
-    for entry in table.load("w8a8_mm", 90).configs:
-        if legal(entry.config, device(arch), element_bytes=1) is not None:
-            continue
-        generated = generate(gemm(case), lambda d: make_inputs(case, d), arch, config=entry.config)
+    for config in deepest.values():
+        generated = generate(gemm(case), lambda d: make_inputs(case, d), config, arch=arch)
         [(name, source)] = generated.kernels.items()
         kernel = simulate.compile_kernel(name, source)
         limit = simulate.GPUS[arch].shared_memory_per_block_optin
-        assert kernel.shared_bytes <= limit, entry.config
-        assert kernel.spill_stores == 0, f"{entry.config}: {kernel.registers} registers"
+        assert kernel.shared_bytes <= limit, config
+        assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
         instructions = kernel.matrix_instructions()
         # Blackwell's takes 64 rows; smaller tiles go to the instruction of Ampere
-        is_small = arch == 100 and entry.config.block_m < 64
+        is_small = arch == 100 and config.block_m < 64
         wanted = "mma.sync" if is_small else INSTRUCTION[arch]
-        found[entry.config] = any(wanted in opcode for opcode in instructions)
-        if arch == 90 and entry.config.block_m >= 64:
-            assert any(opcode.startswith("wgmma") for opcode in instructions), entry.config
+        found[config] = any(wanted in opcode for opcode in instructions)
+        if arch == 90 and config.block_m >= 64:
+            assert any(opcode.startswith("wgmma") for opcode in instructions), config
     assert found
     assert all(found.values()), found
 
@@ -147,7 +140,7 @@ def test_a_tile_with_more_rows_than_m_reads_those_that_exist(m, n, is_masked):
     one element of a 1x1 result is stored by the whole tile, which must hold the same value."""
     case = Case(m, n, 512)
     config = GemmConfig(16, 64, 128, num_warps=4, num_stages=4)
-    generated = generate(gemm(case), lambda d: make_inputs(case, d), config=config)
+    generated = generate(gemm(case), lambda d: make_inputs(case, d), config)
     [source] = generated.kernels.values()
     load = source[source.index("a = tl.load(") : source.index("b = tl.load(")]
     assert ("mask=rm[:, None] < M" in load) == is_masked

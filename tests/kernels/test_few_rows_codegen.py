@@ -8,15 +8,14 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import few_rows, many_rows
 from inductor_quant.kernels.config import GemmConfig, Weight, WeightTensor
 from inductor_quant.kernels.words import tile_order, words_of
 from inductor_quant.report import collect
-from tests.kernels.test_weight_only_codegen import described, device, generate_case
 from tests.support import formats
-from tests.support.weight_only import Case, gemm, make_inputs
+from tests.support.generated import device, generate
+from tests.support.weight_only import Case, described, gemm, generate_case, make_inputs
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 TAKEN = ("gptq", "awq", "nibble_pairs", "int4_words", "uint2")
@@ -125,7 +124,7 @@ def test_configurations_do_not_spill(arch, name):
         case = Case(name, m, 1024, 2048)
         spec, problem = described(case)
         for config in few_rows.configs(spec, problem, device(arch)):
-            generated = generate_case(case, arch, f"weight_only_few_rows {config}")
+            generated = generate_case(case, f"weight_only_few_rows {config}", arch=arch)
             [source] = [s for s in generated.kernels.values() if "inline_asm" in s]
             [text] = [n for n, s in generated.kernels.items() if s is source]
             kernel = simulate.compile_kernel(text, source)
@@ -139,7 +138,7 @@ def test_a_weight_costs_about_one_instruction():
     passes through shared memory a second time."""
     case = Case("gptq", 1, 1024, 2048)
     config = "weight_only_few_rows 8x128x128_w2_s3_g8"
-    [(name, source)] = generate_case(case, 90, config).kernels.items()
+    [(name, source)] = generate_case(case, config).kernels.items()
     ptx = simulate.compile_kernel(name, source).ptx
     numbers = 128 * 128 // 64
     assert ptx.count("lop3.b32") == numbers // 2
@@ -160,13 +159,7 @@ def test_parts_are_added_where_the_epilogue_is():
         return torch.empty(4, 1024, dtype=bf16, device=device), *make_inputs(case, device)
 
     with collect() as report:
-        generated = simulate.generate(
-            fn,
-            make,
-            arch=90,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        generated = generate(fn, make)
     assert "_k" in report.kernels[0].chosen
     assert [name.startswith("triton_tem") for name in generated.kernels] == [True, False]
     assert "tl.sum" not in list(generated.kernels.values())[1]
@@ -184,13 +177,7 @@ def test_k_is_not_split_where_m_is_symbolic(name, m):
         return inputs
 
     with collect() as report:
-        generated = simulate.generate(
-            gemm(case),
-            make,
-            arch=90,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        generated = generate(gemm(case), make)
     assert "_k" not in report.kernels[0].chosen
     [source] = generated.kernels.values()
     assert "inline_asm" in source

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import weight_only
 from inductor_quant.weight_format import Field, Form, Step, WeightFormat
 from tests.support import formats
 from tests.support.formats import form
+from tests.support.generated import generate
 from tests.support.weight_only import Case, assert_close, exact, gemm, make_inputs
 
 pytestmark = pytest.mark.interp
@@ -34,12 +34,7 @@ def large_groups(monkeypatch):
 
 def run(fn, make, inputs, config=None):
     pinned = () if config is None else (f"weight_only_few_rows {config}",)
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise", "inductor_quant.configs": pinned},
-    )
+    generated = generate(fn, make, *pinned)
     assert any("inline_asm" in source for source in generated.kernels.values())
     return simulate.interpret(generated, inputs)
 
@@ -78,8 +73,7 @@ def test_the_first_configuration_is_right(case):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [bf16, f16])
-@pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[2]])
+@pytest.mark.parametrize(("dtype", "config"), [(bf16, CONFIGS[0]), (f16, CONFIGS[2])])
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, config):
     """Every k alone, in blocks of 16 rows: sums of one product, scaled in fp32, rounded once."""
     torch.manual_seed(0)
@@ -95,13 +89,7 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, config):
         x, _, _, *weight = make_inputs(Case(name, 16, 128, 256, dtype), device)
         return x, *weight
 
-    pinned = f"weight_only_few_rows {config}"
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise", "inductor_quant.configs": (pinned,)},
-    )
+    generated = generate(fn, make, f"weight_only_few_rows {config}")
     assert any("inline_asm" in source for source in generated.kernels.values())
     for rows in torch.eye(256).to(dtype).split(16):
         got = simulate.interpret(generated, (rows, *weight))

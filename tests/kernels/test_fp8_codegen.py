@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import KERNELS, fp8, fp8_few
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
@@ -15,10 +14,10 @@ from inductor_quant.ops.fp8 import make_spec
 from inductor_quant.report import collect
 from inductor_quant.spec import ScaleSpec
 from tests.support.fp8 import Case, e5m2, e8m0, gemm, make_inputs
+from tests.support.generated import generate
 
 pytestmark = pytest.mark.compiles
 
-OPTIONS = {"inductor_quant.on_error": "raise"}
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 F32 = torch.float32
 ROWS = make_spec(a_scale=None, b_scale=None, out_dtype=torch.bfloat16, bias=False)
@@ -44,11 +43,9 @@ CASES = [
 INSTRUCTION = {80: "bf16.bf16", 89: "mma.sync", 90: "wgmma", 100: "tcgen05"}
 
 
-def generate(fn, make, arch=90):
+def chosen(fn, make, arch=90):
     with collect() as report:
-        generated = simulate.generate(
-            fn, make, arch=arch, backend=inductor_quant_backend, options=OPTIONS
-        )
+        generated = generate(fn, make, arch=arch)
     return generated, report.kernels[0].chosen
 
 
@@ -56,7 +53,7 @@ def generate(fn, make, arch=90):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_matrix_unit_multiplies_and_nothing_spills(case, arch):
     """sm_80 has no FP8: bytes are decoded to bf16 there."""
-    generated, kernel = generate(gemm(case), lambda device: make_inputs(case, device), arch)
+    generated, kernel = chosen(gemm(case), lambda device: make_inputs(case, device), arch)
     name, source = next(iter(generated.kernels.items()))
     compiled = simulate.compile_kernel(name, source)
     assert compiled.spill_stores == 0, kernel
@@ -74,7 +71,7 @@ def test_silu_times_up_is_in_the_one_kernel(case):
         up = torch.empty(case.m, case.n, dtype=torch.bfloat16, device=device)
         return up, *make_inputs(case, device)
 
-    generated, _ = generate(lambda up, *given: F.silu(gemm(case)(*given)) * up, make)
+    generated, _ = chosen(lambda up, *given: F.silu(gemm(case)(*given)) * up, make)
     assert len(generated.kernels) == 1
 
 

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels import fp8_gluon
 from inductor_quant.kernels.config import Device, Problem
 from inductor_quant.ops import fp8 as op
 from inductor_quant.report import collect
 from inductor_quant.spec import ScaleSpec
 from tests.support.fp8 import Case, gemm, make_inputs
+from tests.support.generated import generate
 
 CASE = Case(4096, 2112, 1536, block=(128, 128), a_scales="m")
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
@@ -66,14 +66,10 @@ def test_everything_else_is_for_the_other_kernels(given, problem, device):
     assert fp8_gluon.supports(given, problem, device) is not None
 
 
-def generate(fn, make, config=None, **inductor):
-    options = {"inductor_quant.on_error": "raise"}
-    if config is not None:
-        options["inductor_quant.configs"] = tuple(f"{name} {config}" for name in NAMES)
+def generate_gluon(fn, make, config=None, **simulated):
+    pinned = [] if config is None else [f"{name} {config}" for name in NAMES]
     with collect() as report:
-        generated = simulate.generate(
-            fn, make, arch=90, backend=inductor_quant_backend, options=options, **inductor
-        )
+        generated = generate(fn, make, *pinned, **simulated)
     [choice] = report.kernels
     assert choice.chosen.startswith(NAMES)
     return generated
@@ -96,7 +92,7 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
     ids=str,
 )
 def test_groups_of_warps_multiply_and_no_register_is_spilled(case, config):
-    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    generated = generate_gluon(gemm(case), lambda device: make_inputs(case, device), config)
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
     assert compiled.spill_stores == 0
@@ -128,7 +124,7 @@ def test_the_epilogue_is_in_the_kernel():
         return residual, torch.empty((), device=device), *make_inputs(CASE, device)
 
     small = fp8_gluon.CONFIGS[-1]  # half the code to compile
-    [(name, source)] = generate(fn, make, small).kernels.items()
+    [(name, source)] = generate_gluon(fn, make, small).kernels.items()
     assert "libdevice.tanh" in source
     assert simulate.compile_kernel(name, source).spill_stores <= 128
 
@@ -142,7 +138,7 @@ def test_rows_may_be_dynamic():
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs
 
-    [(name, source)] = generate(gemm(CASE), make).kernels.items()
+    [(name, source)] = generate_gluon(gemm(CASE), make).kernels.items()
     assert "4096" not in source.split("def ")[1].split("produce")[0]
     assert simulate.compile_kernel(name, source).spill_stores == 0
 
@@ -164,7 +160,7 @@ def test_operands_may_begin_in_the_middle_of_a_tensor(is_dynamic):
             torch._dynamo.mark_dynamic(biases, 0)
         return a, w, a_scales, b_scale.new_empty(25, b_scale.shape[1]), biases
 
-    [(_, source)] = generate(fn, make).kernels.items()
+    [(_, source)] = generate_gluon(fn, make).kernels.items()
     for operand in ("A_SCALE", "B_SCALE", "BIAS"):
         lines = [line.strip() for line in source.splitlines()]
         begins = [line for line in lines if line.startswith(f"{operand} = ")]
@@ -185,7 +181,7 @@ def test_rows_that_are_computed_of_columns_are_rows():
         _, *inputs = make_inputs(CASE, device)
         return torch.empty(CASE.k, CASE.m, dtype=torch.bfloat16, device=device), *inputs
 
-    source = "\n".join(generate(fn, make).kernels.values())
+    source = "\n".join(generate_gluon(fn, make).kernels.values())
     assert f"make_tensor_descriptor(A, [M, K], [{CASE.k}, 1]" in source
 
 
@@ -195,13 +191,7 @@ def test_ordinary_kernels_compile_as_before():
     """The compiler is handed Gluon's class for Gluon's functions alone."""
     gluon.runtime()
     case = Case(64, 512, 512, block=(128, 128))
-    generated = simulate.generate(
-        gemm(case),
-        lambda device: make_inputs(case, device),
-        arch=90,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise"},
-    )
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
     assert all("@gluon" not in source for source in generated.kernels.values())
     for name, source in generated.kernels.items():
         assert simulate.compile_kernel(name, source).spill_stores == 0

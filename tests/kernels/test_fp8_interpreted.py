@@ -9,17 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels.config import Device
 from inductor_quant.lowering import common
 from inductor_quant.report import collect
 from tests.support.fp8 import Case, e5m2, e8m0, gemm, make_inputs, reference
+from tests.support.generated import generate
 from tests.support.numerics import assert_close
 
 pytestmark = pytest.mark.interp
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
-OPTIONS = {"inductor_quant.on_error": "raise"}
 LAYOUTS = ("columns", "sliced", "every_second", "unaligned")
 
 ROWS = [
@@ -51,12 +50,8 @@ BLOCKS = [
 
 def run(case, inputs, fn=None, make=None, **options):
     with collect() as report:
-        generated = simulate.generate(
-            fn or gemm(case),
-            make or (lambda device: make_inputs(case, device)),
-            backend=inductor_quant_backend,
-            options=OPTIONS,
-            **options,
+        generated = generate(
+            fn or gemm(case), make or (lambda device: make_inputs(case, device)), **options
         )
     [choice] = report.kernels
     return simulate.interpret(generated, inputs), choice.chosen
@@ -86,13 +81,7 @@ def test_every_byte_is_decoded_exactly(dtype):
     case = Case(16, 16, 16, a_dtype=dtype, bias=False, out_dtype=f32)
     case = dataclasses.replace(case, a_scale="none", b_scale="none")
     ones = torch.ones(16, 16).to(torch.float8_e4m3fn)
-    generated = simulate.generate(
-        gemm(case),
-        lambda device: make_inputs(case, device),
-        backend=inductor_quant_backend,
-        options=OPTIONS,
-        arch=80,
-    )
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), arch=80)
     for row in torch.arange(256).to(torch.uint8).reshape(16, 16):
         a = torch.diag(row).view(dtype)  # each byte alone in its row: there is no 0 * NaN
         got = simulate.interpret(generated, (a, ones, None, None, None))
@@ -150,7 +139,7 @@ def test_one_kernel_serves_every_dynamic_m(case):
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs
 
-    generated = simulate.generate(gemm(case), make, backend=inductor_quant_backend)
+    generated = generate(gemm(case), make)
     for m in (2, 5, 16, 40):
         other = dataclasses.replace(case, m=m)
         inputs = make_inputs(other, "cpu")
@@ -184,11 +173,8 @@ def test_few_rows_and_a_long_k_are_computed_in_parts(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     with collect() as report:
-        generated = simulate.generate(
-            lambda *given: F.silu(gemm(case)(*given)),
-            lambda device: make_inputs(case, device),
-            backend=inductor_quant_backend,
-            options=OPTIONS,
+        generated = generate(
+            lambda *given: F.silu(gemm(case)(*given)), lambda device: make_inputs(case, device)
         )
     kernel = report.kernels[0].chosen
     assert kernel.startswith("fp8_block_few ")
@@ -208,9 +194,7 @@ def test_of_symbolic_rows_k_is_not_split():
         return inputs
 
     with collect() as report:
-        generated = simulate.generate(
-            gemm(case), make, backend=inductor_quant_backend, options=OPTIONS
-        )
+        generated = generate(gemm(case), make)
     kernel = report.kernels[0].chosen
     assert kernel.startswith("fp8_block_few ")
     assert "_k" not in kernel.split()[1]
@@ -231,13 +215,9 @@ def test_a_split_that_cannot_be_generated_leaves_the_next_its_own_shape(split, m
     case = FEW[0]
     inputs = make_inputs(case, "cpu")
     tile = "fp8_block_few 16x64x128_w4_s4_g8"
-    options = OPTIONS | {"inductor_quant.configs": (f"{tile}_k2", tile + split)}
     with collect() as report:
-        generated = simulate.generate(
-            gemm(case),
-            lambda device: make_inputs(case, device),
-            backend=inductor_quant_backend,
-            options=options,
+        generated = generate(
+            gemm(case), lambda device: make_inputs(case, device), f"{tile}_k2", tile + split
         )
     assert report.kernels[0].offered == (tile + split,)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels import table
+from tests.support.generated import generate
 from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
 
 pytestmark = pytest.mark.interp
@@ -36,13 +36,7 @@ CASES = [
 
 
 def run(fn, make, inputs, config=None):
-    pinned = {} if config is None else {"inductor_quant.configs": (str(config),)}
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise", **pinned},
-    )
+    generated = generate(fn, make, *([] if config is None else [config]))
     assert sum("w8a8" in name for name in generated.kernels) == 1
     return simulate.interpret(generated, inputs)
 
@@ -55,7 +49,14 @@ def test_result_is_close_to_fp64(case):
     assert_close(got, reference(inputs))
 
 
-@pytest.mark.parametrize("config", [c.config for c in table.load("w8a8_mm", 90).configs], ids=str)
+# Of each tile one: the interpreter knows neither stages nor warps.
+TILES = {
+    (config.block_m, config.block_n, config.block_k): config
+    for config in (entry.config for entry in table.load("w8a8_mm", 90).configs)
+}
+
+
+@pytest.mark.parametrize("config", TILES.values(), ids=str)
 def test_integers_are_exact_with_every_configuration(config):
     """Scales that are powers of two and sums below 2**24: fp32 holds every result exactly."""
     case = Case(35, 70, 150, out_dtype=f32, bias=False)
@@ -97,7 +98,7 @@ def test_one_kernel_serves_every_dynamic_m():
             torch._dynamo.mark_dynamic(tensor, 0)
         return inputs
 
-    generated = simulate.generate(gemm(case), make, backend=inductor_quant_backend)
+    generated = generate(gemm(case), make)
     for m in (2, 5, 16, 40):
         inputs = make_inputs(Case(m, 50, 64), "cpu")
         assert_close(simulate.interpret(generated, inputs), reference(inputs))
@@ -164,7 +165,7 @@ def test_an_expand_behind_a_cast_is_not_taken_for_the_whole_operand(which):
         a, w, a_scale, _, _ = make_inputs(Case(32, 48, 64), device)
         return a, w, a_scale, torch.empty(short.shape, dtype=bf16, device=device)
 
-    generated = simulate.generate(fn, make, backend=inductor_quant_backend)
+    generated = generate(fn, make)
     try:
         got = simulate.interpret(generated, (a, w, a_scale, short))
     except (RuntimeError, NotImplementedError):  # nothing of ours: stock's extern int8 kernel

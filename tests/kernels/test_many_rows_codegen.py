@@ -9,9 +9,9 @@ from inductor_quant import simulate
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import many_rows
 from inductor_quant.kernels.config import GemmConfig
-from tests.kernels.test_weight_only_codegen import described, device, generate_case
 from tests.support import formats
-from tests.support.weight_only import Case
+from tests.support.generated import device
+from tests.support.weight_only import Case, described, generate_case
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -73,7 +73,7 @@ def test_configurations_do_not_spill(arch, name):
         found = many_rows.configs(spec, problem, device(arch))
         assert found
         for config in found:
-            generated = generate_case(case, arch, f"weight_only_words {config}")
+            generated = generate_case(case, f"weight_only_words {config}", arch=arch)
             [text] = [name for name, s in generated.kernels.items() if "inline_asm" in s]
             kernel = simulate.compile_kernel(text, generated.kernels[text])
             assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"

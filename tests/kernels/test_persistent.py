@@ -10,13 +10,13 @@ import torch.nn.functional as F
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import table, w8a8
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.lowering import common
 from inductor_quant.ops.w8a8 import make_spec
 from inductor_quant.report import collect
+from tests.support.generated import generate
 from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
 
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
@@ -54,14 +54,10 @@ def test_as_many_programs_as_fit_on_the_chip():
     assert w8a8.programs(GemmConfig(128, 128, 128, 8, 3), H200) == 132
 
 
-def chosen(case: Case, arch: int = 90, **options: object) -> tuple[str, simulate.Trace]:
+def chosen(case: Case, *configs: str, arch: int = 90) -> tuple[str, simulate.Generated]:
     with collect() as report:
-        generated = simulate.generate(
-            gemm(case),
-            lambda device: make_inputs(case, device),
-            arch=arch,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise", **options},
+        generated = generate(
+            gemm(case), lambda device: make_inputs(case, device), *configs, arch=arch
         )
     return report.kernels[0].chosen, generated
 
@@ -69,9 +65,9 @@ def chosen(case: Case, arch: int = 90, **options: object) -> tuple[str, simulate
 @pytest.mark.compiles
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_configurations_use_tma_and_wgmma_and_leave_room_for_the_other_programs(config):
-    pinned = (f"w8a8_persistent {config}",)
-    kernel, generated = chosen(Case(4100, 4000, 272), **{"inductor_quant.configs": pinned})
-    assert kernel == pinned[0]
+    pinned = f"w8a8_persistent {config}"
+    kernel, generated = chosen(Case(4100, 4000, 272), pinned)
+    assert kernel == pinned
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
     assert "cp.async.bulk.tensor" in compiled.ptx
@@ -130,11 +126,8 @@ def test_an_fp32_result_counts_as_it_is_stored(epilogue, kernel):
         return residual, *make_inputs(case, device)
 
     with collect() as report:
-        generated = simulate.generate(
-            lambda residual, *inputs: epilogue(gemm(case)(*inputs), residual),
-            make,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
+        generated = generate(
+            lambda residual, *inputs: epilogue(gemm(case)(*inputs), residual), make
         )
     assert report.kernels[0].chosen.startswith(f"{kernel} ")
     if kernel == "w8a8_persistent":
@@ -146,17 +139,17 @@ def test_an_fp32_result_counts_as_it_is_stored(epilogue, kernel):
 @pytest.mark.parametrize("arch", [80, 89, 100])
 def test_other_architectures_take_the_other_kernel(arch):
     """sm_100 has descriptors, but its accumulators are not those that the table's tiles need."""
-    assert chosen(Case(8192, 8192, 256), arch)[0].startswith("w8a8_mm ")
+    assert chosen(Case(8192, 8192, 256), arch=arch)[0].startswith("w8a8_mm ")
 
 
 @pytest.mark.compiles
 def test_a_pin_may_name_its_kernel():
     config = "128x128x128_w4_s3_g8"
     for name in ("w8a8_mm", "w8a8_persistent"):
-        options = {"inductor_quant.configs": (f"{name} {config}",)}
-        assert chosen(Case(4096, 4096, 256), **options)[0] == f"{name} {config}"
+        pinned = f"{name} {config}"
+        assert chosen(Case(4096, 4096, 256), pinned)[0] == pinned
     with pytest.raises(Exception, match="names no kernel; they are w8a8_persistent, w8a8_mm"):
-        chosen(Case(64, 64, 64), **{"inductor_quant.configs": (f"w8a8_nn {config}",)})
+        chosen(Case(64, 64, 64), f"w8a8_nn {config}")
 
 
 @pytest.mark.interp
@@ -177,11 +170,6 @@ def test_result_is_close_to_fp64(case, monkeypatch):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     with collect() as report:
-        generated = simulate.generate(
-            gemm(case),
-            lambda device: make_inputs(case, device),
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        generated = generate(gemm(case), lambda device: make_inputs(case, device))
     assert report.kernels[0].chosen.startswith("w8a8_persistent ")
     assert_close(simulate.interpret(generated, inputs), reference(inputs))

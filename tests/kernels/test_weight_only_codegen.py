@@ -12,53 +12,16 @@ from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import weight_only as kernels
 from inductor_quant.kernels.config import (
     RESERVED_SHARED_MEMORY,
-    Device,
     GemmConfig,
-    Problem,
-    Weight,
-    WeightTensor,
 )
 from inductor_quant.lowering.weight_only import UNFUSED
-from inductor_quant.ops.weight_only import make_spec
 from inductor_quant.report import collect
 from tests.support.formats import FORMATS
-from tests.support.weight_only import Case, gemm, make_inputs
+from tests.support.generated import device, generate
+from tests.support.weight_only import Case, described, gemm, generate_case, make_inputs
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = (80, 89, 90, 100)
-OPTIONS = {"inductor_quant.on_error": "raise"}
-
-
-def generate(fn, make, arch=90, config=None, inductor=None):
-    options = OPTIONS if config is None else {**OPTIONS, "inductor_quant.configs": (str(config),)}
-    return simulate.generate(
-        fn, make, arch=arch, backend=inductor_quant_backend, options=options, config=inductor
-    )
-
-
-def generate_case(case, arch=90, config=None, inductor=None):
-    return generate(gemm(case), lambda d: make_inputs(case, d), arch, config, inductor)
-
-
-def device(arch: int) -> Device:
-    gpu = simulate.GPUS[arch]
-    return Device(arch, gpu.num_sms, gpu.shared_memory_per_block_optin)
-
-
-def described(case):
-    """(spec, problem) of a case."""
-    packed = case.packed
-    spec = make_spec(
-        packed.format,
-        [dtype for _, _, dtype in packed.tensors],
-        x_dtype=case.dtype,
-        column_scale=None,
-        out_dtype=case.dtype,
-        bias=False,
-    )
-    tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
-    k, n = packed.format.shape
-    return spec, Problem(case.m, n, k, weight=Weight(packed.format, tensors))
 
 
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
@@ -118,7 +81,7 @@ def test_gelu_and_residual_are_in_the_one_kernel(arch):
         residual = torch.empty(64, 512, dtype=bf16, device=device)
         return residual, *make_inputs(case, device)
 
-    generated = generate(fn, make, arch)
+    generated = generate(fn, make, arch=arch)
     [(name, source)] = generated.kernels.items()
     assert name.startswith("triton_tem_fused")
     assert "weight_only" in name
@@ -158,7 +121,7 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
             if config in done:
                 continue
             done.add(config)
-            [(kernel_name, source)] = generate_case(case, arch, config).kernels.items()
+            [(kernel_name, source)] = generate_case(case, config, arch=arch).kernels.items()
             kernel = simulate.compile_kernel(kernel_name, source)
             assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
             assert kernel.shared_bytes <= device(arch).shared_memory - RESERVED_SHARED_MEMORY
@@ -175,7 +138,7 @@ def test_few_words_are_loaded_where_many_numbers_are_unpacked():
     """GPTQ at 16 rows: shared memory holds 8 numbers a word; the tile itself would be 4 bytes a
     number."""
     config = GemmConfig(16, 64, 32, 4, 4)
-    [(name, source)] = generate_case(Case("gptq", 16, 512, 1024), 90, config).kernels.items()
+    [(name, source)] = generate_case(Case("gptq", 16, 512, 1024), config).kernels.items()
     stage = 16 * 32 * 2 + 32 * 64 // 2 + 64 * 2 + 64 // 2
     unpacked = 32 * 64 * 4
     assert simulate.compile_kernel(name, source).shared_bytes <= 4 * stage + unpacked
@@ -207,7 +170,7 @@ def test_default_mode_offers_one_choice_and_autotune_several():
     case = Case("awq", 64, 512, 256)
     with collect() as report:
         generate_case(case)
-        generate_case(case, inductor={"max_autotune": True})
+        generate_case(case, config={"max_autotune": True})
     first, second = (len(choice.offered) for choice in report.kernels)
     assert first == 1
     assert 4 <= second <= 12
@@ -242,7 +205,7 @@ def test_e4m3_is_left_unfused_where_the_gpu_does_not_convert_it(name):
     assert rejection is not None
     assert rejection.code == RejectionCode.DEVICE
     assert kernels.supports(spec, problem, device(89)) is None
-    generated = generate_case(case, 80)
+    generated = generate_case(case, arch=80)
     assert "extern_kernels.mm" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import weight_only
 from inductor_quant.weight_format import Field, Form, WeightFormat
 from tests.support.formats import FORMATS, form
+from tests.support.generated import generate
 from tests.support.weight_only import Case, assert_close, gemm, make_inputs, reference
 
 pytestmark = pytest.mark.interp
@@ -40,13 +42,7 @@ CASES = [
 
 
 def run(fn, make, inputs, config=None):
-    pinned = {} if config is None else {"inductor_quant.configs": (config,)}
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise", **pinned},
-    )
+    generated = generate(fn, make, *([] if config is None else [config]))
     [name] = generated.kernels
     assert "weight_only" in name
     return simulate.interpret(generated, inputs)
@@ -60,8 +56,7 @@ def test_result_is_close_to_fp64(case):
     assert_close(got, reference(case, inputs))
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize(("name", "dtype"), zip(FORMATS, itertools.cycle((bf16, f16))))
 def test_many_rows_multiply_what_one_kernel_has_written(name, dtype):
     """W bit for bit: of identity rows the library's product is W, here in every second one."""
     torch.manual_seed(0)
@@ -76,12 +71,7 @@ def test_many_rows_multiply_what_one_kernel_has_written(name, dtype):
         _, _, _, *weight = make_inputs(case, device)
         return torch.empty(x.shape, dtype=dtype, device=device), None, None, *weight
 
-    generated = simulate.generate(
-        gemm(case),
-        make,
-        backend=inductor_quant_backend,
-        options={"inductor_quant.on_error": "raise"},
-    )
+    generated = generate(gemm(case), make)
     [source] = generated.kernels.values()
     assert "tl.dot" not in source
     got = simulate.interpret(generated, (x, None, None, *weight))
@@ -108,8 +98,10 @@ def one_hot(case, config=None):
 
 # No step, or steps that round nothing that the other order would not; tiles that divide K and N,
 # that do not, and that are longer than both.
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("config", ["16x32x32_w4_s2_g8", "32x16x64_w4_s2_g8", "16x64x128_w8_s2_g8"])
+TILES = ("16x32x32_w4_s2_g8", "32x16x64_w4_s2_g8", "16x64x128_w8_s2_g8")
+
+
+@pytest.mark.parametrize(("name", "config"), zip(FORMATS, itertools.cycle(TILES)))
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, config):
     torch.manual_seed(0)
     got, want = one_hot(Case(name, 0, 40, 96, bf16, out_dtype=f32), config)
@@ -210,7 +202,7 @@ def test_one_kernel_serves_every_dynamic_m():
         torch._dynamo.mark_dynamic(inputs[0], 0)
         return inputs
 
-    generated = simulate.generate(gemm(case), make, backend=inductor_quant_backend)
+    generated = generate(gemm(case), make)
     for m in (2, 5, 16, 40):
         now = Case("awq", m, 48, 64)
         inputs = make_inputs(now, "cpu")

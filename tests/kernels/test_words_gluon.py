@@ -13,9 +13,9 @@ from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import many_rows_gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.gluon_layout import layout, positions
-from tests.kernels.test_weight_only_codegen import described, device, generate_case
 from tests.support import formats
-from tests.support.weight_only import Case
+from tests.support.generated import device
+from tests.support.weight_only import Case, described, generate_case
 
 bf16, f16 = torch.bfloat16, torch.float16
 
@@ -123,7 +123,7 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 def test_more_rows_multiply_from_registers(m):
     case = Case("gptq", m, 16384, 1024, f16)
     config, *_ = many_rows_gluon.configs(*described(case), device(90))
-    kernels = generate_case(case, 90, f"weight_only_words_gluon {config}").kernels
+    kernels = generate_case(case, f"weight_only_words_gluon {config}").kernels
     [(name, source)] = [item for item in kernels.items() if "gl.inline_asm" in item[1]]
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"

@@ -7,9 +7,9 @@ import torch
 
 from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import weight_only
 from tests.support import formats
+from tests.support.generated import generate
 from tests.support.weight_only import Case, assert_close, gemm, make_inputs, reference
 
 pytestmark = [
@@ -26,16 +26,8 @@ def large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
 
 
-def generate(fn, make, config):
-    generated = simulate.generate(
-        fn,
-        make,
-        backend=inductor_quant_backend,
-        options={
-            "inductor_quant.on_error": "raise",
-            "inductor_quant.configs": (f"{KERNEL} {config}",),
-        },
-    )
+def generate_gluon(fn, make, config):
+    generated = generate(fn, make, f"{KERNEL} {config}")
     assert any("gl.inline_asm" in source for source in generated.kernels.values())
     return generated
 
@@ -54,7 +46,7 @@ def generate(fn, make, config):
 def test_results_are_close_to_fp64(case, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
-    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    generated = generate_gluon(gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
@@ -69,7 +61,7 @@ def test_an_epilogue_is_in_the_kernel():
         return torch.nn.functional.silu(gemm(case)(*inputs)) + residual
 
     residual, *inputs = make("cpu")
-    generated = generate(fn, make, "64x128x64_w4_s4_g8")
+    generated = generate_gluon(fn, make, "64x128x64_w4_s4_g8")
     assert len(generated.kernels) == 1
     want = torch.nn.functional.silu(reference(case, tuple(inputs))) + residual.double()
     assert_close(simulate.interpret(generated, (residual, *inputs)), want)
@@ -88,7 +80,7 @@ def test_rows_that_are_computed_of_columns_are_rows():
         return gemm(case)(columns.t() * 2, *others)
 
     columns, *others = make("cpu")
-    generated = generate(fn, make, "64x128x64_w4_s4_g8")
+    generated = generate_gluon(fn, make, "64x128x64_w4_s4_g8")
     want = reference(case, (columns.t() * 2, *others))
     assert_close(simulate.interpret(generated, (columns, *others)), want)
 
@@ -107,6 +99,6 @@ def test_one_hot_rows_give_the_weight_bit_for_bit():
         x, _, _, *weight = make_inputs(case, device)
         return x, *weight
 
-    generated = generate(fn, make, "64x64x64_w4_s4_g8")
+    generated = generate_gluon(fn, make, "64x64x64_w4_s4_g8")
     for rows in torch.eye(256).to(f16).split(64):
         assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])

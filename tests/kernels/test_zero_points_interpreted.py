@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels.config import Device
 from inductor_quant.lowering import common
 from inductor_quant.report import collect
+from tests.support.generated import generate
 from tests.support.zero_points import Zeros, meaning
 
 pytestmark = pytest.mark.interp
@@ -54,14 +54,8 @@ def test_integers_are_exact(case: Zeros, monkeypatch: pytest.MonkeyPatch) -> Non
         chip = Device(90, num_sms=1, shared_memory=232448)
         monkeypatch.setattr(common, "describe_device", lambda device: chip)
     torch.manual_seed(0)
-    pinned = {"inductor_quant.configs": (case.config,)} if case.config else {}
     with collect() as report:
-        generated = simulate.generate(
-            case.call(),
-            case.inputs,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise", **pinned},
-        )
+        generated = generate(case.call(), case.inputs, *([case.config] if case.config else []))
     [kernel] = report.kernels
     assert kernel.chosen.startswith("w8a8_persistent" if case in PERSISTENT else "w8a8_mm")
     assert sum("triton_tem" in name for name in generated.kernels) == 1, list(generated.kernels)

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import row_reduce
 from inductor_quant.patterns.activation import keep_rows_whole
-
-OPTIONS = {"inductor_quant.on_error": "raise"}
+from tests.support.generated import generate
 
 
 def linear(x, w, w_scale):
@@ -41,10 +39,8 @@ def make(m, k, device, n=64):
     )
 
 
-def generate(fn, m, k, **kwargs):
-    return simulate.generate(
-        fn, lambda d: make(m, k, d), backend=inductor_quant_backend, options=OPTIONS, **kwargs
-    )
+def compiled(fn, m, k, **kwargs):
+    return generate(fn, lambda d: make(m, k, d), **kwargs)
 
 
 @pytest.mark.compiles
@@ -52,7 +48,7 @@ def generate(fn, m, k, **kwargs):
 @pytest.mark.parametrize("m", [1, 16, 256])
 def test_long_rows_are_quantized_in_one_kernel(fn, m):
     """Inductor by itself splits the reduction at this size: three kernels before the GEMM."""
-    kernels = list(generate(fn, m, 14336).kernels)
+    kernels = list(compiled(fn, m, 14336).kernels)
     assert len(kernels) == 2, kernels
     assert kernels[0].startswith(("triton_red", "triton_per"))
     assert kernels[1].startswith("triton_tem")
@@ -66,7 +62,7 @@ def test_a_row_is_read_and_its_gelu_computed_once(k):
     def fn(x, w, w_scale):
         return linear(torch.nn.functional.gelu(x), w, w_scale)
 
-    name, source = next(iter(generate(fn, 256, k).kernels.items()))
+    name, source = next(iter(compiled(fn, 256, k).kernels.items()))
     assert name.startswith("triton_per")
     assert source.count("tl.load(") == 1
     assert source.count("erf(") == 1
@@ -78,9 +74,9 @@ def test_longer_rows_and_other_reductions_are_treated_as_before():
     def fn(x, w, w_scale):
         return linear(x, w, w_scale), w.float().exp().amax(-1)
 
-    names = [name.split("_fused")[0] for name in generate(fn, 512, 4096).kernels]
+    names = [name.split("_fused")[0] for name in compiled(fn, 512, 4096).kernels]
     assert sorted(names) == ["triton_per", "triton_red", "triton_tem"]
-    names = list(generate(linear, 512, 20480).kernels)
+    names = list(compiled(linear, 512, 20480).kernels)
     assert names[0].startswith("triton_red")
 
 
@@ -90,7 +86,7 @@ def test_a_norm_before_it_is_in_the_same_kernel():
         x = torch.nn.functional.rms_norm(x, x.shape[-1:])
         return linear(x, w, w_scale)
 
-    kernels = list(generate(fn, 64, 4096).kernels)
+    kernels = list(compiled(fn, 64, 4096).kernels)
     assert len(kernels) == 2, kernels
 
 
@@ -99,7 +95,7 @@ def test_a_norm_before_it_is_in_the_same_kernel():
 def test_the_quantized_linear_computes_what_eager_does(fn):
     torch.manual_seed(0)
     inputs = make(5, 300, "cpu")
-    got = simulate.interpret(generate(fn, 5, 300), inputs)
+    got = simulate.interpret(compiled(fn, 5, 300), inputs)
     want = fn(*inputs)
     # an activation at a rounding boundary may fall to the other side: one step of one product
     assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
@@ -124,7 +120,7 @@ def test_a_tensor_that_is_quantized_as_a_whole_is_reduced_by_many_programs():
         a = (x / scale).round().clamp(-128, 127).to(torch.int8)
         return torch._int_mm(a, w.t()).float() * scale * w_scale
 
-    kernels = list(generate(fn, 4096, 4096).kernels)
+    kernels = list(compiled(fn, 4096, 4096).kernels)
     assert len(kernels) > 2, kernels
 
 

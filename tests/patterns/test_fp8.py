@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
 from tests.support.fp8 import Case, e4m3, make_inputs
 from tests.support.fp8_spellings import (
@@ -22,19 +21,19 @@ from tests.support.fp8_spellings import (
     Spelling,
     layer,
 )
+from tests.support.generated import generate
 from tests.support.graphs import EagerBackend, capture
 from tests.support.handmade import rewritten
 from tests.support.numerics import assert_close
 
 aten = torch.ops.aten
-OPTIONS = {"inductor_quant.on_error": "raise"}
 SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]
 bf16 = torch.bfloat16
 
 
 def compiled(fn, make):
     with collect() as report:
-        generated = simulate.generate(fn, make, backend=inductor_quant_backend, options=OPTIONS)
+        generated = generate(fn, make)
     return generated, report
 
 
@@ -169,12 +168,7 @@ def test_many_rows_are_left_to_cublaslt_where_it_is_faster(
 
     with collect() as report, contextlib.suppress(Exception):
         # stock's call of the library has no kernel on a virtual GPU
-        simulate.generate(
-            fn,
-            lambda device: make_inputs(case, device)[:4],
-            backend=inductor_quant_backend,
-            options=OPTIONS,
-        )
+        generate(fn, lambda device: make_inputs(case, device)[:4])
     assert [rejection.code.value for rejection in report.rejections] == codes
     assert len(report.matches) == 1 - len(codes)
 

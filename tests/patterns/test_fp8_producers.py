@@ -16,12 +16,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.patterns import fp8_producers
 from inductor_quant.report import Report, collect
 from inductor_quant.simulate import virtual_gpu
 from tests.support.fp8 import Case, e4m3, make_inputs, reference
+from tests.support.generated import generate
 from tests.support.graphs import EagerBackend
 from tests.support.handmade import rewritten
 from tests.support.numerics import assert_close
@@ -53,8 +52,7 @@ def training() -> Any:
 
 def compiled(fn: Any, make: Any) -> tuple[Any, Report]:
     with collect() as report, torch.no_grad():
-        options = {"inductor_quant.on_error": "raise"}
-        generated = simulate.generate(fn, make, backend=inductor_quant_backend, options=options)
+        generated = generate(fn, make)
     return generated, report
 
 

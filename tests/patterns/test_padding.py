@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
 from tests.support.cases import bf16, f32
+from tests.support.generated import generate
 from tests.support.graphs import capture
 
 M, N, K = 6, 19, 41
@@ -117,12 +116,7 @@ def test_what_inductor_pads_is_matched() -> None:
     def make(device: str) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in inputs(bf16))
 
-    options = {
-        "inductor_quant.on_error": "raise",
-        "shape_padding": True,
-        "force_shape_pad": True,
-    }
     with collect() as report:
-        code = simulate.generate(fn, make, backend=inductor_quant_backend, options=options)
+        code = generate(fn, make, config={"shape_padding": True, "force_shape_pad": True})
     assert [match.family for match in report.matches] == ["w8a8", "weight_only"], report
     assert "constant_pad_nd" not in code.wrapper

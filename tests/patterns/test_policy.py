@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.options import Options
 from inductor_quant.report import collect
 from tests.support.cases import bf16, gemm, integers, mm, scale, scaled
+from tests.support.generated import generate
 from tests.support.graphs import EagerBackend, capture
 from tests.support.quantizers import TorchaoLinear
 
@@ -49,12 +48,7 @@ def test_a_scale_on_the_cpu_is_refused_on_a_gpu() -> None:
         return integers(M, K, device), integers(K, N, device), torch.tensor(0.5)
 
     with collect() as report:
-        generated = simulate.generate(
-            scaled,
-            make_inputs,
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        generated = generate(scaled, make_inputs)
     assert [rejection.code for rejection in report.rejections] == [RejectionCode.DEVICE]
     assert not report.matches
     assert "w8a8" not in generated.wrapper

@@ -10,13 +10,12 @@ import torch
 from torch._inductor import config
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import quantize
 from inductor_quant.options import Options
+from tests.support.generated import generate
 from tests.support.graphs import W8A8, capture, count
 
 aten = torch.ops.aten
-OPTIONS = {"inductor_quant.on_error": "raise"}
 K, N = 64, 48
 
 
@@ -222,15 +221,13 @@ def test_a_division_that_is_not_by_rows_stays():
     assert count(after, aten.div.Tensor) == 1
 
 
-def generate(fn, m):
-    return simulate.generate(
-        fn, lambda device: make(device, m), backend=inductor_quant_backend, options=OPTIONS
-    )
+def compiled(fn, m):
+    return generate(fn, lambda device: make(device, m))
 
 
 @pytest.mark.compiles
 def test_an_element_takes_a_maximum_a_product_and_a_conversion():
-    source = next(iter(generate(divided, 256).kernels.items()))
+    source = next(iter(compiled(divided, 256).kernels.items()))
     ptx = simulate.compile_kernel(*source).ptx
     elements = len(re.findall(r"cvt\.rni\.sat\.s8", ptx))
     assert elements > 0
@@ -246,7 +243,7 @@ def test_it_computes_what_eager_does(fn):
     x, w = make("cpu")
     x[3] = 0
     x[5, 7] = 1000.0
-    got = simulate.interpret(generate(fn, 17), (x, w))
+    got = simulate.interpret(compiled(fn, 17), (x, w))
     want = fn(x, w)
     step = scale_of(x) * 128
     # a quotient that is a tie may fall to the other side: one step of one product in its row
@@ -259,7 +256,7 @@ def test_nan_and_infinity_are_what_eager_makes_of_them():
     torch.manual_seed(0)
     x, w = make("cpu")
     x[0, 3], x[1, 3], x[2, 3] = math.nan, math.inf, -math.inf
-    got = simulate.interpret(generate(divided, 17), (x, w))
+    got = simulate.interpret(compiled(divided, 17), (x, w))
     assert got[:3].isnan().all()
     assert divided(x, w)[:3].isnan().all()
     assert got[3:].isfinite().all()

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.ops import quantize, row_reduce
 from inductor_quant.patterns.sharing import Numbering, share
 from tests.support.cases import bf16
+from tests.support.generated import generate
 from tests.support.graphs import W8A8, EagerBackend, Rewrite, capture, count
 from tests.support.producers_real import unchanged_inductor_config
 from tests.support.quantizers import QUANTIZERS, Int8Linear, TorchaoLinear
@@ -94,8 +93,7 @@ def test_the_generated_code_quantizes_once() -> None:
         x = torch.empty(64, 256, dtype=bf16, device=device)
         return x, *(torch.empty(128, 256, dtype=torch.int8, device=device) for _ in "qkv")
 
-    options = {"inductor_quant.on_error": "raise"}
-    code = simulate.generate(fn, make, backend=inductor_quant_backend, options=options)
+    code = generate(fn, make)
     body = code.wrapper.split("def call", 1)[1].split("def benchmark", 1)[0]
     calls = Counter(re.findall(r"(triton_[a-z]+)_\w+\.run\(", body))
     assert (calls["triton_per"] + calls["triton_red"], calls["triton_tem"]) == (1, 3)

@@ -11,10 +11,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
 from tests.support.cases import SPELLINGS, Spelling, bf16, f32, integers, mm
+from tests.support.generated import generate
 from tests.support.graphs import (
     CAST,
     INT_MM,
@@ -73,12 +72,7 @@ def test_a_spelling_becomes_one_op_of_the_same_value(spelling: Spelling) -> None
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
     with collect() as report:
-        generated = simulate.generate(
-            spelling.fn,
-            lambda device: tuple(spelling.inputs(device)),
-            backend=inductor_quant_backend,
-            options={"inductor_quant.on_error": "raise"},
-        )
+        generated = generate(spelling.fn, lambda device: tuple(spelling.inputs(device)))
     assert [str(match.spec) for match in report.matches] == [spelling.spec]
     assert not report.rejections
     # Nothing runs behind the GEMM; a cast of the scales may run before.

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report import collect
+from tests.support.generated import generate
 from tests.support.graphs import capture
 from tests.support.numerics import assert_close
 
 bf16, f32 = torch.bfloat16, torch.float32
 M, N, K, G = 20, 48, 192, 64
-OPTIONS = {"inductor_quant.on_error": "raise"}
 TOKEN = "(a=i8/token:f32, b=i8/64x1:f32, out={})"
 BOTH = "(a=i8/1x64:f32, b=i8/64x1:f32, out={})"
 
@@ -177,7 +176,7 @@ def test_the_kernel_is_one_and_right(fn, grouped):
         return torch.nn.functional.silu(fn(*given).float()).to(bf16)
 
     with collect() as report:
-        generated = simulate.generate(model, make, backend=inductor_quant_backend, options=OPTIONS)
+        generated = generate(model, make)
     [choice] = report.kernels
     assert choice.chosen.startswith("w8a8_mm ")
     [name] = generated.kernels

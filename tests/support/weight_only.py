@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 
+from inductor_quant.kernels.config import Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
+from inductor_quant.simulate import Generated
+from inductor_quant.spec import QuantGemmSpec
 from tests.support import formats
 from tests.support.formats import Packed
+from tests.support.generated import generate
 from tests.support.numerics import MAX_ERROR, RMS_ERROR
 
 
@@ -79,6 +83,27 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
         return weight_only.op(x, list(weight), scale, bias, format=text, out_dtype=out_dtype)
 
     return fn
+
+
+def generate_case(case: Case, *configs: object, **simulated: Any) -> Generated:
+    """``generated.generate`` of the op."""
+    return generate(gemm(case), lambda device: make_inputs(case, device), *configs, **simulated)
+
+
+def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
+    """(spec, problem) of a case."""
+    packed = case.packed
+    spec = weight_only.make_spec(
+        packed.format,
+        [dtype for _, _, dtype in packed.tensors],
+        x_dtype=case.dtype,
+        column_scale=None,
+        out_dtype=case.dtype,
+        bias=False,
+    )
+    tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
+    k, n = packed.format.shape
+    return spec, Problem(case.m, n, k, weight=Weight(packed.format, tensors))
 
 
 def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
