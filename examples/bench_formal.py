@@ -1,213 +1,216 @@
-"""The formal W8A8 grid against its bars: every peer in one run, a verdict for each row.
+"""The formal grids against their bars: every peer in one run, a verdict for each row.
 
-    python examples/bench_formal.py --json formal.json                 # all of it; resumes
-    python examples/bench_formal.py --json formal.json --m 16 --budget 80
+    python examples/bench_formal.py --json formal.json                    # all of it; resumes
+    python examples/bench_formal.py --family weight_only --m 1 16 --json a.json --budget 80
+    python examples/bench_formal.py --family weight_only --m 1 16 --systems gemlite --json b.json
+    python examples/bench_formal.py --family fp8_block --systems deepseek --deepseek-kernel k.py
+    python examples/bench_formal.py --merge a.json b.json                 # judge them as one
 
-Rows are the shapes of shapes.json's ``formal`` grid (and one in fp16), each in two measures that
-are never compared: 'linear' has bf16 inputs (the quantization of the activation counted), 'gemm'
-int8 ones (GEMM, both scales, bias). Peers: bf16 (cuBLAS), stock, which is cuBLASLt's ``_int_mm``
-with one kernel for scales and bias, GemLite, and stock max-autotune, by default only at the shapes
-that have a bar, because tuning is most of its time. Each system runs in its own process, in default
-mode on our side; times are interleaved, a ratio is time ours / time peer of the same round, its
-median judges and its quartiles are shown.
+Rows are the shapes of shapes.json's ``formal`` grids, in measures that are never compared: 'gemm'
+has quantized inputs (GEMM, scales, bias; FP8 in blocks has no bias), 'silu' a bias and SiLU behind
+that, on both sides, 'linear' bf16 inputs (the quantization of the activation counted). Families,
+peers and bars are data of formal_bars.py. Each system runs in its own process, in default mode on
+our side, as a CUDA graph over weights beyond the L2 cache; times are interleaved, the median of the
+ratios judges and its quartiles are shown. The rate is TB/s of the weight where reading it is what
+takes time, TFLOP/s (TOP/s) else; its share is of what the card showed in the same run.
 
-What is judged: no row behind its best peer by more than max(3 %, 0.3 us); 'linear' ahead of bf16
-from 16 rows on; fewer rows than 16 no slower than 16; and the bars of ``BARS``. What a row lacks is
-said as missing, not as met. Exit status 1 if a verdict is not met, with --check."""
+Shapes that a bar names come first. A run may take a part of the rows (--family, --measure, --m,
+--nk) and of the systems (--systems, --leave-out; ours always); files of several runs are merged for
+the verdicts. What a row lacks is said as missing, not as met. Exit status 1 if a verdict is not
+met, with --check."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import bench_gemm
-from bench_systems import Results, Row, measure, open_systems, show_table
+from bench_systems import Results, Row, failures, is_unknown, measure, open_systems, show_table
+from formal_bars import BARS, GRIDS, TUNED, judge, systems_of, to_fastest, where
 
 WORKER = bench_gemm.WORKER
-SLACK, SLACK_US = 0.03, 0.3
-TUNED = "stock-autotune"
-PEERS = {
-    "linear": ("bf16", "stock", "gemlite", TUNED),
-    "gemm": ("stock", "gemlite", TUNED),
-}
 KEY = ("family", "measure", "m", "n", "k")
-HALF = ("w8a8_fp16", 256, 4096, 4096)  # the row in fp16
-BEST = "the best"
-# (measure, M, N, K) -> (peer, the largest ratio)
-BARS: dict[tuple[str, int, int, int], tuple[str, float]] = {
-    ("linear", 4096, 28672, 4096): (TUNED, 0.72),
-    ("linear", 4096, 4096, 14336): (TUNED, 0.80),
-    ("linear", 256, 4096, 14336): (BEST, 0.80),
-    ("linear", 256, 6144, 4096): (BEST, 0.80),
-    ("linear", 64, 28672, 4096): (BEST, 0.80),
-    ("linear", 16, 6144, 4096): (BEST, 0.75),
-    ("gemm", 4096, 28672, 4096): ("stock", 0.74),
-    ("gemm", 4096, 4096, 14336): ("stock", 0.74),
-    ("gemm", 4096, 6144, 4096): ("stock", 0.74),
-    ("gemm", 4096, 4096, 4096): ("stock", 0.74),
-    ("gemm", 16, 6144, 4096): ("gemlite", 0.65),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    what: str
-    met: bool | None  # None: a figure is missing
-    detail: str = ""
-
-    def __str__(self) -> str:
-        met = {True: "met", False: "NOT MET", None: "missing"}[self.met]
-        return f"{met}: {self.what}" + (f" ({self.detail})" if self.detail else "")
+FAMILIES = tuple(dict.fromkeys(grid.family for grid in GRIDS))
 
 
 def requests(options: argparse.Namespace) -> list[Row]:
-    """Shapes with a bar come first. A shape's measures follow each other: a library that tunes
-    itself does so once for both."""
-    if options.tiny:
-        shapes = [("w8a8", *shape) for shape in bench_gemm.TINY]
-    else:
-        grids = json.loads((bench_gemm.HERE / "shapes.json").read_text())
-        formal = grids["formal"]["w8a8"]
-        rows = [m for m in formal["M"] if m in (options.m or formal["M"])]
-        shapes = [("w8a8", m, n, k) for m in rows for n, k in grids[formal["NK"]]]
-        shapes += [HALF] if HALF[1] in rows else []
-        barred = {tuple(shape) for _, *shape in BARS}
-        shapes.sort(key=lambda shape: tuple(shape[1:]) not in barred)
-    values = [(family, name, *mnk) for family, *mnk in shapes for name in options.measure]
-    return [dict(zip(KEY, value, strict=True)) for value in values]
+    """The selected rows. A shape's measures follow each other: a library that tunes itself does so
+    once for all."""
+    rows = [row for row in all_rows(is_tiny=options.tiny) if is_selected(row, options)]
+    if not options.tiny:
+        rows.sort(key=lambda row: not any(bar.nk and bar.covers(row) for bar in BARS))
+    return rows
 
 
-def peers(row: Row, *, tune_all: bool) -> list[str]:
-    """The systems of a row, beside ours."""
-    is_tuned = tune_all or _shape(row) in BARS
-    return [peer for peer in PEERS[row["measure"]] if peer != TUNED or is_tuned]
+def all_rows(*, is_tiny: bool = False) -> list[Row]:
+    grids = json.loads((bench_gemm.HERE / "shapes.json").read_text())
+    found = []
+    for family in FAMILIES:
+        formal = grids["formal"][family.removesuffix("_fp16")]
+        shapes = [(m, n, k) for m in formal["M"] for n, k in grids[formal["NK"]]]
+        if is_tiny:
+            is_grouped = bench_gemm.is_weight_only(family) or family == "fp8_block"
+            shapes = bench_gemm.TINY_GROUPS if is_grouped else bench_gemm.TINY
+        measures = dict.fromkeys(grid.measure for grid in GRIDS if grid.family == family)
+        for shape in shapes:
+            for name in measures:
+                row = dict(zip(KEY, (family, name, *shape), strict=True))
+                if len(systems_of(row, is_tiny=is_tiny)) > 1:
+                    found.append(row)
+    return found
 
 
-def _shape(row: Row) -> tuple[str, int, int, int]:
-    return row["measure"], row["m"], row["n"], row["k"]
+def is_selected(row: Row, options: argparse.Namespace) -> bool:
+    if options.systems and not set(options.systems) & set(systems(row, options)):
+        return False
+    return (
+        (not options.family or row["family"] in options.family)
+        and (not options.measure or row["measure"] in options.measure)
+        and (not options.m or row["m"] in options.m)
+        and (not options.nk or f"{row['n']}x{row['k']}" in options.nk)
+    )
 
 
-def best_peer(row: Row) -> str | None:
-    timed = {name: r["us"][1] for name, r in row["systems"].items() if "us" in r and name != "ours"}
-    return min(timed, key=timed.__getitem__, default=None)
+def systems(row: Row, options: argparse.Namespace) -> list[str]:
+    """Who takes part in a row: ours, and those of the selected that the grid has there."""
+    names = systems_of(row, is_tiny=options.tiny)
+    if options.tune_all and row["family"].startswith("w8a8"):
+        names = list(dict.fromkeys([*names, TUNED]))
+    return [
+        name
+        for name in names
+        if name == "ours"
+        or (
+            (not options.systems or name in options.systems)
+            and (not options.leave_out or name not in options.leave_out)
+        )
+    ]
 
 
-def median_us(row: Row, name: str) -> float | None:
-    reply = row["systems"].get(name, {})
-    return reply["us"][1] if "us" in reply else None
-
-
-def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Every verdict that the rows allow, and what is missing for the others."""
+def merged(rows: Iterable[Row]) -> list[Row]:
+    """One row for each shape: what was timed in any of its runs. A ratio is always of one run."""
+    found: dict[tuple, Row] = {}
     for row in rows:
-        where = f"{row['measure']} {bench_gemm.label(row)}"
-        best = best_peer(row)
-        if median_us(row, "ours") is None or best is None:
-            yield Verdict(f"{where} runs, and a peer", met=None)
+        key = tuple(row[name] for name in KEY)
+        if key not in found:
+            found[key] = {**row, "systems": dict(row["systems"]), "ratios": dict(row["ratios"])}
             continue
-        ratio, peer_us = row["ratios"][f"ours/{best}"][1], median_us(row, best)
-        assert peer_us is not None
-        limit = 1 + max(SLACK, SLACK_US / peer_us)
-        yield Verdict(f"{where} not behind", ratio <= limit, f"{ratio:.3f} of {best}")
-        if row["measure"] == "linear" and row["m"] >= 16:
-            found = row["ratios"].get("ours/bf16")
-            detail = f"{found[1]:.3f}" if found else ""
-            yield Verdict(f"{where} ahead of bf16", found and found[1] < 1, detail)
-        if _shape(row) in BARS and row["family"] == "w8a8":
-            yield _bar(row, where, best)
-    yield from _few_rows(rows)
+        mine = found[key]
+        for name, reply in row["systems"].items():
+            if is_unknown(mine["systems"].get(name)):
+                mine["systems"][name] = reply
+        mine["ratios"] = row["ratios"] | mine["ratios"]
+    return list(found.values())
 
 
-def _bar(row: Row, where: str, best: str) -> Verdict:
-    peer, most = BARS[_shape(row)]
-    what = f"{where} <= {most} x {peer}"
-    found = row["ratios"].get(f"ours/{best if peer == BEST else peer}")
-    missing = [name for name in PEERS[row["measure"]] if median_us(row, name) is None]
-    if found is None or (peer == BEST and missing and found[1] <= most):
-        return Verdict(what, None, "without " + ", ".join(missing))
-    return Verdict(what, found[1] <= most, f"{found[1]:.3f} [{found[0]:.3f}, {found[2]:.3f}]")
+def load(paths: Sequence[Path]) -> list[Row]:
+    """The rows of several result files of the same card and torch."""
+    files = [json.loads(path.read_text()) for path in paths]
+    for name in ("gpu", "torch"):
+        values = {str(path): file["machine"][name] for path, file in zip(paths, files, strict=True)}
+        if len(set(values.values())) > 1:
+            raise SystemExit(f"these were not measured with the same {name}: {values}")
+    return [{"ceilings": file["ceilings"], **row} for file in files for row in file["rows"]]
 
 
-def _few_rows(rows: Sequence[Row]) -> Iterator[Verdict]:
-    """Rows below 16 against 16, which cost as much as the smallest tile."""
-    times = {(r["family"], *_shape(r)): median_us(r, "ours") for r in rows}
-    for (family, name, m, n, k), us in times.items():
-        if m >= 16 or us is None:
-            continue
-        what = f"{name} {m}x{n}x{k} no slower than with 16 rows"
-        full = times.get((family, name, 16, n, k))
-        if full is None:
-            yield Verdict(what, None)
-        else:
-            limit = full * (1 + max(SLACK, SLACK_US / full))
-            yield Verdict(what, us <= limit, f"{us:.1f} and {full:.1f} us")
+# ------------------------------------------------------------------------------------------
+# tables
 
 
-def show(rows: Sequence[Row], ceilings: dict[str, float]) -> None:
-    for name in PEERS:
-        mine = [row for row in rows if row["measure"] == name]
-        if not mine:
-            continue
+def rate(row: Row) -> list[str]:
+    """[what ours reaches, its share of the ceiling]."""
+    us, ceilings = row["systems"]["ours"]["us"][1], row["ceilings"]
+    terabytes = bench_gemm.weight_bytes(row) / us / 1e6
+    tera = bench_gemm.operations(row) / us / 1e6
+    is_wide = bench_gemm.is_weight_only(row["family"])
+    peak = ceilings["bf16_tflops" if is_wide else "int8_tops"]
+    if terabytes / ceilings["read_tbps"] > tera / peak:
+        return [f"{terabytes:.2f} TB/s", f"{terabytes / ceilings['read_tbps']:.0%}"]
+    unit = "TOP/s" if row["family"].startswith("w8a8") else "TFLOP/s"
+    return [f"{tera:.0f} {unit}", f"{tera / peak:.0%}"]
+
+
+def show(rows: Sequence[Row]) -> None:
+    for family, name in dict.fromkeys((row["family"], row["measure"]) for row in rows):
+        mine = [row for row in rows if (row["family"], row["measure"]) == (family, name)]
+        columns = list(dict.fromkeys(system for row in mine for system in row["systems"]))
         lines = []
         for row in mine:
-            best = best_peer(row)
-            cells = [bench_gemm.label(row) + (" fp16" if row["family"] == HALF[0] else "")]
-            cells += [bench_gemm.cell(row["systems"].get(s, {})) for s in ("ours", *PEERS[name])]
-            ratio = row["ratios"].get(f"ours/{best}")
-            cells += (
-                [best or "-", f"{ratio[1]:.3f} [{ratio[0]:.3f}, {ratio[2]:.3f}]"] if ratio else []
-            )
-            us = median_us(row, "ours")
-            if ratio and us:
-                cells.append(f"{bench_gemm.operations(row) / us / 1e6:.0f}")
-                cells.append(f"{bench_gemm.bytes_moved(row) / us / 1e6:.2f}")
-                cells.append(f"{bench_gemm.floor_us(row, ceilings) / us:.0%}")
-            lines.append(cells + [""] * (len(PEERS[name]) + 7 - len(cells)))
-        columns = ("M x N x K", "ours", *PEERS[name], "best peer", "ours / it [quartiles]")
-        show_table(f"{name}: microseconds", (*columns, "TOP/s", "TB/s", "share"), lines)
+            replies = [row["systems"].get(system) for system in columns]
+            cells = [bench_gemm.label(row)]
+            cells += ["" if reply is None else bench_gemm.cell(reply) for reply in replies]
+            pair = to_fastest(row, "ours", [s for s in columns if not s.startswith("ours")])
+            low, median, high = pair[0] if pair else (0.0, 0.0, 0.0)
+            cells += [pair[1], f"{median:.3f} [{low:.3f}, {high:.3f}]"] if pair else ["-", "-"]
+            cells += rate(row) if "us" in row["systems"]["ours"] else ["-", "-"]
+            lines.append(cells)
+        names = ("M x N x K", *columns, "best peer", "ours / it [quartiles]", "rate", "share")
+        show_table(f"{family} {name}: microseconds", names, lines)
 
 
-def run(options: argparse.Namespace) -> tuple[list[Row], dict[str, float]]:
+def show_verdicts(rows: Sequence[Row], wanted: Sequence[Row]) -> bool:
+    """Every verdict on the rows, and which of the ``wanted`` there are not; whether none is not
+    met."""
+    verdicts = list(judge(rows, wanted))
+    print(f"\n{sum(v.met is True for v in verdicts)} of {len(verdicts)} verdicts met:")
+    for met in (False, None, True):
+        print("".join(f"{verdict}\n" for verdict in verdicts if verdict.met is met), end="")
+    for (name, reason), shapes in failures(rows, where).items():
+        print(f"{name}: {reason}: {', '.join(shapes)}")
+    for row in rows:
+        for name, reply in row["systems"].items():
+            if reply.get("wrong"):
+                print(f"{name} {where(row)}: WRONG, relative error {reply['error_rms']:.1e}")
+    measured = {where(row) for row in rows}
+    absent = Counter(
+        f"{row['family']} {row['measure']}" for row in wanted if where(row) not in measured
+    )
+    if absent:
+        print("not measured:", ", ".join(f"{n} rows of {name}" for name, n in absent.items()))
+    return not any(verdict.met is False for verdict in verdicts)
+
+
+# ------------------------------------------------------------------------------------------
+# measuring
+
+
+def run(options: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
+    """Measure the wanted rows that are not in the file, as long as the budget lasts."""
     until = time.perf_counter() + options.budget
-    wanted, rows = requests(options), []
-    names = ["ours", *dict.fromkeys(p for r in wanted for p in peers(r, tune_all=options.tune_all))]
-    names = [name for name in names if not options.leave_out or name not in options.leave_out]
-    with open_systems(names, WORKER, "--device", options.device) as systems:
-        machine, ceilings = (systems[0].ask(do=what) for what in ("machine", "ceilings"))
+    names = list(dict.fromkeys(name for row in wanted for name in systems(row, options)))
+    arguments = bench_gemm.worker_arguments(options)
+    with open_systems(names, WORKER, *arguments) as workers:
+        machine, ceilings = (workers[0].ask(do=what) for what in ("machine", "ceilings"))
         for reply in (machine, ceilings):
             if "failed" in reply:
                 raise SystemExit(f"ours does not start: {reply['failed']}")
-        print(", ".join(machine.values()), flush=True)
+        print(", ".join(machine.values()))
+        print("ceilings:", ", ".join(f"{k} {v:.2f}" for k, v in ceilings.items()), flush=True)
         results = Results(options.json, {"machine": machine, "ceilings": ceilings}, KEY)
         for request in wanted:
-            mine = ["ours", *peers(request, tune_all=options.tune_all)]
-            taking_part = [system for system in systems if system.name in mine]
-            row = results.find({**request, "systems": [s.name for s in taking_part]})
+            mine = systems(request, options)
+            done = [row for row in merged(results.rows) if where(row) == where(request)]
             left = until - time.perf_counter()
-            if row is None and left > 0:
-                began = time.perf_counter()
-                row = request | measure(
-                    taking_part,
-                    request,
-                    rounds=options.rounds,
-                    limit_s=min(left + 30, bench_gemm.GEMLITE_LIMIT_S),
-                    alone=lambda name: name == TUNED,
-                )
-                row["seconds"] = round(time.perf_counter() - began, 1)
-                results.add(row)
-                spent = f"{row['seconds']:.0f} s"
-                print(
-                    f"{row['measure']} {bench_gemm.progress(row, ceilings)} | {spent}", flush=True
-                )
-            if row is not None:
-                rows.append(row)
-    if len(rows) < len(wanted):
-        print(f"time budget spent: {len(wanted) - len(rows)} of {len(wanted)} rows left out")
-    return rows, ceilings
+            if (done and set(mine) <= set(done[0]["systems"])) or left <= 0:
+                continue
+            began = time.perf_counter()
+            row = request | measure(
+                [worker for worker in workers if worker.name in mine],
+                request,
+                rounds=options.rounds,
+                limit_s=min(left + 30, bench_gemm.GEMLITE_LIMIT_S),
+                alone=lambda name: name == TUNED,
+            )
+            row |= {"ceilings": ceilings, "seconds": round(time.perf_counter() - began, 1)}
+            results.add(row)
+            cells = [f"{name} {bench_gemm.cell(reply)}" for name, reply in row["systems"].items()]
+            print(" | ".join([where(row), *cells, f"{row['seconds']:.0f} s"]), flush=True)
+    rows = [{"ceilings": ceilings, **row} for row in merged(results.rows)]
+    return [row for row in rows if where(row) in {where(request) for request in wanted}]
 
 
 def main() -> int:
@@ -215,34 +218,35 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="results; rows that are there are kept")
-    parser.add_argument("--m", type=int, nargs="+", help="only these M of the grid")
-    parser.add_argument("--measure", choices=list(PEERS), nargs="+", default=list(PEERS))
+    parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, judge these files")
+    parser.add_argument("--family", choices=FAMILIES, nargs="+")
+    parser.add_argument("--measure", choices=bench_gemm.MEASURES, nargs="+")
+    parser.add_argument("--m", type=int, nargs="+", help="only these M of the grids")
+    parser.add_argument("--nk", nargs="+", help="only these N x K, such as 28672x4096")
+    parser.add_argument("--systems", nargs="+", help="only these beside ours")
+    parser.add_argument("--leave-out", nargs="+", help="systems that do not take part")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--tune-all", action="store_true", help="stock max-autotune everywhere")
-    parser.add_argument("--leave-out", nargs="+", help="systems that do not take part")
     parser.add_argument("--budget", type=float, default=1200, help="seconds; the rest is left out")
+    parser.add_argument("--brief", action="store_true", help="no tables")
     parser.add_argument("--check", action="store_true", help="exit 1 where a verdict is not met")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
+    bench_gemm.add_worker_options(parser)
     options = parser.parse_args()
 
-    rows, ceilings = run(options)
+    wanted = requests(options)
+    if options.merge:
+        rows = [row for row in merged(load(options.merge)) if is_selected(row, options)]
+    else:
+        rows = run(options, wanted) if wanted else []
     if not rows:
         print("nothing was measured")
         return 1
-    show(rows, ceilings)
-    verdicts = list(judge(rows))
-    count = sum(verdict.met is True for verdict in verdicts)
-    print(f"\n{count} of {len(verdicts)} verdicts met; the others:")
-    print("\n".join(str(verdict) for verdict in verdicts if not verdict.met) or "none")
-    print("\n".join(str(v) for v in verdicts if v.met and "<=" in v.what))
-    for row in rows:
-        for name, reply in row["systems"].items():
-            if reply.get("wrong") or "failed" in reply:
-                reason = reply.get("failed") or f"WRONG, relative error {reply['error_rms']:.1e}"
-                print(f"{name} {row['measure']} {bench_gemm.label(row)}: {reason}")
-    is_wrong = any(r["systems"]["ours"].get("wrong", True) for r in rows)
-    return 1 if options.check and (is_wrong or any(v.met is False for v in verdicts)) else 0
+    if not options.brief:
+        show(rows)
+    is_met = show_verdicts(rows, wanted)
+    is_right = all(not row["systems"]["ours"].get("wrong", True) for row in rows)
+    return 1 if options.check and not (is_met and is_right) else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/bench_gemm.py                              # the formal W8A8 grid, int8 in
     python examples/bench_gemm.py --measure linear --m 16 256  # bf16 in, quantization counted
     python examples/bench_gemm.py --family weight_only         # W4A16, words along K: formal grid
-    python examples/bench_gemm.py --family weight_only_int8    # W8A16; or _fp8, _awq, _hqq
+    python examples/bench_gemm.py --family weight_only_int8    # W8A16; or _fp8, _awq, _hqq, _fp16
     python examples/bench_gemm.py --family fp8_block           # FP8 in blocks; or fp8: by rows
     python examples/bench_gemm.py --json gemm.json --plot gemm.png --check --budget 570
 
@@ -60,6 +60,7 @@ DEFAULT_SYSTEMS = {
         "linear": [*_COMPILED, "bf16"],
     },
     "weight_only": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
+    "weight_only_fp16": {"linear": [*_WEIGHT_ONLY, "gemlite"]},
     "weight_only_awq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
     "weight_only_hqq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
     "weight_only_int8": {"linear": [*_WEIGHT_ONLY, "int8pack", "gemlite"]},
@@ -107,11 +108,18 @@ def operations(row: Row) -> float:
 def bytes_moved(row: Row) -> int:
     """Operands and output, each once."""
     m, n, k = row["m"], row["n"], row["k"]
+    is_wide = is_weight_only(row["family"]) or row["measure"] == "linear"
+    return (2 if is_wide else 1) * m * k + weight_bytes(row) + 2 * m * n
+
+
+def weight_bytes(row: Row) -> int:
+    """The weight as it is stored; weight-only with its scales and zero points."""
+    n, k = row["n"], row["k"]
     if row["family"] in ("weight_only_int8", "weight_only_fp8"):
-        return 2 * m * k + n * k + 2 * n + 2 * m * n
+        return n * k + 2 * n
     if is_weight_only(row["family"]):  # 4 bits; a scale of 16 and a zero of 4 for each 128
-        return 2 * m * k + n * k // 2 + n * k // 128 * 5 // 2 + 2 * m * n
-    return (2 if row["measure"] == "linear" else 1) * m * k + n * k + 2 * m * n
+        return n * k // 2 + n * k // 128 * 5 // 2
+    return n * k
 
 
 def floor_us(row: Row, ceilings: dict[str, float]) -> float:
@@ -211,7 +219,7 @@ def run(options: argparse.Namespace, names: list[str]) -> tuple[list[Row], dict[
     """Measure what is not in the file yet, as long as the budget lasts; all rows of the grid."""
     until = time.perf_counter() + options.budget
     grid, rows = grid_of(options), []
-    with open_systems(names, WORKER, "--device", options.device) as systems:
+    with open_systems(names, WORKER, *worker_arguments(options)) as systems:
         header = {
             "machine": systems[0].ask(do="machine"),
             "ceilings": systems[0].ask(do="ceilings"),
@@ -245,6 +253,23 @@ def run(options: argparse.Namespace, names: list[str]) -> tuple[list[Row], dict[
     return rows, ceilings
 
 
+def worker_arguments(options: argparse.Namespace) -> list[str]:
+    found = ["--device", options.device]
+    if options.deepseek_kernel is not None:
+        found += ["--deepseek-kernel", str(options.deepseek_kernel.resolve())]
+    return found
+
+
+def add_worker_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--deepseek-kernel",
+        metavar="PATH",
+        type=Path,
+        help="inference/kernel.py of github.com/deepseek-ai/DeepSeek-V3, which 'deepseek' runs",
+    )
+
+
 def progress(row: Row, ceilings: dict[str, float]) -> str:
     """One line, printed as soon as the shape is measured: the tables come last."""
     cells = [label(row), *(f"{name} {cell(reply)}" for name, reply in row["systems"].items())]
@@ -271,8 +296,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="results; rows that are there are kept")
     parser.add_argument("--plot", type=Path, help="roofline, a PNG")
     parser.add_argument("--check", action="store_true", help="exit 1 if a result is wrong")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
+    add_worker_options(parser)
     options = parser.parse_args()
 
     options.measure = options.measure or next(iter(DEFAULT_SYSTEMS[options.family]))

@@ -28,6 +28,19 @@ from typing import Any
 Row = dict[str, Any]
 
 
+class NotMeasured(Exception):
+    """A worker lacks what the user must give or install: that says nothing about the system."""
+
+
+# How failures begin that say nothing about what the system can do.
+_UNKNOWN = ("not measured", "no answer within", "the process died")
+
+
+def is_unknown(reply: Row | None) -> bool:
+    """Whether a time is missing that another run may have; a system that refuses has none."""
+    return reply is None or str(reply.get("failed", "")).startswith(_UNKNOWN)
+
+
 class System:
     """A worker process of the parent's. Started by the first request, anew after it has died."""
 
@@ -116,6 +129,8 @@ def serve(handlers: dict[str, Callable[..., Row]]) -> None:
         request = json.loads(line)
         try:
             reply = handlers[request.pop("do")](**request)
+        except (NotMeasured, ImportError) as error:
+            reply = {"failed": f"not measured: {error}"[:300]}
         except Exception as error:  # the parent shows it in its table
             said = str(error).strip().splitlines()
             reply = {"failed": f"{type(error).__name__}: {said[0] if said else ''}"[:300]}
@@ -169,12 +184,12 @@ def measure(
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Quartiles of time ours / time peer, for every pair of systems of which one is ours."""
+    """Quartiles of time ours / time peer of every system that is ours to every other."""
     return {
         f"{ours}/{peer}": quartiles([a / b for a, b in zip(times[ours], times[peer], strict=True)])
         for ours in times
         for peer in times
-        if ours.startswith("ours") and not peer.startswith("ours")
+        if ours.startswith("ours") and peer != ours
     }
 
 
@@ -186,11 +201,12 @@ def quartiles(values: list[float]) -> list[float]:
 
 
 def geometric_means(rows: Iterable[Row]) -> dict[str, tuple[float, int]]:
-    """For each pair of systems the geometric mean of its median ratios, and their number."""
+    """For each of ours and each peer the geometric mean of the median ratios, and their number."""
     medians: dict[str, list[float]] = {}
     for row in rows:
         for pair, (_, median, _) in row["ratios"].items():
-            medians.setdefault(pair, []).append(median)
+            if "/ours" not in pair:
+                medians.setdefault(pair, []).append(median)
     return {
         pair: (statistics.geometric_mean(values), len(values)) for pair, values in medians.items()
     }

@@ -6,13 +6,15 @@ any case. 'linear': bf16 in, its quantization counted as well."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
+from bench_systems import NotMeasured
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -87,6 +89,10 @@ class Fp8:
         return [first] + [first.clone() for _ in range(self.count(2) - 1)]
 
     @property
+    def used_bias(self) -> Tensor | None:
+        return self.bias
+
+    @property
     def constants(self) -> tuple[Tensor, ...]:
         """What the product takes beside the activation and the weight."""
         return self.sw, self.bias
@@ -142,8 +148,12 @@ class Fp8Block(Fp8):
         return w.double() * scale[: self.n, : self.k]
 
     @property
+    def used_bias(self) -> Tensor | None:
+        return self.bias if self.measure == "silu" else None
+
+    @property
     def constants(self) -> tuple[Tensor, ...]:
-        return (self.sw, self.bias) if self.measure == "silu" else (self.sw,)
+        return (self.sw,) if self.used_bias is None else (self.sw, self.used_bias)
 
     @property
     def product(self) -> Callable[..., Tensor]:
@@ -160,64 +170,49 @@ class Fp8Block(Fp8):
         return self.finished(self.x.double() @ self.dense(self.weights[0]).t())
 
 
-# ------------------------------------------------------------------------------------------
-# DeepSeek-V3's own kernel: its tiling and its autotuned choices, after the formula that was
-# published with the model (inference/kernel.py)
-
-_TILES = [
-    triton.Config({"BM": m, "BN": n, "BK": BLOCK}, num_stages=stages, num_warps=8)
-    for m in (16, 32, 64)
-    for n in (32, 64, 128)
-    for stages in (3, 4, 5, 6)
-]
-
-
-@triton.autotune(configs=_TILES, key=["M", "N", "K"])
-@triton.jit
-def _plain_kernel(
-    a_ptr,
-    w_ptr,
-    out_ptr,
-    sa_ptr,
-    sw_ptr,
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    rows = tl.program_id(0) * BM + tl.arange(0, BM)
-    columns = tl.program_id(1) * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
-    blocks = tl.cdiv(K, BK)
-    a_tile = a_ptr + (rows % M)[:, None] * K + ks[None, :]
-    w_tile = w_ptr + (columns % N)[None, :] * K + ks[:, None]
-    sa = sa_ptr + (rows % M) * blocks
-    sw = sw_ptr + ((columns % N) // BK) * blocks
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for block in range(blocks):
-        inside = ks < K - block * BK
-        a = tl.load(a_tile + block * BK, mask=inside[None, :], other=0.0)
-        w = tl.load(w_tile + block * BK, mask=inside[:, None], other=0.0)
-        scale = tl.load(sa + block)[:, None] * tl.load(sw + block)[None, :]
-        acc += tl.dot(a, w) * scale
-    out = out_ptr + rows[:, None] * N + columns[None, :]
-    tl.store(out, acc.to(tl.bfloat16), mask=(rows[:, None] < M) & (columns[None, :] < N))
-
-
-def deepseek(problem: Fp8Block) -> list[Call]:
-    """The scales of the activation lie along K, as this kernel has them; 'gemm' alone."""
-    m, n, k = problem.m, problem.n, problem.k
+def deepseek(problem: Fp8Block, path: str | None = None) -> list[Call]:
+    """DeepSeek-V3's own Triton kernel, from the file at ``path``. Its configurations are tuned
+    anew for each M, which the kernel itself does not; the activation's scales lie along K."""
+    if path is None:
+        raise NotMeasured(
+            "give --deepseek-kernel PATH, inference/kernel.py of github.com/deepseek-ai/DeepSeek-V3"
+        )
+    module = _load(path)
     sa, sw = problem.sa.contiguous(), problem.sw.t().contiguous()
 
     def gemm(w: Tensor) -> Tensor:
-        out = torch.empty(m, n, dtype=BF16, device=w.device)
-        grid = lambda meta: (triton.cdiv(m, meta["BM"]), triton.cdiv(n, meta["BN"]))  # noqa: E731
-        _plain_kernel[grid](problem.a, w, out, sa, sw, m, n, k)
-        return out
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(BF16)  # of the result
+        try:
+            return module.fp8_gemm(problem.a, sa, w, sw)
+        finally:
+            torch.set_default_dtype(before)
 
+    if problem.device == "cuda":
+        m, n, k = problem.m, problem.n, problem.k
+        out = torch.empty(m, n, dtype=BF16, device="cuda")
+        _compile(module.fp8_gemm_kernel, problem.a, problem.weights[0], out, sa, sw, m, n, k)
     return [functools.partial(gemm, w) for w in problem.weights]
+
+
+def _load(path: str) -> Any:
+    """The module in the file, a new one each time."""
+    spec = importlib.util.spec_from_file_location("deepseek_kernel", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise NotMeasured(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile(autotuner: Any, *arguments: Any) -> None:
+    """All configurations side by side; the autotuner finds them in Triton's cache."""
+
+    def compile_one(config: Any) -> None:
+        autotuner.fn.warmup(*arguments, grid=(1,), **config.all_kwargs())
+
+    with ThreadPoolExecutor(16) as executor:
+        list(executor.map(compile_one, autotuner.configs))
 
 
 def cublaslt(problem: Fp8) -> list[Call]:

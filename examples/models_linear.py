@@ -23,6 +23,8 @@ from bench_systems import serve
 from models_fp8 import Fp8, Fp8Block, cublaslt, deepseek
 from models_timing import Replay, machine, seconds
 
+from inductor_quant import report
+
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
 
@@ -74,6 +76,10 @@ class W8A8:
         if self.device == "cpu":
             return 2
         return max(2, min(MAX_CALLS, -(-WEIGHT_BYTES // (self.n * self.k * element_bytes))))
+
+    @property
+    def used_bias(self) -> Tensor | None:
+        return self.bias
 
     @functools.cached_property
     def weights(self) -> list[Tensor]:
@@ -141,16 +147,21 @@ def compiled(backend: str, mode: str | None = None) -> Entry:
 
 
 def bf16(mode: str | None) -> Entry:
+    """A layer that is not quantized. Beside FP8 it has all measures: 'gemm' is its product."""
+
     def linear(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
         return F.linear(x, w, bias)
 
-    def build(problem: W8A8) -> list[Call]:
-        fn = torch.compile(linear, mode=mode, dynamic=False)
-        bias = None if isinstance(problem, Fp8Block) else problem.bias
+    def build(problem: W8A8 | Fp8) -> list[Call]:
+        if problem.measure != "linear" and not isinstance(problem, Fp8):
+            raise ValueError(f"there is no measure {problem.measure!r} of bf16 beside int8")
+        function = linear if problem.measure != "silu" else lambda *given: F.silu(linear(*given))
+        fn = torch.compile(function, mode=mode, dynamic=False)
+        bias = problem.used_bias
         return [functools.partial(fn, problem.x, w, bias) for w in problem.bf16_weights]
 
     # bf16 weights are rounded once more than the reference's
-    return Entry(build, unquantized, 2 * EXACT, ("linear",))
+    return Entry(build, unquantized, 2 * EXACT)
 
 
 def unquantized(problem: Any) -> Tensor:
@@ -223,7 +234,7 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 # bf16 once more: the weight's rounding, of tinygemm its zero points'.
-_WORDS = ("weight_only", "weight_only_awq", "weight_only_hqq")
+_WORDS = ("weight_only", "weight_only_fp16", "weight_only_awq", "weight_only_hqq")
 _BYTES = ("weight_only_int8", "weight_only_fp8")
 _WEIGHT_ONLY = functools.partial(
     Entry,
@@ -239,20 +250,34 @@ def _gemlite(problem: Any) -> list[Call]:
     return weight_only.gemlite(problem) if is_words else weight_only.gemlite_bytes(problem)
 
 
-WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = {
-    name: _WEIGHT_ONLY(functools.partial(weight_only.compiled, backend, mode))
-    for name, backend, mode in (
-        ("ours", "inductor_quant", None),
-        ("ours-autotune", "inductor_quant", MAX_AUTOTUNE),
-        ("stock", "inductor", None),
-    )
-} | {
-    "bf16": _WEIGHT_ONLY(weight_only.bf16),  # cuBLAS
-    "dequantize": _WEIGHT_ONLY(weight_only.dequantize_once),
-    "tinygemm": _WEIGHT_ONLY(weight_only.tinygemm, bound=REQUANTIZED, families=_WORDS),
-    "int8pack": _WEIGHT_ONLY(weight_only.int8pack, families=("weight_only_int8",)),
-    "gemlite": _WEIGHT_ONLY(_gemlite, bound=REQUANTIZED),
-}
+WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = (
+    {
+        name: _WEIGHT_ONLY(functools.partial(weight_only.compiled, backend, mode))
+        for name, backend, mode in (
+            ("ours", "inductor_quant", None),
+            ("ours-autotune", "inductor_quant", MAX_AUTOTUNE),
+            ("stock", "inductor", None),
+        )
+    }
+    | {
+        "bf16": _WEIGHT_ONLY(weight_only.bf16),  # cuBLAS
+        "dequantize": _WEIGHT_ONLY(weight_only.dequantize_once),
+        "tinygemm": _WEIGHT_ONLY(weight_only.tinygemm, bound=REQUANTIZED, families=_WORDS),
+        "int8pack": _WEIGHT_ONLY(weight_only.int8pack, families=("weight_only_int8",)),
+        "gemlite": _WEIGHT_ONLY(_gemlite, bound=REQUANTIZED),
+    }
+    | {
+        # the numbers of "ours", which is GPTQ's, in other layouts, as they are and repacked
+        f"ours-{name}{suffix}": _WEIGHT_ONLY(
+            functools.partial(build, kind), families=("weight_only",)
+        )
+        for name, kind in (("awq", weight_only.AWQ), ("hqq", weight_only.HQQ))
+        for suffix, build in (
+            ("", weight_only.packed_as),
+            ("-prepacked", weight_only.prepacked_from),
+        )
+    }
+)
 
 # family -> its problem and its systems
 FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
@@ -261,6 +286,7 @@ FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "fp8": (Fp8, SYSTEMS),
     "fp8_block": (Fp8Block, SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
+    "weight_only_fp16": (weight_only.GPTQHalf, WEIGHT_ONLY_SYSTEMS),
     "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_hqq": (weight_only.HQQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_int8": (weight_only.Int8, WEIGHT_ONLY_SYSTEMS),
@@ -288,7 +314,8 @@ class Worker:
         with torch.no_grad():
             calls = entry.build(problem)
             start = time.perf_counter()
-            out = calls[0]().double()  # waits for the result
+            with report.collect() as decisions:
+                out = calls[0]().double()  # waits for the result
             compile_s = time.perf_counter() - start
             reference = entry.reference(problem)
             error = (out - reference).abs_()
@@ -301,6 +328,7 @@ class Worker:
             "error_max": error.max().item(),
             "wrong": not rms <= entry.bound,
             "compile_s": compile_s,
+            "kernels": [choice.chosen for choice in decisions.kernels],  # ours
         }
 
     def time(self) -> dict[str, Any]:
@@ -341,7 +369,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=[*SYSTEMS, *WEIGHT_ONLY_SYSTEMS])
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--deepseek-kernel", help="file of the system 'deepseek'")
     options = parser.parse_args()
+    # what is read from a cache is not lowered, and reports no kernel
+    torch.compiler.config.force_disable_caches = True
+    if options.deepseek_kernel is not None:
+        build = functools.partial(deepseek, path=options.deepseek_kernel)
+        SYSTEMS["deepseek"] = dataclasses.replace(SYSTEMS["deepseek"], build=build)
     worker = Worker(options.system, options.device)
     serve(
         {

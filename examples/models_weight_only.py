@@ -1,18 +1,22 @@
 """A linear layer with packed weights in the systems of ``bench_gemm.py``; see models_linear.py.
 
-bf16 activations. Of 4 bits: unsigned numbers with a packed zero point and a bf16 scale for each 128
-of K, packed as GPTQ, AWQ or HQQ do. Of 8 bits: int8 or e4m3 with a bf16 scale for each channel.
-They are dequantized by the plain torch code of such a layer. Only 'linear' is measured: there is no
-quantized input."""
+bf16 activations, or fp16. Of 4 bits: unsigned numbers with a packed zero point and a bf16 scale for
+each 128 of K, packed as GPTQ, AWQ or HQQ do. Of 8 bits: int8 or e4m3 with a bf16 scale for each
+channel. They are dequantized by the plain torch code of such a layer. Only 'linear' is measured:
+there is no quantized input."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+import inductor_quant
 
 Tensor = torch.Tensor
 Call = Callable[[], Tensor]
@@ -52,6 +56,8 @@ def scaled(q: Tensor, z: Tensor, scales: Tensor) -> Tensor:
 class Problem:
     """x [M, K], the tensors of a weight, bias [N]; subclasses say how the weight is packed."""
 
+    dtype = torch.bfloat16
+
     @staticmethod
     def dequantize(*weight: Tensor) -> Tensor:
         """[K, N] in the type of the scales."""
@@ -65,11 +71,11 @@ class Problem:
         self.m, self.n, self.k, self.device = m, n, k, device
         self.options: dict[str, Any] = {"device": device}
         self.options["generator"] = torch.Generator(device).manual_seed(0)
-        self.x = torch.randn(m, k, dtype=torch.bfloat16, **self.options)
-        self.bias = torch.randn(n, dtype=torch.bfloat16, **self.options)
+        self.x = torch.randn(m, k, dtype=self.dtype, **self.options)
+        self.bias = torch.randn(n, dtype=self.dtype, **self.options)
 
     def random_scales(self, *size: int) -> Tensor:
-        return (torch.rand(*size, **self.options) * 0.01 + 0.001).to(torch.bfloat16)
+        return (torch.rand(*size, **self.options) * 0.01 + 0.001).to(self.dtype)
 
     def packed(self) -> tuple[Tensor, ...]:
         """What ``dequantize`` takes."""
@@ -123,6 +129,12 @@ class GPTQ(Problem):
         return (self.q.float() - z) * s
 
 
+class GPTQHalf(GPTQ):
+    """fp16 in place of bf16."""
+
+    dtype = torch.float16
+
+
 class AWQ(GPTQ):
     """Words along N in AWQ's order, zeros too."""
 
@@ -142,7 +154,7 @@ class HQQ(GPTQ):
 
     def packed(self) -> tuple[Tensor, ...]:
         high, low = self.q.t().contiguous().chunk(2)
-        zeros, scales = (t.to(torch.bfloat16).t().contiguous() for t in (self.z, self.scales))
+        zeros, scales = (t.to(self.dtype).t().contiguous() for t in (self.z, self.scales))
         return high << 4 | low, zeros, scales
 
 
@@ -180,8 +192,47 @@ def compiled(backend: str, mode: str | None, problem: Problem) -> list[Call]:
     return [functools.partial(fn, problem.x, problem.bias, *t) for t in problem.tensors]
 
 
+def packed_as(kind: type[GPTQ], problem: GPTQ) -> list[Call]:
+    """The same numbers in another layout."""
+    other = kind("linear", problem.m, problem.n, problem.k, problem.device)
+    return compiled("inductor_quant", None, other)
+
+
+class Layer(nn.Module):
+    """A packed layer as packages write it: buffers, and a forward that dequantizes."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self.linear = type(problem).linear
+        self.register_buffer("bias", problem.bias)
+        self.names = [f"weight{i}" for i in range(len(problem.packed()))]
+        for name, tensor in zip(self.names, problem.packed(), strict=True):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.bias, *(getattr(self, name) for name in self.names))
+
+
+def prepacked_from(kind: type[GPTQ], problem: GPTQ) -> list[Call]:
+    """The same numbers in another layout, which ``prepack_`` has changed."""
+    other = kind("linear", problem.m, problem.n, problem.k, problem.device)
+    model = nn.Sequential(Layer(other))
+    if not inductor_quant.prepack_(model, other.x):
+        raise ValueError(f"prepack_ leaves the layout of {kind.__name__} as it is")
+    layers = [model[0]]
+    for tensors in other.copies(tuple(layers[0].buffers())):
+        layers.append(copy.deepcopy(layers[0]))
+        for (name, _), tensor in zip(layers[0].named_buffers(), tensors, strict=True):
+            setattr(layers[-1], name, tensor)
+    # one compilation serves all: their tensors are inputs of the graph
+    call = torch.compile(
+        lambda layer, x: layer(x), backend="inductor_quant", dynamic=False, fullgraph=True
+    )
+    return [functools.partial(call, layer, other.x) for layer in layers]
+
+
 def bf16(problem: Problem) -> list[Call]:
-    weight = problem.weight.to(torch.bfloat16).t().contiguous()
+    weight = problem.weight.to(problem.dtype).t().contiguous()
     weights = [weight, *(w for (w,) in problem.copies((weight,)))]
     return [functools.partial(F.linear, problem.x, w, problem.bias) for w in weights]
 
@@ -202,7 +253,7 @@ def tinygemm(problem: GPTQ) -> list[Call]:
     packed = torch.ops.aten._convert_weight_to_int4pack(q[:, ::2] << 4 | q[:, 1::2], 8)
     scales = problem.scales.float()
     zeros = (8 - problem.z.float()) * scales
-    both = torch.stack([scales, zeros], 2).to(torch.bfloat16)
+    both = torch.stack([scales, zeros], 2).to(problem.dtype)
     sets = [(packed, both), *problem.copies((packed, both))]
 
     def call(packed: Tensor, both: Tensor) -> Tensor:
@@ -225,10 +276,10 @@ def gemlite_bytes(problem: Int8) -> list[Call]:
     from gemlite import helper
 
     if problem.numbers.dtype == torch.int8:
-        processor = helper.A16W8_INT8(device=problem.device, dtype=torch.bfloat16)
+        processor = helper.A16W8_INT8(device=problem.device, dtype=problem.dtype)
     else:
         kind = problem.numbers.dtype
-        processor = helper.A16W8_FP8(device=problem.device, dtype=torch.bfloat16, fp8=kind)
+        processor = helper.A16W8_FP8(device=problem.device, dtype=problem.dtype, fp8=kind)
 
     def layer(numbers: Tensor, scales: Tensor) -> Any:
         return processor.from_weights(numbers, problem.bias, scales[:, None])
@@ -239,17 +290,19 @@ def gemlite_bytes(problem: Int8) -> list[Call]:
 def gemlite(problem: GPTQ) -> list[Call]:
     from gemlite.core import DType, GemLiteLinear
 
+    dtype = DType.FP16 if problem.dtype == torch.float16 else DType.BF16
+
     def layer() -> Any:
         made = GemLiteLinear(
             4,
             group_size=GROUP,
             in_features=problem.k,
             out_features=problem.n,
-            input_dtype=DType.BF16,
-            output_dtype=DType.BF16,
+            input_dtype=dtype,
+            output_dtype=dtype,
         )
         grouped = (t.t().reshape(-1, 1).contiguous() for t in (problem.scales, problem.z))
-        scales, zeros = (t.to(torch.bfloat16) for t in grouped)
+        scales, zeros = (t.to(problem.dtype) for t in grouped)
         made.pack(problem.q.t().contiguous(), scales, zeros, problem.bias)
         return made
 
