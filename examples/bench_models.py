@@ -6,11 +6,12 @@
         --per-layer --systems ours bf16 --profile
 
 SAM's ViT-H image encoder (batch 16, 1024x1024), Llama-3-8B decoding (batch 1, 16 and 64 behind 1023
-tokens) and prefill of 4096 tokens, a layer of DeepSeek-V3 on 4096 tokens. Every nn.Linear but
-lm_head is quantized by a few lines of plain PyTorch (models_quantize.py), to int8 with weights per
-channel and activations per token as they come, or with --quantizer int4 the weights alone, in
-groups of 128; or to int8 by torchao. --dtype fp16 makes all of it fp16 in place of bf16. --profile
-adds where the time of a call goes, kernel by kernel.
+tokens) and prefill of 4096 tokens, a layer of DeepSeek-V3 on 64 and on 4096 tokens. Every nn.Linear
+but lm_head is quantized by a few lines of plain PyTorch (models_quantize.py), to int8 with weights
+per channel and activations per token as they come, with --quantizer int4 the weights alone, in
+groups of 128, with fp8_block both to FP8 in DeepSeek-V3's blocks; or to int8 by torchao. --dtype
+fp16 makes all of it fp16 in place of bf16. --profile adds where the time of a call goes, kernel by
+kernel. ``BARS`` has the models that are judged, each against the faster of the bf16 systems.
 
 Each system runs in its own process; they are timed in turn, as CUDA graphs where the model can be
 captured. The error is that of the compiled model against the same model run eagerly, relative RMS
@@ -20,13 +21,14 @@ time is with empty caches, while the other systems compile too unless --apart is
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench_systems import Results, Row, measure, open_systems, show_ratios, show_table
+from bench_systems import Results, Row, Verdict, measure, open_systems, show_ratios, show_table
 
 WORKER = Path(__file__).parent / "models_worker.py"
 MODELS = {
@@ -35,10 +37,31 @@ MODELS = {
     "llama-prefill": ["llama-prefill"],
     "deepseek": ["deepseek-64", "deepseek"],
 }
+QUANTIZERS = ("plain", "int4", "fp8_block", "torchao")
 DEFAULT_SYSTEMS = ["ours", "stock", "bf16", "bf16-autotune"]
 BEST_BF16 = "bf16 (best)"
 
 
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """Ours / the faster bf16 <= ``limit`` in ms, peak_gb or weights_gb of the reply."""
+
+    case: str
+    quantizer: str
+    limit: float
+    quantity: str = "ms"
+
+
+BARS = (
+    Bar("sam", "plain", 0.885),
+    Bar("sam", "plain", 0.94, "peak_gb"),
+    Bar("llama-decode-1", "int4", 1 / 2.0),  # twice the tokens a second
+    Bar("llama-decode-16", "int4", 1 / 1.6),
+    Bar("llama-decode-1", "int4", 0.37, "weights_gb"),
+    Bar("llama-decode-16", "int4", 0.37, "weights_gb"),
+    Bar("deepseek", "fp8_block", 0.77),
+    Bar("deepseek-64", "fp8_block", 0.77),
+)
 CASES = sorted({case for cases in MODELS.values() for case in cases} - set(MODELS))
 
 
@@ -60,6 +83,30 @@ def with_best_bf16(row: Row) -> Row:
             if pair.endswith(f"/{best}"):
                 kept[pair.replace(f"/{best}", f"/{BEST_BF16}")] = found
     return {**row, "ratios": kept}
+
+
+def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
+    for row in rows:
+        timed = {n: r for n, r in row["systems"].items() if "ms" in r}
+        rivals = [name for name in timed if name.startswith("bf16")]
+        for bar in BARS:
+            if (bar.case, bar.quantizer) != (row["case"], row["quantizer"]):
+                continue
+            what = f"{label(row)}: {bar.quantity} <= {bar.limit:.3g} x {BEST_BF16}"
+            if "ours" not in timed or not rivals:
+                lacking = ", ".join(n for n in ("ours", "bf16") if n not in timed)
+                yield Verdict(what, met=None, detail=f"without {lacking}")
+                continue
+            best = min(rivals, key=lambda name: timed[name]["ms"][1])
+            if bar.quantity == "ms":
+                low, ratio, high = row["ratios"][f"ours/{best}"]
+                detail = f"{ratio:.3f} [{low:.3f}, {high:.3f}] of {best}"
+            else:
+                ratio = timed["ours"][bar.quantity] / timed[best][bar.quantity]
+                detail = f"{ratio:.3f} of {best}"
+            is_wrong = timed["ours"]["wrong"]
+            detail += ", WRONG" if is_wrong else ""
+            yield Verdict(what, ratio <= bar.limit and not is_wrong, detail)
 
 
 def tokens_per_second(case: str, milliseconds: float) -> str:
@@ -184,7 +231,7 @@ def main() -> int:
     choices = [*MODELS, *CASES]
     parser.add_argument("--models", choices=choices, nargs="+", default=list(MODELS))
     parser.add_argument("--systems", nargs="+", default=DEFAULT_SYSTEMS)
-    parser.add_argument("--quantizer", choices=("plain", "int4", "torchao"), default="plain")
+    parser.add_argument("--quantizer", choices=QUANTIZERS, default="plain")
     parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
     parser.add_argument("--profile", action="store_true", help="where the time of a call goes")
     parser.add_argument("--per-layer", action="store_true", help="compile a layer, not the model")
@@ -204,6 +251,7 @@ def main() -> int:
         print("nothing was measured")
         return 1
     show(rows)
+    print("".join(f"{verdict}\n" for verdict in judge(rows)), end="")
     wrong = [
         f"{label(row)}: {name}"
         for row in rows

@@ -12,6 +12,7 @@ The worker answers through ``serve``. Importing this module imports no torch."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
@@ -39,6 +40,19 @@ _UNKNOWN = ("not measured", "no answer within", "the process died")
 def is_unknown(reply: Row | None) -> bool:
     """Whether a time is missing that another run may have; a system that refuses has none."""
     return reply is None or str(reply.get("failed", "")).startswith(_UNKNOWN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """Whether a bar is met."""
+
+    what: str
+    met: bool | None  # None: a figure is missing
+    detail: str = ""
+
+    def __str__(self) -> str:
+        met = {True: "met", False: "NOT MET", None: "missing"}[self.met]
+        return f"{met}: {self.what}" + (f" ({self.detail})" if self.detail else "")
 
 
 class System:

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 import bench_gemm
-from bench_systems import Row, is_unknown
+from bench_systems import Row, Verdict, is_unknown
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # Llama-3-8B
 DEEPSEEK = ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))  # those of whole blocks
@@ -168,17 +168,6 @@ def where(row: Row) -> str:
 
 # ------------------------------------------------------------------------------------------
 # verdicts
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    what: str
-    met: bool | None  # None: a figure is missing
-    detail: str = ""
-
-    def __str__(self) -> str:
-        met = {True: "met", False: "NOT MET", None: "missing"}[self.met]
-        return f"{met}: {self.what}" + (f" ({self.detail})" if self.detail else "")
 
 
 def judge(rows: Sequence[Row], expected: Sequence[Row] = ()) -> Iterator[Verdict]:

@@ -27,12 +27,14 @@ import models_fp8  # noqa: E402
 import models_linear  # noqa: E402
 import models_quantize  # noqa: E402
 import models_sweep  # noqa: E402
+import models_weight_only  # noqa: E402
 
 from inductor_quant import simulate  # noqa: E402
 from inductor_quant.kernels import KERNELS, table  # noqa: E402
 from inductor_quant.kernels.config import GemmConfig, Problem  # noqa: E402
 from inductor_quant.kernels.table import MeasuredConfig  # noqa: E402
 from inductor_quant.ops import fp8_block, w8a8  # noqa: E402
+from inductor_quant.prepack import PrepackedLinear  # noqa: E402
 
 # ------------------------------------------------------------------------------------------
 # processes
@@ -407,6 +409,38 @@ def test_ours_is_compared_with_the_faster_bf16():
     assert ratios == {"ours/stock": [1] * 3, "ours/bf16 (best)": [0.8] * 3}
 
 
+def test_models_are_judged_against_their_bars():
+    replies = {
+        "ours": {"ms": [0.75] * 3, "weights_gb": 5.0, "wrong": False},
+        "bf16": {"ms": [2.0] * 3, "weights_gb": 16.0},
+        "bf16-autotune": {"ms": [1.0] * 3, "weights_gb": 16.0},
+    }
+    ratios = {"ours/bf16": [0.375] * 3, "ours/bf16-autotune": [0.75] * 3}
+
+    def verdicts(case, quantizer, **systems):
+        row = {"case": case, "quantizer": quantizer, "dtype": "bf16", "per_layer": False}
+        row |= {"systems": replies | systems, "ratios": ratios}
+        return [str(verdict) for verdict in bench_models.judge([row])]
+
+    assert verdicts("deepseek-64", "fp8_block") == [
+        "met: deepseek-64, fp8_block: ms <= 0.77 x bf16 (best) "
+        "(0.750 [0.750, 0.750] of bf16-autotune)"
+    ]
+    assert verdicts("llama-decode-1", "int4") == [
+        "NOT MET: llama-decode-1, int4: ms <= 0.5 x bf16 (best) "
+        "(0.750 [0.750, 0.750] of bf16-autotune)",
+        "met: llama-decode-1, int4: weights_gb <= 0.37 x bf16 (best) (0.312 of bf16-autotune)",
+    ]
+    [failed] = verdicts("deepseek", "fp8_block", ours={"failed": "why"})
+    assert failed.startswith("missing")
+    [wrong] = verdicts("deepseek", "fp8_block", ours={**replies["ours"], "wrong": True})
+    assert wrong.startswith("NOT MET")
+    assert verdicts("deepseek", "plain") == []
+    cases = set(models_build.CASES), set(models_quantize.QUANTIZERS)
+    assert all(bar.case in cases[0] and bar.quantizer in cases[1] for bar in bench_models.BARS)
+    assert set(bench_models.QUANTIZERS) == cases[1]
+
+
 # ------------------------------------------------------------------------------------------
 # tuning
 
@@ -572,6 +606,50 @@ def test_the_rendered_template_computes_the_canonical_op(monkeypatch):
     expected = w8a8.reference(a, b, a_scale, b_scale, None, out_dtype=torch.bfloat16)
     assert torch.equal(out, expected)
     assert math.isfinite(out.float().sum())
+
+
+def test_deepseeks_kernel_is_run_from_the_file_that_is_given(tmp_path):
+    problem = models_fp8.Fp8Block("gemm", 48, 256, 384, "cpu")
+    with pytest.raises(bench_systems.NotMeasured, match="give --deepseek-kernel PATH"):
+        models_fp8.deepseek(problem)
+    path = tmp_path / "kernel.py"
+    with pytest.raises(bench_systems.NotMeasured, match="is no Python file"):
+        models_fp8.deepseek(problem, str(path))
+    # its interface: scales along K, [M, K / 128] and [N / 128, K / 128], the default type
+    path.write_text("""
+import torch
+def fp8_gemm(a, a_s, b, b_s):
+    assert all(t.is_contiguous() for t in (a, a_s, b, b_s))
+    a = a.double() * a_s.double().repeat_interleave(128, 1)
+    b = b.double() * b_s.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (a @ b.t()).to(torch.get_default_dtype())
+""")
+    out = models_fp8.deepseek(problem, str(path))[0]()
+    assert out.dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    exact = problem.exact()
+    assert (out.double() - exact).square().mean().sqrt() <= 4e-3 * exact.square().mean().sqrt()
+
+
+@torch.no_grad()
+def test_layouts_hold_the_same_numbers_and_are_repacked():
+    problem = models_weight_only.GPTQ("linear", 3, 64, 256, "cpu")
+    want = problem.exact()
+    for kind in (models_weight_only.AWQ, models_weight_only.HQQ):
+        other = kind("linear", 3, 64, 256, "cpu")
+        # their compiled calls are not run: the layers themselves are
+        layers = [call.args[0] for call in models_weight_only.prepacked_from(kind, problem)]
+        assert [type(layer) for layer in layers] == [PrepackedLinear] * 2
+        for out in (
+            kind.linear(other.x, other.bias, *other.packed()),
+            *(layer(problem.x) for layer in layers),
+        ):
+            error = (out.double() - want).square().mean().sqrt()
+            assert error <= 2 * models_linear.EXACT * want.square().mean().sqrt()
+        tensors = [{t.data_ptr() for t in layer.buffers()} for layer in layers]
+        assert tensors[0].isdisjoint(tensors[1])
+    with pytest.raises(ValueError, match="as it is"):
+        models_weight_only.prepacked_from(models_weight_only.GPTQ, problem)
 
 
 @pytest.mark.parametrize("measure", ["gemm", "silu", "linear"])
