@@ -29,7 +29,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import bench_gemm
-from bench_systems import Results, Row, failures, is_unknown, measure, open_systems, show_table
+from bench_systems import (
+    Results,
+    Row,
+    failures,
+    is_unknown,
+    measure,
+    open_systems,
+    show_table,
+    show_verdicts,
+)
 from formal_bars import BARS, GRIDS, TUNED, judge, systems_of, to_fastest, where
 
 WORKER = bench_gemm.WORKER
@@ -152,13 +161,11 @@ def show(rows: Sequence[Row]) -> None:
         show_table(f"{family} {name}: microseconds", names, lines)
 
 
-def show_verdicts(rows: Sequence[Row], wanted: Sequence[Row]) -> bool:
-    """Every verdict on the rows, and which of the ``wanted`` there are not; whether none is not
-    met."""
+def conclude(rows: Sequence[Row], wanted: Sequence[Row]) -> bool:
+    """Print every verdict on the rows, and which of the ``wanted`` there are not. Whether none is
+    not met."""
     verdicts = list(judge(rows, wanted))
-    print(f"\n{sum(v.met is True for v in verdicts)} of {len(verdicts)} verdicts met:")
-    for met in (False, None, True):
-        print("".join(f"{verdict}\n" for verdict in verdicts if verdict.met is met), end="")
+    show_verdicts(verdicts)
     for (name, reason), shapes in failures(rows, where).items():
         print(f"{name}: {reason}: {', '.join(shapes)}")
     for row in rows:
@@ -184,7 +191,10 @@ def run(options: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
     names = list(dict.fromkeys(name for row in wanted for name in systems(row, options)))
     arguments = bench_gemm.worker_arguments(options)
     with open_systems(names, WORKER, *arguments) as workers:
-        machine, ceilings = (workers[0].ask(do=what) for what in ("machine", "ceilings"))
+        for worker in workers:
+            worker.send(do="machine")  # they start side by side
+        machine, *_ = [worker.receive(60) for worker in workers]
+        ceilings = workers[0].ask(do="ceilings")
         for reply in (machine, ceilings):
             if "failed" in reply:
                 raise SystemExit(f"ours does not start: {reply['failed']}")
@@ -244,7 +254,7 @@ def main() -> int:
         return 1
     if not options.brief:
         show(rows)
-    is_met = show_verdicts(rows, wanted)
+    is_met = conclude(rows, wanted)
     is_right = all(not row["systems"]["ours"].get("wrong", True) for row in rows)
     return 1 if options.check and not (is_met and is_right) else 0
 

@@ -28,7 +28,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench_systems import Results, Row, Verdict, measure, open_systems, show_ratios, show_table
+from bench_systems import (
+    Results,
+    Row,
+    Verdict,
+    measure,
+    open_systems,
+    show_ratios,
+    show_table,
+    show_verdicts,
+)
 
 WORKER = Path(__file__).parent / "models_worker.py"
 MODELS = {
@@ -92,10 +101,10 @@ def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
         for bar in BARS:
             if (bar.case, bar.quantizer) != (row["case"], row["quantizer"]):
                 continue
-            what = f"{label(row)}: {bar.quantity} <= {bar.limit:.3g} x {BEST_BF16}"
+            what = f"{bar.quantity} <= {bar.limit:.3g} x {BEST_BF16}"
             if "ours" not in timed or not rivals:
                 lacking = ", ".join(n for n in ("ours", "bf16") if n not in timed)
-                yield Verdict(what, met=None, detail=f"without {lacking}")
+                yield Verdict(what, None, f"without {lacking}", label(row))
                 continue
             best = min(rivals, key=lambda name: timed[name]["ms"][1])
             if bar.quantity == "ms":
@@ -106,7 +115,7 @@ def judge(rows: Sequence[Row]) -> Iterator[Verdict]:
                 detail = f"{ratio:.3f} of {best}"
             is_wrong = timed["ours"]["wrong"]
             detail += ", WRONG" if is_wrong else ""
-            yield Verdict(what, ratio <= bar.limit and not is_wrong, detail)
+            yield Verdict(what, ratio <= bar.limit and not is_wrong, detail, label(row))
 
 
 def tokens_per_second(case: str, milliseconds: float) -> str:
@@ -251,7 +260,9 @@ def main() -> int:
         print("nothing was measured")
         return 1
     show(rows)
-    print("".join(f"{verdict}\n" for verdict in judge(rows)), end="")
+    verdicts = list(judge(rows))
+    if verdicts:
+        show_verdicts(verdicts)
     wrong = [
         f"{label(row)}: {name}"
         for row in rows

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,30 @@ def is_unknown(reply: Row | None) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Whether a bar is met."""
+    """Whether a bar is met on a row."""
 
-    what: str
+    bar: str
     met: bool | None  # None: a figure is missing
     detail: str = ""
+    row: str = ""
 
     def __str__(self) -> str:
         met = {True: "met", False: "NOT MET", None: "missing"}[self.met]
-        return f"{met}: {self.what}" + (f" ({self.detail})" if self.detail else "")
+        text = f"{met}: {self.row} {self.bar}" if self.row else f"{met}: {self.bar}"
+        return text + (f" ({self.detail})" if self.detail else "")
+
+
+def show_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """Those that are not met first; those that lack every figure together, by what they lack."""
+    print(f"\n{sum(v.met is True for v in verdicts)} of {len(verdicts)} verdicts met:")
+    is_blank = {v: v.met is None and v.detail.startswith("without") for v in verdicts}
+    for met in (False, None, True):
+        for verdict in verdicts:
+            if verdict.met is met and not is_blank[verdict]:
+                print(verdict)
+    blank = Counter((v.bar, v.detail) for v in verdicts if is_blank[v])
+    for (bar, detail), count in blank.items():
+        print(f"missing on {count} rows: {bar} ({detail})")
 
 
 class System:

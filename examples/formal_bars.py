@@ -7,6 +7,7 @@ is the one with the largest ratio, so rows measured in parts, each with ours, ju
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -197,22 +198,28 @@ def to_fastest(row: Row, ours: str, peers: Sequence[str]) -> tuple[list[float], 
 
 
 def _verdict(bar: Bar, row: Row) -> Verdict:
-    what, systems = f"{where(row)} {bar}", row["systems"]
+    systems, said = row["systems"], functools.partial(Verdict, str(bar), row=where(row))
     timed = [name for name in bar.ours if "us" in systems.get(name, {})]
     for name in timed:
         if systems[name].get("wrong"):
-            return Verdict(what, met=False, detail=f"{name} is wrong")
+            return said(met=False, detail=f"{name} is wrong")
     found = [(*pair, name) for name in timed if (pair := to_fastest(row, name, bar.peers))]
     if not timed and not all(is_unknown(systems.get(name)) for name in bar.ours):
-        return Verdict(what, met=False, detail="ours fails")
+        return said(met=False, detail="ours fails")
     absent = [
         name
         for name in (*bar.ours, *bar.peers)
         if name in systems_of(row) and is_unknown(systems.get(name))
     ]
     if not found:
-        return Verdict(what, met=None, detail="without " + (", ".join(absent) or "a peer"))
+        return said(met=None, detail="without " + (", ".join(absent) or "a peer"))
     quartiles, peer, ours = min(found, key=lambda item: item[0][1])
+    # timed, but never in one run with ours
+    absent += [
+        name
+        for name in bar.peers
+        if name != ours and "us" in systems.get(name, {}) and not ratio(row, ours, name)
+    ]
     limit = bar.limit
     if bar.slack_us:
         limit = max(limit, 1 + bar.slack_us / systems[peer]["us"][1])
@@ -224,25 +231,25 @@ def _verdict(bar: Bar, row: Row) -> Verdict:
     refused = [name for name in bar.peers if "failed" in systems.get(name, {})]
     detail += "".join(f"; {name} fails" for name in refused if name not in absent)
     if quartiles[1] > limit:
-        return Verdict(what, met=False, detail=detail)
+        return said(met=False, detail=detail)
     kernels = systems[ours].get("kernels", [])
     if bar.kernel and not any(kernel.startswith(bar.kernel) for kernel in kernels):
-        return Verdict(what, met=None, detail=f"{detail}, but by no kernel of {bar.kernel}")
+        return said(met=None, detail=f"{detail}, but by no kernel of {bar.kernel}")
     if absent:
-        return Verdict(what, met=None, detail=f"{detail}, without {', '.join(absent)}")
-    return Verdict(what, met=True, detail=detail)
+        return said(met=None, detail=f"{detail}, without {', '.join(absent)}")
+    return said(met=True, detail=detail)
 
 
 def _mean_verdict(bar: Bar, rows: Sequence[Row], expected: int) -> Verdict:
-    what = f"{bar.family} {bar.measure}: geometric mean {bar}"
+    said = functools.partial(Verdict, f"geometric mean {bar}", row=f"{bar.family} {bar.measure}")
     pairs = [to_fastest(row, bar.ours[0], bar.peers) for row in rows]
     medians = [pair[0][1] for pair in pairs if pair]
     if not medians:
-        return Verdict(what, met=None, detail="no row")
+        return said(met=None, detail="no row")
     mean, count = statistics.geometric_mean(medians), f"of {len(medians)} rows"
     if len(medians) < max(expected, len(rows)):
-        return Verdict(what, met=None, detail=f"{mean:.3f} {count}, {expected} are wanted")
-    return Verdict(what, mean <= bar.limit, f"{mean:.3f} {count}")
+        return said(met=None, detail=f"{mean:.3f} {count}, {expected} are wanted")
+    return said(met=mean <= bar.limit, detail=f"{mean:.3f} {count}")
 
 
 def _few_rows(rows: Sequence[Row]) -> Iterator[Verdict]:
@@ -255,10 +262,11 @@ def _few_rows(rows: Sequence[Row]) -> Iterator[Verdict]:
     for (measure, n, k, m), us in times.items():
         if m >= 16:
             continue
-        what = f"w8a8 {measure} {m}x{n}x{k} no slower than with 16 rows"
+        label = f"w8a8 {measure} {m}x{n}x{k}"
+        said = functools.partial(Verdict, "no slower than with 16 rows", row=label)
         full = times.get((measure, n, k, 16))
         if full is None:
-            yield Verdict(what, met=None)
+            yield said(met=None, detail="without 16 rows")
         else:
             limit = full * max(1.03, 1 + 0.3 / full)
-            yield Verdict(what, us <= limit, f"{us:.1f} and {full:.1f} us")
+            yield said(met=us <= limit, detail=f"{us:.1f} and {full:.1f} us")

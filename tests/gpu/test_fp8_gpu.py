@@ -60,6 +60,7 @@ def test_result_is_close_to_fp64(case):
     "case",
     [
         Case(256, 1024, 7168, out_dtype=torch.float32, bias=False),
+        Case(16, 4096, 7168, block=(128, 128), out_dtype=torch.float32, bias=False),
         Case(256, 1024, 7168, block=(128, 128), out_dtype=torch.float32, bias=False),
         Case(4096, 4096, 7168, block=(128, 128), bias=False),
     ],
