@@ -66,9 +66,9 @@ def show_verdicts(verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
             if verdict.met is met and not is_blank[verdict]:
                 print(verdict)
-    blank = Counter((v.bar, v.detail) for v in verdicts if is_blank[v])
-    for (bar, detail), count in blank.items():
-        print(f"missing on {count} rows: {bar} ({detail})")
+    blank = Counter((v.row.rpartition(" ")[0], v.bar, v.detail) for v in verdicts if is_blank[v])
+    for (family, bar, detail), count in blank.items():
+        print(f"missing on {count} rows: {family} {bar} ({detail})")
 
 
 class System:

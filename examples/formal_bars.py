@@ -59,10 +59,11 @@ class Bar(Selection):
     kernel: str = ""
 
     def __str__(self) -> str:
+        if self.slack_us:
+            return f"not behind {', '.join(self.peers)}"
         peers = self.peers[0] if len(self.peers) == 1 else f"the best of {', '.join(self.peers)}"
-        slack = f" or + {self.slack_us} us" if self.slack_us else ""
         ours = "" if self.ours == ("ours",) else f"{' or '.join(self.ours)} "
-        return f"{ours}<= {self.limit:.3g} x {peers}{slack}"
+        return f"{ours}<= {self.limit:.3g} x {peers}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class Grid(Selection):
 
 
 def _not_behind(family: str, measure: str, peers: tuple[str, ...], **more: tuple) -> Bar:
-    """The formal grid's bar."""
+    """The formal grid's bar: by no more than 3 %, or 0.3 us."""
     return Bar(family, measure, peers=peers, limit=1.03, slack_us=0.3, **more)
 
 
@@ -208,7 +209,7 @@ def _verdict(bar: Bar, row: Row) -> Verdict:
         return said(met=False, detail="ours fails")
     absent = [
         name
-        for name in (*bar.ours, *bar.peers)
+        for name in dict.fromkeys((*bar.ours, *bar.peers))
         if name in systems_of(row) and is_unknown(systems.get(name))
     ]
     if not found:

@@ -161,7 +161,7 @@ def verdicts(*rows, expected=()):
 
 def test_the_formal_w8a8_grid_is_judged_against_its_bars():
     peers = {"stock": 80.0, "gemlite": 50.0, "bf16": 52.0}
-    slack = "<= 1.03 x the best of bf16, stock, gemlite or + 0.3 us"
+    slack = "not behind bf16, stock, gemlite"
     every = "the best of bf16, stock, gemlite, stock-autotune"
     # a bar on the best of the peers needs all of them
     assert verdicts(formal_row("linear", 256, {"ours": 39.0, **peers})) == {
@@ -177,7 +177,7 @@ def test_the_formal_w8a8_grid_is_judged_against_its_bars():
         formal_row("gemm", 16, {"ours": 10.3, "gemlite": 10.0}, stock="no answer within 9 s"),
         formal_row("gemm", 64, {"ours": 5.2, "gemlite": 5.0, "stock": 6.0}),
     )
-    best = "w8a8 gemm {} <= 1.03 x the best of stock, gemlite or + 0.3 us"
+    best = "w8a8 gemm {} not behind stock, gemlite"
     assert found >= {
         f"NOT MET: w8a8 linear 256x4096x14336 <= 0.8 x {every} "
         "(0.867 [0.867, 0.867] of stock-autotune)",
@@ -256,7 +256,7 @@ def test_the_formal_grid_is_measured_in_parts_resumed_and_merged(
         assert run_main(monkeypatch, bench_formal, *arguments, "--budget", 0) == 0
         assert path.read_text() == first
     printed = capsys.readouterr().out
-    assert "missing: w8a8 linear 16x64x64 <= 1.03 x" in printed
+    assert "missing: w8a8 linear 16x64x64 not behind" in printed
     rows = json.loads(paths[0].read_text())["rows"]
     assert [(r["family"], r["measure"]) for r in rows] == [
         *(2 * [("w8a8", "linear"), ("w8a8", "gemm")]),
@@ -266,7 +266,7 @@ def test_the_formal_grid_is_measured_in_parts_resumed_and_merged(
     arguments = ("--tiny", "--check", "--merge", *paths, "--m", 16)
     assert run_main(monkeypatch, bench_formal, *arguments) == 0
     printed = capsys.readouterr().out
-    assert "met: w8a8 linear 16x64x64 <= 1.03 x" in printed
+    assert "met: w8a8 linear 16x64x64 not behind" in printed
     assert "missing" not in printed.replace("not measured", "")
     other = json.loads(paths[1].read_text())
     paths[1].write_text(json.dumps(other | {"machine": {"gpu": "other", "torch": "none"}}))
