@@ -47,12 +47,15 @@ FAMILIES = tuple(dict.fromkeys(grid.family for grid in GRIDS))
 
 
 def requests(options: argparse.Namespace) -> list[Row]:
-    """The selected rows. A shape's measures follow each other: a library that tunes itself does so
-    once for all."""
+    """The selected rows, those first whose shape a bar names, then in the order of --m. A shape's
+    measures follow each other: a library that tunes itself does so once for all."""
+
+    def order(row: Row) -> tuple[bool, int]:
+        is_named = any(bar.nk and bar.covers(row) for bar in BARS)
+        return not is_named, options.m.index(row["m"]) if options.m else 0
+
     rows = [row for row in all_rows(is_tiny=options.tiny) if is_selected(row, options)]
-    if not options.tiny:
-        rows.sort(key=lambda row: not any(bar.nk and bar.covers(row) for bar in BARS))
-    return rows
+    return rows if options.tiny else sorted(rows, key=order)
 
 
 def all_rows(*, is_tiny: bool = False) -> list[Row]:
@@ -193,7 +196,7 @@ def run(options: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
     with open_systems(names, WORKER, *arguments) as workers:
         for worker in workers:
             worker.send(do="machine")  # they start side by side
-        machine, *_ = [worker.receive(60) for worker in workers]
+        machine, *_ = [worker.receive(150) for worker in workers]
         ceilings = workers[0].ask(do="ceilings")
         for reply in (machine, ceilings):
             if "failed" in reply:
@@ -231,7 +234,7 @@ def main() -> int:
     parser.add_argument("--merge", type=Path, nargs="+", help="measure nothing, judge these files")
     parser.add_argument("--family", choices=FAMILIES, nargs="+")
     parser.add_argument("--measure", choices=bench_gemm.MEASURES, nargs="+")
-    parser.add_argument("--m", type=int, nargs="+", help="only these M of the grids")
+    parser.add_argument("--m", type=int, nargs="+", help="only these M, in this order")
     parser.add_argument("--nk", nargs="+", help="only these N x K, such as 28672x4096")
     parser.add_argument("--systems", nargs="+", help="only these beside ours")
     parser.add_argument("--leave-out", nargs="+", help="systems that do not take part")
