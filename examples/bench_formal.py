@@ -221,7 +221,8 @@ def run(options: argparse.Namespace, wanted: Sequence[Row]) -> list[Row]:
             row |= {"ceilings": ceilings, "seconds": round(time.perf_counter() - began, 1)}
             results.add(row)
             cells = [f"{name} {bench_gemm.cell(reply)}" for name, reply in row["systems"].items()]
-            print(" | ".join([where(row), *cells, f"{row['seconds']:.0f} s"]), flush=True)
+            cells += [f"{row['seconds']:.0f} s", *row["systems"]["ours"].get("kernels", [])]
+            print(" | ".join([where(row), *cells]), flush=True)
     rows = [{"ceilings": ceilings, **row} for row in merged(results.rows)]
     return [row for row in rows if where(row) in {where(request) for request in wanted}]
 
