@@ -15,7 +15,7 @@ import bench_gemm
 from bench_systems import Row, Verdict, is_unknown
 
 QKV, OUT, GATE_UP, DOWN = (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)  # Llama-3-8B
-DEEPSEEK = ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))  # those of whole blocks
+DEEPSEEK = ((24576, 1536), (7168, 16384), (4096, 7168), (7168, 2048))  # whole blocks
 TUNED = "stock-autotune"
 MEMORY = "reading the weight"  # at the bandwidth that the card showed in the same run
 LAYOUTS = ("ours", "ours-awq", "ours-awq-prepacked", "ours-hqq", "ours-hqq-prepacked")
@@ -147,7 +147,8 @@ GRIDS = (
         systems=("bf16", "stock", "gemlite", "dequantize"),
     ),
     Grid("fp8", "silu", systems=("stock", "bf16")),
-    Grid("fp8_block", "gemm", systems=BLOCK),
+    Grid("fp8_block", "gemm", systems=("cublaslt", "bf16", "stock")),
+    Grid("fp8_block", "gemm", nk=DEEPSEEK, systems=("deepseek",)),
     Grid("fp8_block", "silu", (4096,), systems=("stock", "bf16")),
     Grid("fp8_block", "linear", (64, 128, 1024, 4096), systems=("stock", "bf16")),
 )

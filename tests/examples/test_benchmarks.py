@@ -234,6 +234,8 @@ def test_every_bar_is_on_rows_that_are_measured_with_its_systems():
         assert len(shapes) >= max(len(bar.m), 1) * max(len(bar.nk), 1), bar
         for row in mine:
             wanted = {*bar.ours, *bar.peers} - {formal_bars.MEMORY}
+            if row["n"] % 128:
+                wanted -= {"deepseek"}
             assert wanted <= set(formal_bars.systems_of(row)), (bar, row)
     for grid in formal_bars.GRIDS:
         _, known = models_linear.FAMILIES[grid.family]
