@@ -119,12 +119,17 @@ class System:
         reader = threading.Thread(target=_read, args=(self.process, self.replies), daemon=True)
         reader.start()
 
-    def close(self) -> None:
-        """Let the worker end by itself if it is idle, else kill it."""
+    def hang_up(self) -> None:
+        """Let the worker end by itself once it is idle."""
         if self.process is not None:
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
+
+    def close(self) -> None:
+        """Let the worker end by itself if it is idle, else kill it."""
+        self.hang_up()
+        if self.process is not None:
             try:
                 self.process.wait(timeout=5)
             except subprocess.TimeoutExpired:
@@ -147,6 +152,8 @@ def open_systems(names: Sequence[str], script: Path, *arguments: str) -> Iterato
     try:
         yield systems
     finally:
+        for system in systems:  # all at once: a process takes a second to end
+            system.hang_up()
         for system in systems:
             system.close()
 

@@ -1,28 +1,25 @@
-"""Which tile configurations are worth timing: for ``tune.py`` and ``tune_check.py``."""
+"""Which tile configurations are worth timing, for the ``tune`` scripts.
+
+A kernel has a ``Space``: the values of each field, and a rule that leaves out what is senseless.
+``legal_sweep`` gives what of it is legal for one problem, of every kernel of the family."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator
 
 from models_sweep import EVEN, TARGETS, Shape
 
 from inductor_quant.kernels import Kernel
-from inductor_quant.kernels.config import Device, GemmConfig
+from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.spec import QuantGemmSpec
 
-
-def candidates(kernel: Kernel, device: Device, group_m: Iterable[int]) -> list[GemmConfig]:
-    """All configurations that are legal and not senseless."""
-    blocks = (16, 32, 64, 128, 256)
-    grid = itertools.product(
-        blocks, blocks, (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6, 8), group_m
-    )
-    configs = (GemmConfig(*values) for values in grid)
-    rule = RULES[kernel.name]
-    spec = TARGETS[kernel.name].spec()
-    legal = functools.partial(kernel.legal, spec, EVEN)
-    return [c for c in configs if rule(c) and legal(c, device) is None]
+# ------------------------------------------------------------------------------------------
+# rules, from first sweeps on an H200: what they exclude was never near the best
 
 
 def is_sensible_block(c: GemmConfig) -> bool:
@@ -41,7 +38,7 @@ def is_sensible_block_persistent(c: GemmConfig) -> bool:
 
 
 def is_sensible_persistent(c: GemmConfig) -> bool:
-    """Large tiles: in a sweep on an H200 a side of 64 cost 10 % and more."""
+    """Large tiles: a side of 64 cost 10 % and more."""
     return (
         c.block_m >= 128
         and c.block_n >= 128
@@ -53,7 +50,6 @@ def is_sensible_persistent(c: GemmConfig) -> bool:
 
 
 def is_sensible(c: GemmConfig) -> bool:
-    """Rules from a first sweep on an H200: what they exclude was never near the best."""
     area = c.block_m * c.block_n
     in_flight = c.num_stages * (c.block_m + c.block_n) * c.block_k
     accumulators = area / (32 * c.num_warps)
@@ -71,14 +67,86 @@ def is_sensible(c: GemmConfig) -> bool:
     )
 
 
-RULES: dict[str, Callable[[GemmConfig], bool]] = {
-    "w8a8_mm": is_sensible,
-    "w8a8_persistent": is_sensible_persistent,
-    "fp8_mm": is_sensible,
-    "fp8_persistent": is_sensible_persistent,
-    "fp8_block_mm": is_sensible_block,
-    "fp8_block_persistent": is_sensible_block_persistent,
+def has_work_for_warps(c: GemmConfig) -> bool:
+    """Of a tile of W a warp unpacks 1024 numbers at least a step, 8192 at most."""
+    return 1024 <= c.block_n * c.block_k // c.num_warps <= 8192
+
+
+# ------------------------------------------------------------------------------------------
+# spaces
+
+
+@dataclasses.dataclass(frozen=True)
+class Space:
+    """Values of each field of a configuration, and which combinations are worth a measurement."""
+
+    block_m: tuple[int, ...]
+    block_n: tuple[int, ...]
+    block_k: tuple[int, ...]
+    num_warps: tuple[int, ...]
+    num_stages: tuple[int, ...]
+    group_m: tuple[int, ...] = (8,)
+    split_k: tuple[int, ...] = (1,)
+    is_sensible: Callable[[GemmConfig], bool] = lambda _: True
+    is_general: bool = False  # far behind where another kernel takes the problem
+
+    def configs(self) -> Iterator[GemmConfig]:
+        values = (getattr(self, field.name) for field in dataclasses.fields(GemmConfig))
+        return filter(self.is_sensible, (GemmConfig(*each) for each in itertools.product(*values)))
+
+
+_TILE = (16, 32, 64, 128, 256)
+_PARTS = (1, 2, 4, 8)
+_EIGHT_BIT = functools.partial(
+    Space, _TILE, _TILE, (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6, 8)
+)
+# A kernel that is not here, fp8_gluon, is swept over what it offers: it has a list of its own.
+SPACES: dict[str, Space] = {
+    "w8a8_mm": _EIGHT_BIT(is_sensible=is_sensible),
+    "w8a8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),
+    "fp8_mm": _EIGHT_BIT(is_sensible=is_sensible),
+    "fp8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),
+    "fp8_block_mm": _EIGHT_BIT(is_sensible=is_sensible_block),
+    "fp8_block_persistent": _EIGHT_BIT(is_sensible=is_sensible_block_persistent),
+    "fp8_block_few": Space(
+        (16, 32, 64, 128), (32, 64, 128), (128,), (4, 8), (3, 4, 6), split_k=(1, 2, 3, 4, 8)
+    ),
+    "weight_only_few_rows": Space(
+        (8, 16, 32),
+        (32, 64, 128, 256),
+        (64, 128),
+        (1, 2, 4),
+        (2, 3, 4),
+        split_k=_PARTS,
+        is_sensible=has_work_for_warps,
+    ),
+    "weight_only_words": Space(
+        (32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4), split_k=_PARTS
+    ),
+    "weight_only_words_gluon": Space(
+        (16, 32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4, 6, 8), split_k=_PARTS
+    ),
+    "weight_only_bytes": Space(
+        (8, 16, 32, 64, 128),
+        (16, 32, 64, 128),
+        (64, 128, 256, 512),
+        (1, 2, 4),
+        (3, 5),
+        split_k=_PARTS,
+        is_sensible=has_work_for_warps,
+    ),
+    "weight_only_mm": Space(
+        *((16, 32, 64, 128), (16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5)),
+        is_general=True,
+    ),
 }
+
+
+def candidates(kernel: Kernel, device: Device, group_m: Iterable[int]) -> list[GemmConfig]:
+    """All configurations that are legal for large sizes and not senseless."""
+    space = dataclasses.replace(SPACES[kernel.name], group_m=tuple(group_m))
+    legal = functools.partial(kernel.legal, TARGETS[kernel.name].spec(), EVEN)
+    return [config for config in space.configs() if legal(config, device) is None]
 
 
 def suits(config: GemmConfig, shape: Shape) -> bool:
@@ -93,3 +161,58 @@ def suits(config: GemmConfig, shape: Shape) -> bool:
         and config.block_m >= m // 8
         and (m > 32 or config.num_stages > 2)
     )
+
+
+# ------------------------------------------------------------------------------------------
+# the sweep of one problem
+
+
+def legal_sweep(
+    kernels: Iterable[Kernel], spec: QuantGemmSpec, problem: Problem, device: Device
+) -> list[str]:
+    """``kernel config`` of everything to time for ``problem``: of each of the ``kernels`` that
+    takes it what it offers by itself, which comes first, and what is legal of its space, in an
+    order in which a part covers it."""
+    offered: list[str] = []
+    others: list[str] = []
+    for kernel in kernels:
+        if kernel.supports(spec, problem, device) is not None:
+            continue
+        legal = functools.partial(kernel.legal, spec, problem)
+        own = [c for c in kernel.configs(spec, problem, device) if legal(c, device) is None]
+        space = SPACES.get(kernel.name)
+        if own and space is not None and not (space.is_general and offered):
+            swept = _fitting(space, problem, device)
+            others += [f"{kernel.name} {c}" for c in swept if legal(c, device) is None]
+        offered += [f"{kernel.name} {config}" for config in own]
+    random.Random(0).shuffle(others)
+    return list(dict.fromkeys([*offered, *others]))
+
+
+def _fitting(space: Space, problem: Problem, device: Device) -> Iterator[GemmConfig]:
+    """What of ``space`` is worth timing for the sizes. Where a tile of rows unpacks W once more
+    they are as few as there may be, beyond 32 rows also half as large."""
+    m, n, k = problem.m, problem.n, problem.k
+    covering = next((block for block in space.block_m if m <= block), space.block_m[-1])
+    rows = {covering} if m <= 32 or problem.weight is None else {covering, covering // 2}
+    if covering >= 2 * max(m, 16):  # a kernel for more rows
+        return
+    for config in space.configs():
+        if max(space.split_k) == 1:
+            fits = suits(config, (m, n, k))
+        else:
+            fits = config.block_m in rows and k % config.block_k == 0
+        if fits and _splits_well(config, problem, device):
+            yield config
+
+
+def _splits_well(c: GemmConfig, problem: Problem, device: Device) -> bool:
+    """Parts of four steps at least; programs for half of the SMs at least, eight and 16 warps an
+    SM at most. What does not split is always tried."""
+    if c.split_k == 1:
+        return True
+    tiles = math.ceil(problem.n / c.block_n) * math.ceil(problem.m / c.block_m)
+    programs = tiles * c.split_k
+    most = min(8, 16 // c.num_warps) * device.num_sms
+    is_long = problem.k >= 4 * c.split_k * c.block_k
+    return is_long and device.num_sms // 2 <= programs <= most

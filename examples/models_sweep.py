@@ -322,11 +322,6 @@ def time_compiled(
     }
 
 
-def autotuned(kernel: Kernel, shape: Shape) -> str:
-    """The kernel and configuration that a max-autotune compile of the family's op chooses."""
-    return _compiled(kernel, shape, {}).chosen
-
-
 def _compiled(kernel: Kernel, shape: Shape, more: dict[str, Any]) -> KernelChoice:
     target = TARGETS[kernel.name]
     op = getattr(torch.ops.inductor_quant, kernel.family)

@@ -96,6 +96,14 @@ class Problem:
         return [tuple(tensor.clone() for tensor in first) for _ in range(max(1, calls - 1))]
 
     @property
+    def function(self) -> Callable[..., Tensor]:
+        return self.linear
+
+    def calls(self, fn: Callable[..., Tensor]) -> list[Call]:
+        """``fn``, ``function`` compiled in some way, on each weight."""
+        return [functools.partial(fn, self.x, self.bias, *t) for t in self.tensors]
+
+    @property
     def weight(self) -> Tensor:
         """[K, N] in fp32, not rounded."""
         raise NotImplementedError
@@ -188,8 +196,7 @@ class E4M3(Int8):
 
 
 def compiled(backend: str, mode: str | None, problem: Problem) -> list[Call]:
-    fn = torch.compile(type(problem).linear, backend=backend, mode=mode, dynamic=False)
-    return [functools.partial(fn, problem.x, problem.bias, *t) for t in problem.tensors]
+    return problem.calls(torch.compile(problem.function, backend=backend, mode=mode, dynamic=False))
 
 
 def packed_as(kind: type[GPTQ], problem: GPTQ) -> list[Call]:

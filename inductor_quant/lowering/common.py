@@ -14,7 +14,7 @@ from inductor_quant import _gluon_compat as gluon
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.errors import OptionError
-from inductor_quant.kernels import KERNELS, Kernel
+from inductor_quant.kernels import KERNELS, Kernel, measured
 from inductor_quant.kernels.config import (
     INTERPRETER_ARCH,
     Device,
@@ -204,19 +204,30 @@ def _warn_once(message: str) -> None:
 def _candidates(
     family: str, spec: QuantGemmSpec, problem: Problem, device: Device, options: Options
 ) -> Iterator[tuple[Kernel, GemmConfig]]:
-    """Legal configurations of the kernels that support the spec: the user's, else the tables'."""
+    """Legal configurations of the kernels that support the spec: the user's, else those measured
+    for this GEMM, then the kernels' own."""
     pinned = [(name, parse_config(text)) for name, text in map(_kernel_and_config, options.configs)]
-    for kernel in KERNELS:
-        if kernel.family != family or kernel.name not in _TEMPLATES:
-            continue
-        if kernel.is_gluon and compat.uses_cpp_wrapper():
-            continue  # never seen to run there
-        if kernel.supports(spec, problem, device) is not None:
-            continue
-        mine = [config for name, config in pinned if name in ("", kernel.name)]
-        for config in mine if pinned else kernel.configs(spec, problem, device):
-            if kernel.legal(spec, problem, config, device) is None:
-                yield kernel, config
+    first = [] if pinned else measured.choices(family, spec, problem, device)
+
+    def listed() -> Iterator[tuple[Kernel, GemmConfig]]:
+        yield from (choice for choice in first if _is_usable(choice[0], spec, problem, device))
+        for kernel in KERNELS:
+            if kernel.family == family and _is_usable(kernel, spec, problem, device):
+                mine = [config for name, config in pinned if name in ("", kernel.name)]
+                offered = mine if pinned else kernel.configs(spec, problem, device)
+                yield from ((kernel, c) for c in offered if (kernel, c) not in first)
+
+    for kernel, config in listed():
+        if kernel.legal(spec, problem, config, device) is None:
+            yield kernel, config
+
+
+def _is_usable(kernel: Kernel, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+    if kernel.name not in _TEMPLATES:
+        return False
+    if kernel.is_gluon and compat.uses_cpp_wrapper():
+        return False  # never seen to run there
+    return kernel.supports(spec, problem, device) is None
 
 
 def _kernel_and_config(text: str) -> tuple[str, str]:
