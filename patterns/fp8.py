@@ -185,7 +185,8 @@ def _by_recipe_a(node: fx.Node, recipe: int, m: Any, k: Any) -> Scale | None:
     if recipe == TENSOR:
         return _tensor(node) if _is_one_number(node) else None
     if recipe == ROW:
-        return Scale(node, (1, -1), node) if _is_shape(node, m, 1) else None
+        row = _tensor(node) if _is_one_number(node) else Scale(node, (1, -1), node)
+        return row if _is_shape(node, m, 1) else None
     is_block = recipe == BLOCK_1X128 and _is_shape(node, m, _blocks(k))
     return Scale(node, (1, BLOCK), node) if is_block else None
 

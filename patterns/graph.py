@@ -61,11 +61,14 @@ def is_symbolic(size: int | torch.SymInt) -> bool:
     return not isinstance(size, int)
 
 
-def multiple_of_symbol(size: torch.SymInt) -> tuple[int, Any] | None:
-    """``(c, s)`` where a symbolic size is c times the symbol s, c > 0; None where it is not."""
-    factor, symbol = size.node.expr.as_coeff_Mul()
-    is_multiple = symbol.is_Symbol and factor.is_Integer and factor > 0
-    return (int(factor), symbol) if is_multiple else None
+def as_monomial(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
+    """``(c, powers)`` where a symbolic size is c > 0 times powers of symbols; None where not."""
+    factor, rest = size.node.expr.as_coeff_Mul()
+    powers = dict(rest.as_powers_dict())
+    is_monomial = all(s.is_Symbol and p.is_Integer and p > 0 for s, p in powers.items())
+    if not is_monomial or not factor.is_Integer or factor <= 0:
+        return None
+    return int(factor), {symbol: int(power) for symbol, power in powers.items()}
 
 
 def size_name(size: int | torch.SymInt) -> int | str:

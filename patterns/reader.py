@@ -7,6 +7,7 @@ What an op does to a position, or to values, is a handler, registered by ``handl
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -162,22 +163,26 @@ class Reader:
         return self.read(item, broadcast(item, index))
 
 
-# What stands for a symbolic size, where it is read for all its values at once. It is prime, and no
-# size of a tensor is as large: so it cancels against nothing but itself, and a position that is
-# read for it has the same form for every other number.
-ANY_SIZE = 2**31 - 1
-_any_symbol: ContextVar[Any] = ContextVar("any_symbol", default=None)
+# What stands for symbols of sizes, where they are read for all their values at once. They are
+# prime, and no size of a tensor is as large: so each cancels against nothing but itself, and a
+# position that is read for them has the same form for every other number.
+ANY_SIZES = (2**31 - 1, 2**61 - 1)
+_NONE: dict[Any, int] = {}
+_any_symbols: ContextVar[dict[Any, int]] = ContextVar("any_symbols", default=_NONE)
 
 
 @contextlib.contextmanager
 def for_any(size: int | torch.SymInt) -> Iterator[None]:
-    """Within, sizes that are multiples of the symbol of ``size`` are those of ANY_SIZE."""
-    found = None if isinstance(size, int) else graph.multiple_of_symbol(size)
-    token = _any_symbol.set(None if found is None else found[1])
+    """Within, the symbols that ``size`` is a product of, such as batch and sequence, have the sizes
+    ANY_SIZES."""
+    found = None if isinstance(size, int) else graph.as_monomial(size)
+    symbols = () if found is None else sorted(found[1], key=str)
+    is_known = len(symbols) <= len(ANY_SIZES)
+    token = _any_symbols.set(dict(zip(symbols, ANY_SIZES, strict=False)) if is_known else _NONE)
     try:
         yield
     finally:
-        _any_symbol.reset(token)
+        _any_symbols.reset(token)
 
 
 def sizes(node: fx.Node) -> list[int]:
@@ -186,15 +191,16 @@ def sizes(node: fx.Node) -> list[int]:
 
 
 def _size(size: int | torch.SymInt) -> int:
-    symbol = _any_symbol.get()
+    known = _any_symbols.get()
     if isinstance(size, int):
-        if symbol is not None and size >= ANY_SIZE:
+        if known and size >= min(ANY_SIZES):
             raise Unsupported("a size beyond what is read for any")
         return size
-    found = None if symbol is None else graph.multiple_of_symbol(size)
-    if found is None or found[1] != symbol:
+    found = graph.as_monomial(size) if known else None
+    if found is None or not found[1].keys() <= known.keys():
         raise Unsupported("a symbolic shape")
-    return found[0] * ANY_SIZE
+    factor, powers = found
+    return factor * math.prod(known[symbol] ** power for symbol, power in powers.items())
 
 
 def broadcast(node: fx.Node, index: At) -> At:

@@ -89,11 +89,13 @@ def _opaque_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a Triton kernel of the graph fills, and hands back."""
+    """The tensors that a Triton kernel of the graph fills, and hands back. All of them are said to
+    be where torch cannot read the kernel: it is not known then."""
     given, names = node.kwargs.get("kwargs"), node.kwargs.get("tensors_to_clone")
     if not isinstance(given, dict) or not isinstance(names, (list, tuple)):
         return []
-    return [given[name] for name in names if isinstance(given.get(name), fx.Node)]
+    filled = [given[name] for name in names if isinstance(given.get(name), fx.Node)]
+    return [] if {*filled} == {*filter(graph.is_tensor_node, node.all_input_nodes)} else filled
 
 
 def _positions(node: fx.Node) -> tuple[int, int] | None:

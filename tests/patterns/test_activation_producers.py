@@ -14,7 +14,13 @@ from torch import fx
 from inductor_quant.ops import w8a8
 from tests.support.graphs import CAST, W8A8, EagerBackend, Rewrite, count, snapshot
 from tests.support.producers import REQUIRED_VARIABLE
-from tests.support.producers_activation import PRODUCERS, ActivationProducer, K, integer_products
+from tests.support.producers_activation import (
+    GIVEN,
+    PRODUCERS,
+    ActivationProducer,
+    K,
+    integer_products,
+)
 
 SHAPES = [(32,), (1,), (2, 16)]
 
@@ -65,12 +71,16 @@ def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
-def compiled(producer: ActivationProducer, lead: tuple[int, ...]) -> tuple[Any, Any, torch.Tensor]:
+def compiled(
+    producer: ActivationProducer, lead: tuple[int, ...], *, is_dynamic: bool = False
+) -> tuple[Any, Any, torch.Tensor]:
     if producer.needs is not None:
         if os.environ.get(REQUIRED_VARIABLE) == "1":
             importlib.import_module(producer.needs)
         pytest.importorskip(producer.needs, exc_type=ImportError)
     x = (torch.randn(*lead, K) + 0.3).to(producer.dtype)
+    for dim in range(len(lead)) if is_dynamic else ():
+        torch._dynamo.mark_dynamic(x, dim)
     module = producer.make(x)
     backend = EagerBackend()
     return torch.compile(module, backend=backend), backend, x
@@ -129,31 +139,43 @@ def test_a_producer_is_matched(producer: ActivationProducer, lead: tuple[int, ..
     with integer_products(), torch.no_grad():
         result = run(x)
     [rewrite] = backend.rewrites
-    spec = producer.spec
-    if x.numel() == K or (producer.name == "compressed_dyn_token" and len(lead) == 1):
-        spec = spec.replace("token", "tensor")  # which that package takes for a matrix, too
+    spec, does = expected(producer, lead)
+    if x.numel() == K:
+        spec = spec.replace("token", "tensor")
     assert [str(match.spec) for match in rewrite.report.matches] == [spec]
     assert rewrite.report.matches[0].m == x.numel() // K
-    does = producer.does
-    if producer.name == "compressed_dyn_token" and len(lead) == 1:
-        does = does.replace("per_token", "per_tensor")
     assert str(rewrite.report.matches[0].activation) == does
     assert_right(rewrite, result)
 
 
+def expected(producer: ActivationProducer, lead: tuple[int, ...]) -> tuple[str, str]:
+    """Spec and recipe. compressed-tensors takes one scale for all of a matrix."""
+    if producer.name == "compressed_dyn_token" and len(lead) == 1:
+        return producer.spec.replace("token", "tensor"), producer.does.replace("token", "tensor")
+    return producer.spec, producer.does
+
+
+DYNAMIC = [
+    *((producer, (32,), (7,)) for producer in PRODUCERS),
+    # batch and sequence, each of any length
+    *((producer, (2, 16), (3, 5)) for producer in GIVEN if not producer.is_2d),
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "producer", [p for p in PRODUCERS if not p.name.startswith(("pt2e", "compressed_dyn"))], ids=str
-)
-def test_a_dynamic_number_of_rows_is_matched(producer: ActivationProducer) -> None:
-    run, backend, x = compiled(producer, (32,))
-    torch._dynamo.mark_dynamic(x, 0)
+@pytest.mark.parametrize(("producer", "lead", "other"), DYNAMIC, ids=str)
+def test_a_dynamic_number_of_rows_is_matched(
+    producer: ActivationProducer, lead: tuple[int, ...], other: tuple[int, ...]
+) -> None:
+    run, backend, x = compiled(producer, lead, is_dynamic=True)
+    spec, does = expected(producer, lead)
     with integer_products(), torch.no_grad():
-        for rows in (32, 7):
-            result = run((torch.randn(rows, K) + 0.3).to(producer.dtype) if rows != 32 else x)
+        for given in (x, (torch.randn(*other, K) + 0.3).to(producer.dtype)):
+            result = run(given)
             [rewrite] = backend.rewrites
-            assert [str(match.spec) for match in rewrite.report.matches] == [producer.spec]
-            assert isinstance(rewrite.report.matches[0].m, str)
+            [match] = rewrite.report.matches
+            assert (str(match.spec), str(match.activation)) == (spec, does)
+            assert isinstance(match.m, str)
             assert_right(rewrite, result)
 
 

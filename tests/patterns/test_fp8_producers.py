@@ -1,4 +1,5 @@
-"""Layers of FP8 by torchao, and after DeepSeek-V3; torchao's ops and Triton kernels of FP8 blocks.
+"""Layers of FP8 by torchao, and after DeepSeek-V3; torchao's ops and Triton kernels of FP8 blocks;
+transformers' layer of FP8 blocks.
 
 The kernels are DeepSeek-V3's act_quant, fp8_gemm and weight_dequant, with few changes.
 """
@@ -14,7 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import fx, nn
+from torch.library import triton_op, wrap_triton
 
 from inductor_quant.patterns import fp8_producers
 from inductor_quant.report import Report, collect
@@ -116,6 +120,28 @@ class Loop(nn.Module):
         return (out.to(bf16) + self.bias).reshape(*x.shape[:-1], N)
 
 
+class Rows(nn.Module):
+    """A product of torch's own with a scale for each row, and GELU behind; ``is_v2``: by recipe."""
+
+    def __init__(self, *, is_v2: bool) -> None:
+        super().__init__()
+        linear = source(torch.float32, K, N, bias=True)
+        scale = linear.weight.abs().amax(1, keepdim=True) / 448
+        self.weight, self.scale = nn.Buffer((linear.weight / scale).to(e4m3)), nn.Buffer(scale)
+        self.bias, self.is_v2 = nn.Buffer(linear.bias.detach().to(bf16)), is_v2
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, K).float()
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+        a, w, w_scale = (rows / scale).to(e4m3), self.weight.t(), self.scale.t()
+        if self.is_v2:
+            by_row = nn.functional.ScalingType.RowWise
+            y = nn.functional.scaled_mm(a, w, scale, by_row, w_scale, by_row, output_dtype=bf16)
+        else:
+            y = torch._scaled_mm(a, w, scale, w_scale, out_dtype=bf16)
+        return nn.functional.gelu(y + self.bias).reshape(*x.shape[:-1], N)
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "torchao rows": (
         lambda: quantized("row"),
@@ -127,6 +153,11 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "torchao blocks": (lambda: quantized("block"), SPEC),
     "loop": (Loop, SPEC.replace("out=bf16", "out=f32")),
+    "rows": (lambda: Rows(is_v2=False), "(a=e4m3/token:f32, b=e4m3/channel:f32, out=bf16)"),
+    "rows by recipe": (
+        lambda: Rows(is_v2=True),
+        "(a=e4m3/token:f32, b=e4m3/channel:f32, out=bf16)",
+    ),
 }
 
 
@@ -152,16 +183,22 @@ class _Exact(fx.Interpreter):
         return super().run_node(node)
 
 
-@pytest.mark.parametrize("lead", [(32,), (1,), "dynamic"], ids=str)
+# Leading sizes of the activation, and which of them are dynamic.
+SHAPES = [((32,), ()), ((1,), ()), ((2, 16), ()), ((2, 16), (0, 1))]
+
+
+@pytest.mark.parametrize(("lead", "dynamic"), SHAPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_is_matched_and_no_farther_from_fp64_than_eager(name: str, lead: Any) -> None:
+def test_a_layer_is_matched_and_no_farther_from_fp64_than_eager(
+    name: str, lead: tuple[int, ...], dynamic: tuple[int, ...]
+) -> None:
     make, spec = LAYERS[name]
     torch.manual_seed(0)
     backend = EagerBackend()
     with torch.no_grad():
-        x = torch.randn(*((2, 16) if lead == "dynamic" else lead), K).to(bf16)
-        if lead == "dynamic":
-            torch._dynamo.mark_dynamic(x, 1)
+        x = torch.randn(*lead, K).to(bf16)
+        for dim in dynamic:
+            torch._dynamo.mark_dynamic(x, dim)
         got = torch.compile(make(), backend=backend)(x)
     [rewrite] = backend.rewrites
     spec = spec.replace("/token", "/tensor") if lead == (1,) else spec
@@ -272,6 +309,52 @@ def test_a_kernel_that_multiplies_is_opaque() -> None:
     assert rejection.detail == "the Triton kernel triton_fp8_gemm_1x128_128x128_kernel"
     assert rejection.site is not None
     assert (rejection.site.m, rejection.site.n, rejection.site.k) == (M, N, K)
+
+
+@triton.jit
+def w8a8_block_dynamic_fp8_matmul_kernel(A, B, C, Bs, M, N, K, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stands for the kernel of this name that transformers gets from its hub (version 4)."""
+    tl.store(C + tl.program_id(0), tl.load(A) * tl.load(Bs))
+
+
+@triton_op("test_finegrained_fp8::w8a8_block_dynamic_fp8_matmul", mutates_args=())
+def _hub_op(
+    A: Tensor, B: Tensor, Bs: Tensor, block_size: list[int], output_dtype: torch.dtype
+) -> Tensor:
+    C = A.new_empty(*A.shape[:-1], len(B), dtype=output_dtype)
+    m, (n, k) = A.numel() // A.shape[-1], B.shape
+    wrap_triton(w8a8_block_dynamic_fp8_matmul_kernel)[(m,)](A, B, C, Bs, m, n, k, block=128)
+    return C
+
+
+@pytest.mark.compiles
+def test_the_kernel_of_the_hub_behind_a_layer_of_transformers_is_opaque() -> None:
+    """It quantizes the activation itself; the package raises ImportError where it has no hub. The
+    op around it is gone in the graph: Inductor decomposes Triton ops."""
+    pytest.importorskip("transformers")
+    from transformers.integrations import finegrained_fp8 as fine
+
+    def matmul(x: Tensor, w: Tensor, scale: Tensor, block: Any, dtype: Any, **_: Any) -> Tensor:
+        return torch.ops.test_finegrained_fp8.w8a8_block_dynamic_fp8_matmul(
+            x, w, scale, block, dtype
+        )
+
+    def make(device: str) -> tuple[Any, ...]:
+        with torch.device(device):
+            layer = fine.FP8Linear(K, N, block_size=(128, 128)).requires_grad_(False)
+            return layer, torch.empty(2, M // 2, K, dtype=bf16)
+
+    bundle = fine.FineGrainedFP8(matmul, matmul, matmul)
+    with mock.patch.object(fine, "_FINEGRAINED_FP8", bundle):
+        _, report = compiled(lambda layer, x: layer(x), make)
+    assert report.matches == []
+    [rejection] = report.rejections
+    assert rejection.code.value == "opaque"
+    assert rejection.detail == "the Triton kernel w8a8_block_dynamic_fp8_matmul_kernel"
+    assert rejection.site is not None
+    assert (rejection.site.batch, rejection.site.m, rejection.site.n, rejection.site.k) == (
+        2, M // 2, N, K,
+    )  # fmt: skip
 
 
 @pytest.mark.compiles

@@ -469,5 +469,8 @@ def test_a_kernel_of_the_users_that_takes_a_quantized_weight_is_opaque() -> None
     assert site is not None
     assert (site.m, site.k, site.source) == (M, K, "i8")
     assert survey.decline(call, site).code == RejectionCode.OPAQUE
+    for clones, seen in ((["x", "out"], False), ([*nodes], True)):  # all: it is not known which
+        other = {**options, "kwargs": nodes, "tensors_to_clone": clones}
+        assert survey.is_matrix_product(graph.call_function(target, (), other)) == seen
     plain = graph.call_function(target, (), {**options, "kwargs": {"x": nodes["x"]}})
     assert not survey.is_matrix_product(plain)

@@ -134,18 +134,22 @@ def _compressed(**args: Any) -> Callable[[Tensor], nn.Module]:
 
 
 def _pt2e(*, is_dynamic: bool, offset: float) -> Callable[[Tensor], nn.Module]:
-    """Exported for the shape of ``x``; its values plus ``offset`` are what it is calibrated on."""
+    """Exported for the shape of ``x``, for any size where that is marked dynamic; its values plus
+    ``offset`` are what it is calibrated on."""
 
     def build(x: Tensor) -> nn.Module:
         from torchao.quantization.pt2e import quantize_pt2e as pt2e
         from torchao.testing.pt2e import _xnnpack_quantizer as xnnpack
 
+        dims = getattr(x, "_dynamo_dynamic_indices", ())
+        x, shapes = x.clone(), (dict.fromkeys(dims, torch.export.Dim.DYNAMIC),)
         model = nn.Sequential(source(f32, K, N, bias=True)).eval()
         config = xnnpack.get_symmetric_quantization_config(
             is_per_channel=True, is_dynamic=is_dynamic
         )
         quantizer = xnnpack.XNNPACKQuantizer().set_module_type(nn.Linear, config)
-        prepared = pt2e.prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+        exported = torch.export.export(model, (x,), dynamic_shapes=shapes).module()
+        prepared = pt2e.prepare_pt2e(exported, quantizer)
         prepared(x + offset)
         made: nn.Module = pt2e.convert_pt2e(prepared)
         return made
