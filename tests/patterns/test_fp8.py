@@ -240,6 +240,35 @@ def test_an_op_of_a_producers_own_is_reported_with_the_sizes_of_its_operands() -
     assert rejection.site.source == "e4m3"
 
 
+OTHER_ROWS = {
+    "of the transposed": lambda scale: scale.transpose(0, 1).reshape(scale.shape),
+    "of the first of a batch": lambda scale: scale[:, :1].expand(scale.shape),
+    "of the first of all": lambda scale: scale[:1].expand(scale.shape),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_scales_of_other_rows_stay_theirs_for_any_batch_and_sequence(name):
+    torch.manual_seed(0)
+    w, sb = torch.randint(-8, 9, (128, 256)).float().to(e4m3), torch.rand(1, 2) + 0.5
+
+    def fn(x):
+        scale = x.unflatten(2, (2, 128)).abs().amax(-1) / 8
+        a = (x / scale.repeat_interleave(128, 2)).to(e4m3).float().unflatten(2, (2, 128))
+        a = (a * OTHER_ROWS[name](scale)[..., None]).reshape(-1, 256)
+        return a @ (w.float().reshape(128, 2, 128) * sb[..., None]).reshape(128, 256).t()
+
+    backend = EagerBackend()
+    run = torch.compile(fn, backend=backend)
+    for batch, sequence in ((3, 5), (4, 7)):
+        x = torch.randn(batch, sequence, 256)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 1)
+        torch.testing.assert_close(run(x), fn(x), rtol=1e-5, atol=1e-4)
+    [rewrite] = backend.rewrites
+    assert len(rewrite.report.matches) == 1
+
+
 def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
     """DeepSeek's formula with a mistake: ``scale_of`` gives the scale of slice i."""
 
