@@ -18,10 +18,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import triton
 
 from inductor_quant.kernels.config import Weight
 from inductor_quant.weight_format import Form, WeightFormat
 
+# Neighbours along k that a thread holds of an operand that Triton hands to ``mma.sync``: up to 3.7
+# the types that 16-bit numbers were made from counted too, now there are the instruction's own two.
+NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
 # Word types, of 32 and 8 bits.
 WORD_BITS = {torch.int32: 32, torch.uint8: 8}
 
@@ -273,7 +277,8 @@ class TileOrder:
     of k, two of them in a row) hands each thread the numbers of certain k and n. Which k these are
     is free, as long as x has the same order; so is which n. So words are handed out first, and k
     and n follow: a thread unpacks whole words, and reads neighbours in 16 bytes at once. Only
-    speed depends on what the compiler makes of it.
+    speed depends on what the compiler makes of it: where an operand is laid out in another order,
+    the numbers pass through shared memory.
 
     k, n          as they count; every number of a word is a dimension
     rows, columns  of the tile of words, the contiguous one last
@@ -329,11 +334,12 @@ def tile_order(
         return None
     if len(twos) < 2 or not halves:
         return None
+    neighbours = (("t", 4), twos[1]) if NEIGHBOURS == 4 else (twos[1], ("t", 4))
     return TileOrder(
         k,
         n,
         *((of_k, of_n) if contiguous == "n" else (of_n, of_k)),
-        k_mma=(*_without(free_k, twos), twos[0], ("t", 4), twos[1], ("p0", 2)),
+        k_mma=(*_without(free_k, twos), twos[0], *neighbours, ("p0", 2)),
         n_mma=(*_without(free_n, halves), ("w", warps), halves[0], ("g", 8)),
         fields=fields,
     )

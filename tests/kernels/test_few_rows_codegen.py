@@ -129,7 +129,8 @@ def test_configurations_do_not_spill(arch, name):
             [text] = [n for n, s in generated.kernels.items() if s is source]
             kernel = simulate.compile_kernel(text, source)
             assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
-            assert any("mma.sync" in name for name in kernel.matrix_instructions()), config
+            # from Triton 3.8 on also wgmma, where there are four warps
+            assert kernel.matrix_instructions(), config
 
 
 @pytest.mark.compiles
