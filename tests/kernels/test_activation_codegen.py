@@ -116,6 +116,28 @@ def test_a_quantization_is_one_kernel_with_what_precedes_it(before: str, m: int)
     assert "tl.dot" in second
 
 
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_a_residual_is_added_in_the_kernel_that_quantizes_the_norm(norm: str) -> None:
+    """And stored for what follows, for any number of rows."""
+
+    def fn(x: torch.Tensor, up: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = x + up
+        x = BEFORE[norm](residual, up)
+        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+        q = (x / scale).round().clamp(-128, 127).to(torch.int8)
+        return (torch._int_mm(q, w.t()) * scale).to(bf16), residual
+
+    def make(device: str) -> tuple[torch.Tensor, ...]:
+        x, up = (empty(64, 4096, dtype=bf16, device=device) for _ in range(2))
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(up, 0)
+        return x, up, empty(N, 4096, dtype=i8, device=device)
+
+    first, second = kernels(fn, make).values()
+    assert "for r0_offset" not in first
+    assert "tl.dot" in second
+
+
 def test_a_fake_quantized_activation_is_stored_as_int8() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         scale = x.abs().amax(-1, keepdim=True) / 127

@@ -10,6 +10,7 @@ from inductor_quant import simulate
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import KERNELS, fp8, fp8_few
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
+from inductor_quant.ops import fp8_block
 from inductor_quant.ops.fp8 import make_spec
 from inductor_quant.report import collect
 from inductor_quant.spec import ScaleSpec
@@ -73,6 +74,30 @@ def test_silu_times_up_is_in_the_one_kernel(case):
 
     generated, _ = chosen(lambda up, *given: F.silu(gemm(case)(*given)) * up, make)
     assert len(generated.kernels) == 1
+
+
+@pytest.mark.parametrize("along_m", [False, True])
+def test_silu_times_up_and_its_quantization_in_blocks_are_one_kernel(along_m):
+    """Which writes the scales in the order that the graph asks for."""
+    m, n, k = 64, 512, 4096
+
+    def fn(gate, up, w, w_scale):
+        blocks = (F.silu(gate) * up).float().unflatten(1, (-1, 128))
+        scale = blocks.abs().amax(-1).clamp_min(1e-12) / 448
+        a = (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(1)
+        scale = scale.t().contiguous().t() if along_m else scale
+        return fp8_block.op(
+            *(a, w.t(), scale, w_scale.t(), None), block_k=128, block_n=128, out_dtype=F32
+        )
+
+    def make(device):
+        case = Case(m, n, k, block=(128, 128), bias=False)
+        _, w, _, w_scale, _ = make_inputs(case, device)
+        return *(torch.empty(m, k, dtype=torch.bfloat16, device=device) for _ in "gu"), w, w_scale
+
+    before = [name for name in generate(fn, make).kernels if "tem" not in name]
+    # the last adds up the parts of K
+    assert [name.split("_fused")[0] for name in before] == ["triton_per", "triton_poi"]
 
 
 def test_sums_are_moved_to_fp32_unless_they_may_be_fast():
