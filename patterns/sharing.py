@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops import groups, quantize, row_reduce
 from inductor_quant.patterns import graph, survey
 
 # Their ops are known to be functions of their arguments, but for those that say otherwise.
 _NAMESPACES = ("aten", "prims", "quantized_decomposed", "inductor_quant")
 _OURS = "inductor_quant"
-_HELPERS = (row_reduce.op, quantize.op)  # parts of a quantization
+# parts of a quantization
+_HELPERS = (row_reduce.op, quantize.op, groups.reduce_op, groups.value_op)
 
 
 class Numbering:

@@ -8,6 +8,7 @@ from inductor_quant.ops import (
     fp8,
     fp8_block,
     group,
+    groups,
     quantize,
     row_reduce,
     verify,
@@ -15,4 +16,14 @@ from inductor_quant.ops import (
     weight_only,
 )
 
-__all__ = ["fp8", "fp8_block", "group", "quantize", "row_reduce", "verify", "w8a8", "weight_only"]
+__all__ = [
+    "fp8",
+    "fp8_block",
+    "group",
+    "groups",
+    "quantize",
+    "row_reduce",
+    "verify",
+    "w8a8",
+    "weight_only",
+]
