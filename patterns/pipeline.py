@@ -29,8 +29,8 @@ from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite, subgraph_of
 from inductor_quant.patterns.exactness import classify, strictly
+from inductor_quant.patterns.group_reduce import join_groups_to_rows
 from inductor_quant.patterns.grouping import group_gemms
-from inductor_quant.patterns.groups import join_groups_to_rows
 from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization

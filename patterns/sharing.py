@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import groups, quantize, row_reduce
+from inductor_quant.ops import group_reduce, quantize, row_reduce
 from inductor_quant.patterns import graph, survey
 
 # Their ops are known to be functions of their arguments, but for those that say otherwise.
 _NAMESPACES = ("aten", "prims", "quantized_decomposed", "inductor_quant")
 _OURS = "inductor_quant"
 # parts of a quantization
-_HELPERS = (row_reduce.op, quantize.op, groups.reduce_op, groups.value_op)
+_HELPERS = (row_reduce.op, quantize.op, group_reduce.reduce_op, group_reduce.value_op)
 
 
 class Numbering:

@@ -11,11 +11,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from inductor_quant import _torch_compat as compat
 from inductor_quant.ops import fp8_block
-from inductor_quant.ops import groups as op
-from inductor_quant.patterns.groups import join_groups_to_rows
-from tests.support import groups
+from inductor_quant.ops import group_reduce as op
+from inductor_quant.patterns.group_reduce import join_groups_to_rows
+from tests.support import group_reduce as groups
 from tests.support.graphs import count
-from tests.support.groups import GROUP, QUANTIZATIONS, Case
+from tests.support.group_reduce import GROUP, QUANTIZATIONS, Case
 
 aten = torch.ops.aten
 bf16 = torch.bfloat16

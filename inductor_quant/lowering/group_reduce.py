@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from inductor_quant import _group_compat as groups
+from inductor_quant import _group_reduce_compat as groups
 from inductor_quant import _torch_compat as compat
 from inductor_quant.lowering.common import lowering_of
 from inductor_quant.lowering.row_reduce import absolute_bits, number_of
-from inductor_quant.ops import groups as op
+from inductor_quant.ops import group_reduce as op
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default

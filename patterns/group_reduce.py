@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant import _group_compat, _torch_compat
-from inductor_quant.ops import fp8_block, groups, quantize
+from inductor_quant import _group_reduce_compat, _torch_compat
+from inductor_quant.ops import fp8_block, group_reduce, quantize
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.canonicalize import add_node, erase_if_dead
 from inductor_quant.patterns.graph import aten
@@ -94,7 +94,7 @@ def _read(node: fx.Node) -> Groups | None:
         return None
     if graph.is_symbolic(shape[-1]) or graph.is_symbolic(shape[-2]) or shape[-2] < 2:
         return None
-    is_lowered = _group_compat.takes(shape[-2] * shape[-1], shape[-1])
+    is_lowered = _group_reduce_compat.takes(shape[-2] * shape[-1], shape[-1])
     if not is_lowered or not _torch_compat.runs_triton(graph.value(x).device):
         return None
     rows = _reduced_rows(x)
@@ -278,7 +278,7 @@ class _Writer:
             [x], kind = x.all_input_nodes, "absmax"
         rows = self.flattened(x)
         with node.graph.inserting_before(node):
-            return add_node(node, groups.reduce_op, (rows, kind, self.found.size), {})
+            return add_node(node, group_reduce.reduce_op, (rows, kind, self.found.size), {})
 
     def reshaped(self, node: fx.Node, like: fx.Node, shape: Any) -> fx.Node:
         """A view of ``node``, which stands where ``like`` does or before."""
@@ -301,7 +301,7 @@ class _Writer:
         along_rows = bool(copies) or all(_is_scale_of_gemm(user, node) for user in readers)
         flat = self.flattened(node)
         with node.graph.inserting_after(node):
-            value = add_node(node, groups.value_op, (flat, self.found.size, along_rows), {})
+            value = add_node(node, group_reduce.value_op, (flat, self.found.size, along_rows), {})
         whole = self.reshaped(value, value, graph.value(node).shape)
         for copy in copies:
             with copy.graph.inserting_before(copy):

@@ -2,7 +2,7 @@
 
 A quantization in groups reduces [M, G, L] to [M, G], computes scales, and broadcasts them over
 [M, G, L] again. The ops say the same without a small tensor in between, in the shape of the rows:
-every element has what its group has. See ``lowering/groups.py``.
+every element has what its group has. See ``lowering/group_reduce.py``.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ import torch
 from torch._inductor import config
 
 from inductor_quant import simulate
-from inductor_quant._group_compat import takes
-from inductor_quant.ops import groups as op
-from tests.support import groups
+from inductor_quant._group_reduce_compat import takes
+from inductor_quant.ops import group_reduce as op
+from tests.support import group_reduce as groups
 from tests.support.generated import generate
-from tests.support.groups import GROUP, Case, exact_norm, exact_scale, returning
+from tests.support.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
 
 Tensor = torch.Tensor
 bf16, f32 = torch.bfloat16, torch.float32

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.support import groups
-from tests.support.groups import GROUP, Case, exact_norm, exact_scale, returning
+from tests.support import group_reduce as groups
+from tests.support.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
 
