@@ -117,8 +117,7 @@ def test_configurations_are_legal_and_share_the_split(name, m, n, k):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize(("arch", "name"), [(80, "gptq"), (90, "gptq"), (90, "awq")])
 def test_configurations_do_not_spill(arch, name):
     for m in (8, 16, 32):
         case = Case(name, m, 1024, 2048)

@@ -136,10 +136,12 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
     for m in (16, 64, 128):
         case = Case(name, m, 512, 1024)
         spec, problem = described(case)
-        for config in kernels.configs(spec, problem, device(arch)):
-            if config in done:
+        found = kernels.configs(spec, problem, device(arch))
+        for config in sorted(found, key=lambda c: -c.num_stages):  # of each tile the deepest
+            tile = config.block_m, config.block_n, config.block_k, config.num_warps
+            if tile in done:
                 continue
-            done.add(config)
+            done.add(tile)
             [(kernel_name, source)] = generate_case(case, config, arch=arch).kernels.items()
             kernel = simulate.compile_kernel(kernel_name, source)
             assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
@@ -149,7 +151,7 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
                 assert "wgmma" in instructions, config
             else:
                 assert "bf16" in instructions or "tcgen05" in instructions, config
-    assert len(done) >= 6
+    assert len(done) >= 4
 
 
 @pytest.mark.compiles
