@@ -23,8 +23,8 @@ import triton
 from inductor_quant.kernels.config import Weight
 from inductor_quant.weight_format import Form, WeightFormat
 
-# Neighbours along k that a thread holds of an operand that Triton hands to ``mma.sync``: up to 3.7
-# the types that 16-bit numbers were made from counted too, now there are the instruction's own two.
+# Neighbours along k that a thread holds of the first operand of ``tl.dot`` (``kWidth`` in TTGIR):
+# read off the code that Triton 3.7 makes of this kernel, and that 3.8 and 3.9 make.
 NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
 # Word types, of 32 and 8 bits.
 WORD_BITS = {torch.int32: 32, torch.uint8: 8}
