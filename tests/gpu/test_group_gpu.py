@@ -65,8 +65,13 @@ def test_integers_are_exact(m):
         assert torch.equal(result.double(), want)
 
 
+# torch 2.11 leaves out the rounding of gate to bf16 where SiLU widens it again: gate and up then
+# differ in their type, and stay apart.
+INTEGERS = 5 if torch.__version__ >= (2, 13) else 3
+
+
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize(("linear", "count"), [(words, 5), (TorchaoLinear, 5)])
+@pytest.mark.parametrize(("linear", "count"), [(words, 5), (TorchaoLinear, INTEGERS)])
 def test_a_decoder_layer_computes_the_same(linear, count, rows):
     torch.manual_seed(0)
     with torch.device("cuda"):
