@@ -22,6 +22,7 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 # name -> (quantized, backend, mode)
 SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
     "ours": (True, "inductor_quant", None),
+    "ours-apart": (True, "inductor_quant", None),
     "ours-autotune": (True, "inductor_quant", MAX_AUTOTUNE),
     "stock": (True, "inductor", None),
     "stock-autotune": (True, "inductor", MAX_AUTOTUNE),
@@ -30,6 +31,8 @@ SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
     "eager": (True, "eager", None),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Beside the mode: every GEMM in a launch of its own.
+OPTIONS = {"ours-apart": {"inductor_quant.group_gemms": False}}
 # Relative RMS error of a compiled model against the same model run eagerly: bf16 rounds in other
 # places, and random layers amplify it (measured on an H200: 5e-3 after two layers, 4.6e-2 to 5.6e-2
 # after Llama's 32, for bf16 and no plugin at all). A quantized model may differ by about what its
@@ -54,11 +57,10 @@ def weights_gb(model: nn.Module) -> float:
     return sum(t.nbytes for key, t in tensors.items() if key not in caches) / 1e9
 
 
-def compile_model(
-    model: nn.Module, backend: str, mode: str | None, *, per_layer: bool
-) -> nn.Module:
-    """The whole model, or each of its layers, which are alike and compile once."""
-    options: dict[str, Any] = {"backend": backend, "mode": mode, "dynamic": False}
+def compile_model(model: nn.Module, backend: str, *, per_layer: bool, **how: Any) -> nn.Module:
+    """The whole model, or each of its layers, which are alike and compile once. ``how``: mode or
+    options."""
+    options: dict[str, Any] = {"backend": backend, "dynamic": False, **how}
     layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not (per_layer and layers):
         return torch.compile(model, **options)  # type: ignore[return-value]
@@ -70,7 +72,8 @@ def compile_model(
 class Worker:
     def __init__(self, system: str, device: str) -> None:
         self.device = device
-        self.is_quantized, self.backend, self.mode = SYSTEMS[system]
+        self.is_quantized, self.backend, mode = SYSTEMS[system]
+        self.how = {"options": OPTIONS[system]} if system in OPTIONS else {"mode": mode}
         self.replay: Replay | None = None
 
     @torch.no_grad()
@@ -94,7 +97,7 @@ class Worker:
 
         start = time.perf_counter()
         with report.collect() as decisions:
-            fn = compile_model(model, self.backend, self.mode, per_layer=per_layer)
+            fn = compile_model(model, self.backend, per_layer=per_layer, **self.how)
             out = fn(*inputs).clone()
             self._synchronize()
         found["compile_s"] = time.perf_counter() - start

@@ -136,10 +136,28 @@ def _allow_two_layouts() -> None:
             layouts = left.type.layout, right.type.layout
             is_known = not any(isinstance(layout, core.AutoLayout) for layout in layouts)
             if is_known and layouts[0] != layouts[1]:
-                right = self.convert_layout(right, layouts[0])
+                right = _in_layout(right, layouts[0], self)
         return ordinary(self, left, right)
 
     semantic.GluonSemantic.broadcast_impl_value = broadcast
+
+
+def _in_layout(value: Any, layout: Any, semantic: Any) -> Any:
+    """``value`` in ``layout``, without shared memory: a kernel's stages may have taken all of it.
+
+    Between two layouts in which a warp has the same elements Triton shuffles up to 32 bits within
+    the warp; 64 take 64 KB (a tile of 64 x 128), so they travel as two halves.
+    """
+    element = value.type.element_ty
+    if element.primitive_bitwidth != 64 or value.type.layout == layout:
+        return semantic.convert_layout(value, layout)
+    core = importlib.import_module("triton.experimental.gluon.language._core")
+    bits = semantic.bitcast(value, core.int64)
+    high = semantic.cast(semantic.ashr(bits, semantic.to_tensor(32)), core.int32)
+    low = semantic.bitcast(semantic.cast(bits, core.int32), core.uint32)
+    high, low = (semantic.convert_layout(half, layout) for half in (high, low))
+    high = semantic.shl(semantic.cast(high, core.int64), semantic.to_tensor(32))
+    return semantic.bitcast(semantic.or_(high, semantic.cast(low, core.int64)), element)
 
 
 def _tile_access() -> dict[str, Any]:
@@ -166,7 +184,7 @@ def _tile_access() -> dict[str, Any]:
         value = core.load(pointer, mask, other, **how, _semantic=_semantic)
         if not value.type.is_block():
             return value
-        return core.convert_layout(value, layout, _semantic=_semantic)
+        return _in_layout(value, core._unwrap_if_constexpr(layout), _semantic)
 
     @core.builtin
     def tile_store(
@@ -175,7 +193,7 @@ def _tile_access() -> dict[str, Any]:
         """``tl.store`` of a value in another layout than the pointer's."""
         if value.type.is_block():
             value = value.to(pointer.dtype.element_ty, _semantic=_semantic)
-            value = core.convert_layout(value, pointer.type.layout, _semantic=_semantic)
+            value = _in_layout(value, pointer.type.layout, _semantic)
         return core.store(pointer, value, mask, **how, _semantic=_semantic)
 
     return {"tile_load": tile_load, "tile_store": tile_store}

@@ -254,6 +254,8 @@ def _register() -> None:
         ours = ("w8a8", "weight_only", "fp8", "fp8_block", "row_reduce", "quantize")
         for name in ours:
             compat.add_dont_constant_fold(getattr(ops, name).op)
+        for op in (ops.group_reduce.reduce_op, ops.group_reduce.value_op):
+            compat.add_dont_constant_fold(op)
 
 
 _register()

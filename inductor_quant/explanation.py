@@ -24,12 +24,16 @@ _PLAIN_WIDTH = 160
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One matrix product: where it is, what was decided, and how its kernel does."""
+    """One matrix product: where it is, what was decided, and how its kernel does.
+
+    ``launched_with``: the modules (or nodes) of the other products that its launch computes.
+    """
 
     site: Site
     decision: Match | Rejection
     kernel: KernelChoice | None = None
     timing: measure.Timing | None = None
+    launched_with: tuple[str, ...] = ()
 
     @property
     def is_near_miss(self) -> bool:
@@ -47,7 +51,9 @@ class Row:
         """One sentence: the kernel of a match, or what stopped one."""
         if isinstance(self.decision, Match):
             kernel = self.kernel.chosen if self.kernel else "no kernel of ours took it"
-            return f"{kernel}, {self.decision.exactness.value}"
+            others = ", ".join(self.launched_with)
+            together = f", in one launch with {others}" if others else ""
+            return f"{kernel}, {self.decision.exactness.value}{together}"
         where = f" at {self.decision.node}" if self.decision.node != self.site.node else ""
         detail = self.decision.detail
         meaning = MEANINGS[self.decision.code]
@@ -83,6 +89,7 @@ class Row:
             "stopped_at": None,
             "kernel": None,
             "compiled_sizes": None,
+            "launched_with": list(self.launched_with),
             "us": None,
             "stock_us": None,
             "roofline_share": None,
@@ -260,12 +267,17 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
     is_timed = torch.cuda.is_available() if timings is None else timings
     measured: dict[tuple[Any, ...], measure.Timing | None] = {}
     kernels = list(report.kernels)
+    groups = _groups(report)
     rows = []
     for decision in decisions:
         assert decision.site is not None
         kernel = timing = None
+        others: tuple[str, ...] = ()
         if isinstance(decision, Match):
-            kernel = _take_kernel(kernels, decision)
+            call, together = groups.get(id(decision), (decision.call, ()))
+            kernel = _take_kernel(kernels, decision, call)
+            if kernel is not None and kernel.is_grouped:
+                others = together
             sizes = kernel.sizes if kernel is not None else None
             is_timed_here = is_timed and decision.family in measure.TIMED_FAMILIES
             if is_timed_here and sizes is not None and decision.site.device.startswith("cuda"):
@@ -277,7 +289,7 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
                         decision.spec, *sizes, device, mode, weight=weight
                     )
                 timing = measured[key]
-        rows.append(Row(decision.site, decision, kernel, timing))
+        rows.append(Row(decision.site, decision, kernel, timing, others))
     rows.sort(key=_order)
     name = ", ".join(devices) or "no matrix product"
     if torch.cuda.is_available() and any(d.startswith("cuda") for d in devices):
@@ -285,12 +297,33 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
     return Explanation(tuple(rows), name)
 
 
-def _take_kernel(kernels: list[KernelChoice], match: Match) -> KernelChoice | None:
-    """The kernel chosen for a match, each used once: node names repeat between graphs."""
+def _take_kernel(kernels: list[KernelChoice], match: Match, call: str) -> KernelChoice | None:
+    """The kernel chosen for a match, whose canonical op is ``call``; each used once: node names
+    repeat between graphs."""
     for i, kernel in enumerate(kernels):
-        if (kernel.node, kernel.spec) == (match.call, str(match.spec)):
+        is_same = (kernel.node, kernel.spec) == (call, str(match.spec))
+        # the GEMMs of a group differ in N
+        if is_same and (call == match.call or (kernel.sizes and kernel.sizes[1] == match.n)):
             return kernels.pop(i)
     return None
+
+
+def _groups(report: Report) -> dict[int, tuple[str, tuple[str, ...]]]:
+    """id of a match in a group -> the group's op, and the modules (or nodes) of the others."""
+    found: dict[int, tuple[str, tuple[str, ...]]] = {}
+    matches = list(report.matches)
+    for group in report.groups:
+        members = []
+        for name in group.members:
+            match = next((match for match in matches if match.call == name), None)
+            if match is not None:
+                matches.remove(match)
+                members.append(match)
+        for match in members:
+            others = (other for other in members if other is not match)
+            names = tuple(other.module or other.node for other in others)
+            found[id(match)] = (group.call, names)
+    return found
 
 
 def _order(row: Row) -> int:

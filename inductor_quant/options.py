@@ -44,6 +44,8 @@ class Options:
                       in fp64: ``Report.verifications`` has the errors; one beyond the graph's is
                       warned of, or raised as VerificationError with ``on_error="raise"``. Not
                       cached; a copy of each result. For tests
+    group_gemms       GEMMs of one activation (q, k and v; gate and up) with few rows in one launch,
+                      where a kernel takes them; False: one each
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
@@ -61,6 +63,7 @@ class Options:
     read_tables: bool = True
     numerics: Literal["default", "strict"] = "default"
     verify: bool = False
+    group_gemms: bool = True
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,7 +90,7 @@ class Options:
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
             raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
-        for name in ("read_tables", "verify"):
+        for name in ("read_tables", "verify", "group_gemms"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):

@@ -22,7 +22,8 @@ class KernelChoice:
     ``node`` is the canonical op's FX node; ``times_us`` are autotuning's, None where not timed (one
     choice needs no timing); ``sizes`` are M, N, K, and where one is symbolic, what it was in the
     call that was compiled. ``weight``, of a packed one, is its format and the type and sizes of
-    each of its tensors.
+    each of its tensors. ``is_grouped``: the launch computes other GEMMs of the activation as well;
+    there is an event for each of them.
     """
 
     family: str
@@ -32,12 +33,22 @@ class KernelChoice:
     times_us: tuple[float | None, ...] = ()
     sizes: tuple[int, int, int] | None = None
     weight: PackedWeight | None = None
+    is_grouped: bool = False
 
     @property
     def chosen(self) -> str:
         """The fastest of those timed, the only one where nothing was."""
         timed = [(us, name) for us, name in zip(self.times_us, self.offered, strict=False) if us]
         return min(timed)[1] if timed else self.offered[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouped:
+    """GEMMs that became one op, by the FX nodes of the canonical ops: ``call`` in the place of
+    ``members``. Whether they go in one launch a ``KernelChoice`` says."""
+
+    call: str
+    members: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +89,7 @@ class Report:
     decisions: list[Match | Rejection] = dataclasses.field(default_factory=list)
     kernels: list[KernelChoice] = dataclasses.field(default_factory=list)
     verifications: list[Verification] = dataclasses.field(default_factory=list)
+    groups: list[Grouped] = dataclasses.field(default_factory=list)
 
     @property
     def matches(self) -> list[Match]:
@@ -125,7 +137,7 @@ def is_open() -> bool:
     return bool(_open)
 
 
-def add(event: Match | Rejection | KernelChoice | Verification) -> None:
+def add(event: Match | Rejection | KernelChoice | Grouped | Verification) -> None:
     """Record an event in every open report."""
     with _lock:
         for report in _open:
@@ -133,5 +145,7 @@ def add(event: Match | Rejection | KernelChoice | Verification) -> None:
                 report.kernels.append(event)
             elif isinstance(event, Verification):
                 report.verifications.append(event)
+            elif isinstance(event, Grouped):
+                report.groups.append(event)
             else:
                 report.decisions.append(event)

@@ -53,11 +53,12 @@ class Epilogue:
         return self.row_scale is not None or self.column_scale is not None or self.alpha != 1.0
 
 
-def read_column_epilogue(anchor: fx.Node, *, has_bias: bool) -> Epilogue:
+def read_column_epilogue(anchor: fx.Node, *, has_scale: bool, has_bias: bool) -> Epilogue:
     """What may be taken of the epilogue behind ``anchor``, a product of floats: at most one scale
-    of the columns or the tensor, and a bias. The least is nothing, ``end`` is then ``anchor``."""
+    of the columns or the tensor, and a bias, of which the product may have either already. The
+    least is nothing, ``end`` is then ``anchor``."""
     reader = _Reader(anchor, columns_only=True)
-    reader.has_bias = has_bias
+    reader.has_scale, reader.has_bias = has_scale, has_bias
     while (node := graph.single_user(reader.last)) is not None and reader.read(node) is None:
         pass
     assert reader.committed is not None
@@ -130,7 +131,7 @@ class _Reader:
         if columns_only:
             self.committed = dataclasses.replace(self.current, interior=[anchor])
         self.columns_only = columns_only
-        self.has_bias = False
+        self.has_scale = self.has_bias = False
 
     def read(self, node: fx.Node) -> Rejection | None:
         """Advance over ``node``; a Rejection says why the walk ends before it."""
@@ -262,7 +263,7 @@ class _Reader:
         """Put a scale in its slot; one of a single element goes where there is room."""
         now = self.current
         if self.columns_only:
-            if axis == "row" or now.column_scale is not None:
+            if axis == "row" or self.has_scale or now.column_scale is not None:
                 return Rejection(RejectionCode.SCALE_AXIS, f"a {axis} scale", node.name)
             now.column_scale = scale
             return None

@@ -29,6 +29,8 @@ from inductor_quant.patterns import recipe, survey
 from inductor_quant.patterns.activation import keep_rows_whole
 from inductor_quant.patterns.canonicalize import rewrite, subgraph_of
 from inductor_quant.patterns.exactness import classify, strictly
+from inductor_quant.patterns.group_reduce import join_groups_to_rows
+from inductor_quant.patterns.grouping import group_gemms
 from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
@@ -240,6 +242,10 @@ def _finish(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
         log.info("%d int8 weights are copied so that they lie along K", copies)
         if options.numerics != "strict":  # divides by a reciprocal
             simplify_quantization(graph)
+            joined = join_groups_to_rows(graph)  # the row is added up in another order
+            log.info("%d quantizations in groups move into the kernel of a norm", joined)
+        if options.group_gemms:  # last: the others look for GEMMs alone
+            log.info("%d GEMMs may go into the launch of another", group_gemms(graph))
     except Exception as error:
         if options.on_error == "raise":
             raise InductorQuantError("inductor_quant failed after its rewrites") from error

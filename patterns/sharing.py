@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops import group_reduce, quantize, row_reduce
 from inductor_quant.patterns import graph, survey
 
 # Their ops are known to be functions of their arguments, but for those that say otherwise.
 _NAMESPACES = ("aten", "prims", "quantized_decomposed", "inductor_quant")
 _OURS = "inductor_quant"
-_HELPERS = (row_reduce.op, quantize.op)  # parts of a quantization
+# parts of a quantization
+_HELPERS = (row_reduce.op, quantize.op, group_reduce.reduce_op, group_reduce.value_op)
 
 
 class Numbering:
@@ -35,7 +36,7 @@ class Numbering:
         while todo:  # arguments first; no recursion, a graph may be deep
             last = todo[-1]
             waiting = [n for n in last.all_input_nodes if n not in self._first_of]
-            if waiting and last not in self._first_of and _is_function(last):
+            if waiting and last not in self._first_of and is_function(last):
                 todo += waiting
                 continue
             todo.pop()
@@ -46,7 +47,7 @@ class Numbering:
         if node in self._first_of:
             return
         # What is written to in the midst has another value before than after.
-        is_kept = _is_function(node) and not any(
+        is_kept = is_function(node) and not any(
             map(self._is_mutated, (node, *node.all_input_nodes))
         )
         self._first_of[node] = self._firsts.setdefault(self._key(node), node) if is_kept else node
@@ -74,7 +75,7 @@ class Numbering:
         return self.first(a) is self.first(b)
 
 
-def _is_function(node: fx.Node) -> bool:
+def is_function(node: fx.Node) -> bool:
     """Whether the value is a function of the arguments alone."""
     target = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
@@ -91,7 +92,7 @@ def _is_function(node: fx.Node) -> bool:
 def share(owner: fx.Graph) -> int:
     """Merge equal nodes among those that the inputs of canonical ops are computed from, up to
     matrix products. Returns how many nodes are gone."""
-    cone = _cone([node for node in owner.nodes if _is_canonical(node)])
+    cone = _cone([node for node in owner.nodes if is_canonical(node)])
     numbering = Numbering()
     merged = 0
     for node in list(owner.nodes):
@@ -107,7 +108,7 @@ def share(owner: fx.Graph) -> int:
     return merged
 
 
-def _is_canonical(node: fx.Node) -> bool:
+def is_canonical(node: fx.Node) -> bool:
     """Whether it is a GEMM of ours."""
     return getattr(node.target, "namespace", "") == _OURS and node.target not in _HELPERS
 
@@ -119,7 +120,7 @@ def _cone(calls: list[fx.Node]) -> set[fx.Node]:
         node = todo.pop()
         if node in found or node.op != "call_function":
             continue
-        if _is_canonical(node) or survey.is_matrix_product(node):
+        if is_canonical(node) or survey.is_matrix_product(node):
             continue
         found.add(node)
         todo += node.all_input_nodes

@@ -15,7 +15,7 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import weight_only as op
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.epilogue import CAST, Epilogue, read_column_epilogue
+from inductor_quant.patterns.epilogue import Epilogue, read_column_epilogue
 from inductor_quant.patterns.operand import Weight, attempt, decode
 from inductor_quant.patterns.pattern import Operand, Pattern, RecognizedGemm
 from inductor_quant.patterns.product import Product, anchors, product_of
@@ -65,20 +65,13 @@ def _read(anchor: fx.Node, reader: Reader) -> tuple[Product, Weight] | Rejection
 
 
 def _read_epilogue(anchor: fx.Node, product: Product, weight: Weight) -> Epilogue:
-    """Scales of the columns and bias behind a weight that is not scaled itself.
+    """Bias, and a scale of the columns behind a weight that is not scaled itself; behind one that
+    is, the scheduler fuses another.
 
-    Behind one that is, everything is left to the scheduler, which fuses it all the same. (The cast
-    that ends a product in fp32 is part of it.)
+    It would fuse the bias too, but not behind the library's product for many rows, which adds one.
     """
-    if not any(step.kind in ("mul", "div") for step in weight.format.steps):
-        return read_column_epilogue(anchor, has_bias=product.bias is not None)
-    found = Epilogue(anchor, graph.value(anchor).dtype, [anchor])
-    user = graph.single_user(anchor)
-    dtype = graph.value(product.x).dtype
-    if user is not None and user.target == CAST and graph.value(user).dtype == dtype:
-        found.end, found.out_dtype = user, dtype
-        found.interior.append(user)
-    return found
+    is_scaled = any(step.kind in ("mul", "div") for step in weight.format.steps)
+    return read_column_epilogue(anchor, has_scale=is_scaled, has_bias=product.bias is not None)
 
 
 def _check_operand(operand: fx.Node, anchor: fx.Node) -> Rejection | None:

@@ -276,6 +276,6 @@ def run_all(module, *inputs):
     as_if_triton = mock.patch("inductor_quant._torch_compat.runs_triton", return_value=True)
     frozen = config.patch(freezing=True, force_disable_caches=True)
     torch._dynamo.reset()
-    options = {"inductor_quant.on_error": "raise"}
+    options = {"inductor_quant.on_error": "raise", "inductor_quant.group_gemms": False}
     with torch.no_grad(), frozen, as_if_triton, inductor_quant.collect() as report:
         return torch.compile(module, backend="inductor_quant", options=options)(*inputs), report

@@ -26,11 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"errors"},
     "_torch_compat": BASE,
     "_gluon_compat": set(),
+    "_group_reduce_compat": set(),
     "report": BASE,
     "ops": BASE | {"_torch_compat", "report"},
-    "patterns": BASE | {"_torch_compat", "report", "ops", "patterns"},
+    "patterns": BASE | {"_torch_compat", "_group_reduce_compat", "report", "ops", "patterns"},
     "kernels": BASE | {"_torch_compat", "ops", "kernels"},
-    "lowering": BASE | {"_torch_compat", "_gluon_compat", "report", "ops", "kernels", "lowering"},
+    "lowering": BASE
+    | {"_torch_compat", "_gluon_compat", "_group_reduce_compat"}
+    | {"report", "ops", "kernels", "lowering"},
     "tables": BASE | {"_torch_compat", "patterns"},
     "backend": BASE | {"_torch_compat", "report", "ops", "patterns", "lowering", "tables"},
     "prepack": BASE | {"_torch_compat", "ops", "patterns", "kernels", "tables"},
@@ -42,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulate": {"simulate"},
 }
 ON_TOP = {"__init__"}  # may name every layer, but only resolves them on first use
-BOUNDARY = {"_torch_compat", "_gluon_compat", "simulate"}
+BOUNDARY = {"_torch_compat", "_gluon_compat", "_group_reduce_compat", "simulate"}
 # Where the types of public operators live: they have no public name.
 ANNOTATIONS = "torch._ops"
 

@@ -117,6 +117,10 @@ class Problem:
     is_stored_narrow: bool = True
     # A tile has to have a row beyond the last one, which is used for the sums of the columns of b.
     needs_spare_row: bool = False
+    # GEMMs of one activation in one launch, each as if it were alone; ``n`` counts their columns.
+    members: tuple[Problem, ...] = ()
+    # Kernels more for what is fused into those of GEMMs alone, where no parts of K are added up.
+    lost_fusions: int = 0
 
     def is_even_k(self, config: GemmConfig) -> bool:
         return self.k_is_static and self.k % config.block_k == 0

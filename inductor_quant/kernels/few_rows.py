@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import split_k, weight_only
+from inductor_quant.kernels import group, split_k, weight_only
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, Weight, legal
 from inductor_quant.kernels.few_rows_code import FewRowsCode
 from inductor_quant.kernels.kernel import Kernel
@@ -35,7 +35,28 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(
             RejectionCode.NO_KERNEL, "numbers are not neighbours in words of 32 or 8 bits"
         )
-    return None
+    return _differ(problem) if problem.members else None
+
+
+def _differ(problem: Problem) -> Rejection | None:
+    """In what weights of one launch differ beside their number of columns: then one text, that for
+    the widest, does not read them all. (Nor does it where it asks for the size of a tensor.)"""
+    layouts = set()
+    _, words = weight_of(problem)
+    for member in problem.members:
+        weight = member.weight
+        assert weight is not None
+        format = weight.format
+        forms = [form for field in format.fields() for form in field.index]
+        if any(form.is_data or form.bounds(format.radix)[0] < 0 for form in forms):
+            return Rejection(RejectionCode.NO_KERNEL, "positions in a weight are data")
+        # The number of columns is the radix of their first digit.
+        of_all = dataclasses.replace(format, n=(1, *format.n[1:]))
+        dtypes = tuple(tensor.dtype for tensor in weight.tensors)
+        layouts.add((of_all, dtypes, contiguous_axis(weight, words)))
+    if len(layouts) == 1:
+        return None
+    return Rejection(RejectionCode.NO_KERNEL, "weights of one launch do not lie alike in memory")
 
 
 def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCode:
@@ -54,7 +75,8 @@ def code(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsCo
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
-    return split_k.constants_of(code(spec, problem, config), spec, config)
+    found = split_k.constants_of(code(spec, problem, config), spec, config)
+    return found | group.constants(problem, config, shared=("X",))
 
 
 def is_legal(
@@ -70,8 +92,10 @@ def is_legal(
     )
     if order is None or config.block_m < MIN_BLOCK_M:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is too small to hand out its words")
-    refused = split_k.misfit(spec, weight, problem, config) or split_k.too_many_sums(
-        config, MAX_SUMS
+    refused = (
+        split_k.misfit(spec, weight, problem, config)
+        or split_k.too_many_sums(config, MAX_SUMS)
+        or _misfit(problem, config)
     )
     if refused is not None:
         return refused
@@ -82,6 +106,12 @@ def is_legal(
     smallest = dataclasses.replace(config, block_m=max(16, config.block_m))
     shared_bytes = max(1, config.num_stages - 1) * stage
     return legal(smallest, device, element_bytes=2, shared_bytes=shared_bytes)
+
+
+def _misfit(problem: Problem, config: GemmConfig) -> Rejection | None:
+    """What is wrong with ``config`` for GEMMs in one launch."""
+    refused = group.is_no_gain(problem) if config.split_k == 1 else None
+    return refused or group.misfit(problem, config)
 
 
 # By rule from a sweep on an H200 (words of GPTQ and AWQ, N x K of Llama-3-8B): up to eight programs
@@ -160,4 +190,5 @@ WEIGHT_ONLY_FEW_ROWS = Kernel(
     constants=constants,
     configs=configs,
     legal=is_legal,
+    is_grouped=True,
 )

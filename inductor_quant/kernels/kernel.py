@@ -26,6 +26,8 @@ class Kernel:
     legal      (spec, problem, config, device) -> None, or why the configuration cannot run
     template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
     is_gluon   it is written in Gluon, which not every Triton has
+    is_grouped
+               its template takes a ``GROUP``: GEMMs of one activation in one launch
 
     With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
     to add them and to do what follows (scales, bias) is the lowering's part.
@@ -40,6 +42,7 @@ class Kernel:
     legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
     template: str = ""
     is_gluon: bool = False
+    is_grouped: bool = False
 
     @property
     def template_name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from inductor_quant.decisions import Rejection, RejectionCode
-from inductor_quant.kernels import table
+from inductor_quant.kernels import group, table
 from inductor_quant.kernels.config import (
     INTERPRETER_ARCH,
     Device,
@@ -64,7 +64,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{spec}: groups must be multiples of {MIN_GROUP} along K"
         )
-    return None
+    return group.is_no_gain(problem)
 
 
 def persistent_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -122,6 +122,7 @@ def constants(
         "HAS_A_ZERO_POINT": spec.a.zero in ("int", "float"),
         "HAS_B_ZERO_POINT": spec.b.zero in ("int", "float"),
         "SUM_B": problem.needs_spare_row,
+        **group.constants(problem, config, shared=("A", "A_SCALE")),
     }
 
 
@@ -150,9 +151,9 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     # One table: its model carries the shape and the number of SMs, ``legal`` the limits of the
     # device.
     ranked = table.load("w8a8_mm", 90).rank(problem, device, element_bytes=ELEMENT_BYTES)
-    group = spec.group_size
-    if group:  # a step lies within one group
-        step = group & -group
+    length = spec.group_size
+    if length:  # a step lies within one group
+        step = length & -length
         ranked = list(dict.fromkeys(shortened(config, step) for config in ranked))
     return ranked
 
@@ -164,13 +165,17 @@ def is_legal(
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} has no row beyond the {problem.m} of a"
         )
-    group = spec.group_size
-    if group % config.block_k:
+    length = spec.group_size
+    if length % config.block_k:
         return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: a step must lie within a group of {group} of K"
+            RejectionCode.BLOCK_SHAPE, f"{config}: a step must lie within a group of {length} of K"
         )
-    sums = 2 if group else 1
-    return refuse_split(config) or legal(config, device, element_bytes=ELEMENT_BYTES, sums=sums)
+    sums = 2 if length else 1
+    return (
+        refuse_split(config)
+        or group.misfit(problem, config)
+        or legal(config, device, element_bytes=ELEMENT_BYTES, sums=sums)
+    )
 
 
 def persistent_configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -194,4 +199,5 @@ W8A8_MM = Kernel(
     constants=constants,
     configs=configs,
     legal=is_legal,
+    is_grouped=True,
 )

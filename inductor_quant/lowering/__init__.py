@@ -1,5 +1,13 @@
 """From canonical ops to kernels. Importing this package registers templates and lowerings, once."""
 
-from inductor_quant.lowering import fp8, quantize, row_reduce, w8a8, weight_only
+from inductor_quant.lowering import (
+    fp8,
+    group,
+    group_reduce,
+    quantize,
+    row_reduce,
+    w8a8,
+    weight_only,
+)
 
-__all__ = ["fp8", "quantize", "row_reduce", "w8a8", "weight_only"]
+__all__ = ["fp8", "group", "group_reduce", "quantize", "row_reduce", "w8a8", "weight_only"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import warnings
@@ -84,6 +85,21 @@ def describe_problem(a: Any, b: Any, out_dtype: torch.dtype) -> Problem:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Gemm:
+    """A call of a canonical op as kernels see it.
+
+    ``shared`` are the inputs that belong to the activation, ``own`` those of the weight and its
+    columns, realized, in the template's order; ``constants`` are the template's.
+    """
+
+    spec: QuantGemmSpec
+    problem: Problem
+    shared: list[Any]
+    own: list[Any]
+    constants: dict[str, Any]
+
+
 def lower_gemm(
     family: str,
     spec: QuantGemmSpec,
@@ -151,17 +167,19 @@ def _best_kernel(
         time_in_graph(choice)
     result, times = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
     node = compat.current_node()
-    report.add(
-        report.KernelChoice(
-            family,
-            str(spec),
-            tuple(offered),
-            node=node.name if node is not None else "",
-            times_us=tuple(None if ms is None else 1000 * ms for ms in times),
-            sizes=(problem.m, problem.n, problem.k),
-            weight=packed_weight(problem),
+    for part in problem.members or (problem,):
+        report.add(
+            report.KernelChoice(
+                family,
+                str(spec),
+                tuple(offered),
+                node=node.name if node is not None else "",
+                times_us=tuple(None if ms is None else 1000 * ms for ms in times),
+                sizes=(part.m, part.n, part.k),
+                weight=packed_weight(part),
+                is_grouped=bool(problem.members),
+            )
         )
-    )
     return result
 
 
@@ -227,6 +245,8 @@ def _is_usable(kernel: Kernel, spec: QuantGemmSpec, problem: Problem, device: De
         return False
     if kernel.is_gluon and compat.uses_cpp_wrapper():
         return False  # never seen to run there
+    if problem.members and not kernel.is_grouped:
+        return False
     return kernel.supports(spec, problem, device) is None
 
 

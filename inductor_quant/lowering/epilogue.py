@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from inductor_quant.ops import row_reduce
+
 aten = torch.ops.aten
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+# The same elements in another order.
+_MOVES = (*_VIEWS, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dims)
+_REDUCTIONS = (aten.amax.default, aten.amin.default, row_reduce.op)
 
 
 def is_narrowed(node: fx.Node | None) -> bool:
@@ -31,6 +36,48 @@ def is_narrowed(node: fx.Node | None) -> bool:
                 seen.add(user)
                 todo.append(user)
     return True
+
+
+def lost_fusions(node: fx.Node) -> int:
+    """How many kernels more there are for what follows if the results of ``node``, a group of
+    GEMMs, are parts of one matrix: what is computed element by element from the result of one GEMM
+    is fused into its kernel, from a part it is not.
+
+    silu(gate) * up is one. Not rotary embedding, which reads a result at other places too, nor what
+    a reduction of rows reads, as in a quantization per token: its kernel computes it in any case.
+    """
+    fused: list[set[fx.Node]] = []
+    for result in node.users:
+        if found := _readers(result):
+            met = [other for other in fused if other & found]
+            fused = [other for other in fused if not other & found] + [found.union(*met)]
+    return sum(not any(map(_is_reduced, nodes)) for nodes in fused)
+
+
+def _readers(result: fx.Node) -> set[fx.Node]:
+    """The nodes that compute element by element from ``result``; none if others read it too."""
+    as_it_is, found = {result}, set[fx.Node]()
+    todo = [result]
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            is_move = user.target in _MOVES or _is_cast(user)
+            if node in as_it_is and is_move:
+                as_it_is.add(user)
+            elif not _is_elementwise(user) and not is_move:
+                if node in as_it_is:
+                    return set()
+                continue
+            elif user in found:
+                continue
+            else:
+                found.add(user)
+            todo.append(user)
+    return found
+
+
+def _is_reduced(node: fx.Node) -> bool:
+    return any(user.target in _REDUCTIONS for user in node.users)
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -30,19 +30,30 @@ def lower(x: Any, kind: str, keepdim: bool) -> Any:
 
 
 def _absmax(x: Any, keepdim: bool) -> Any:
-    """The largest absolute value, by comparing bits: those of numbers without a sign compare like
-    the numbers, NaN is above them all, and a maximum of integers is one instruction where one that
-    keeps NaN takes three."""
+    """The largest absolute value, by comparing bits."""
+    cast = lowering_of(torch.ops.prims.convert_element_type.default)
+    bits = absolute_bits(cast(x, torch.float32))
+    largest = lowering_of(op.KINDS["amax"])(bits, [-1], keepdim)
+    return cast(number_of(largest), x.get_dtype())
+
+
+def absolute_bits(x: Any) -> Any:
+    """The bits of fp32 numbers without their signs, int32: they compare like the numbers, NaN is
+    above them all, and a maximum of integers is one instruction where one that keeps NaN takes
+    three."""
     ops = compat.ops()
 
     def bits(x: Any) -> Any:
         return ops.to_dtype_bitcast(ops.abs(x), torch.int32, torch.float32)
 
+    return compat.make_pointwise(bits, override_return_dtype=torch.int32)(x)
+
+
+def number_of(bits: Any) -> Any:
+    """The fp32 numbers of such bits."""
+    ops = compat.ops()
+
     def number(x: Any) -> Any:
         return ops.to_dtype_bitcast(x, torch.float32, torch.int32)
 
-    cast = lowering_of(torch.ops.prims.convert_element_type.default)
-    as_bits = compat.make_pointwise(bits, override_return_dtype=torch.int32)
-    as_number = compat.make_pointwise(number, override_return_dtype=torch.float32)
-    largest = lowering_of(op.KINDS["amax"])(as_bits(cast(x, torch.float32)), [-1], keepdim)
-    return cast(as_number(largest), x.get_dtype())
+    return compat.make_pointwise(number, override_return_dtype=torch.float32)(bits)

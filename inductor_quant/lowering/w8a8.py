@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from inductor_quant import _torch_compat as compat
-from inductor_quant.lowering.common import describe_problem, lower_gemm, lowering_of
+from inductor_quant.lowering.common import Gemm, describe_problem, lower_gemm, lowering_of
 from inductor_quant.ops import w8a8 as op
-from inductor_quant.spec import ScaleSpec
+from inductor_quant.spec import QuantGemmSpec, ScaleSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # Up to so many rows a tile has one to spare for the sums of the columns of b; beyond, a kernel of
@@ -40,28 +40,11 @@ def lower(
     device = a.get_device()
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
-    k = compat.known_int(b.get_size()[0])  # of a stored weight: never symbolic
-    a_group, b_group = _group(a_scale, 1, k), _group(b_scale, 0, k)
-    spec = op.make_spec(
-        a_scale=scale_spec(a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
-        b_scale=scale_spec(b_scale, (b_group, 1), dim=1 if b_group < 0 else 0),
-        out_dtype=out_dtype,
-        bias=bias is not None,
-        a_zero=op.zero_kind(_dtype(a_zero_point), a_zero),
-        b_zero=op.zero_kind(_dtype(b_zero_point)),
-    )
     layout = compat.FixedLayout(device, out_dtype, [m, n])
     a, b = compat.realize(a), compat.realize(b)
+    spec = _spec(a, b, a_scale, b_scale, bias, a_zero_point, b_zero_point, a_zero, out_dtype)
     problem = describe_problem(a, b, out_dtype)
-    constants: dict[str, Any] = {
-        "ALPHA": alpha,
-        "A_ZERO": a_zero,
-        "A_ZERO_PER_TOKEN": _is_long(a_zero_point, 0),
-        "B_ZERO_PER_CHANNEL": _is_long(b_zero_point, 1),
-        "EXACT_A_ZERO": spec.a.zero in ("const", "int")
-        and (b_sum is None or b_sum.get_dtype() == torch.int32),
-        "EXACT_B_ZERO": spec.b.zero == "int" and spec.a.zero != "float",
-    }
+    constants = _constants(spec, alpha, a_zero, a_zero_point, b_zero_point, b_sum)
     a_sum = None
     if b_zero_point is not None:
         a_sum = _sum_of_rows(a, a_zero_point if a_zero_point is not None else a_zero)
@@ -88,6 +71,69 @@ def lower(
         return eager(a, b, a_scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
     zeros = (a_zero_point if a_zero_point is not None else a_zero, b_sum, b_zero_point, a_sum)
     return _unfused(a, b, a_scale, b_scale, bias, zeros, alpha=alpha, out_dtype=out_dtype)
+
+
+def described(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    *,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype,
+) -> Gemm:
+    """A call of the op without zero points, as kernels see it."""
+    a, b = compat.realize(a), compat.realize(b)
+    spec = _spec(a, b, a_scale, b_scale, bias, None, None, 0, out_dtype)
+    shared, own = (
+        [compat.realize(t) for t in tensors if t is not None]
+        for tensors in ((a, a_scale), (b, b_scale, bias))
+    )
+    constants = _constants(spec, alpha, 0, None, None, None) | {"HAS_B_SUM": False}
+    return Gemm(spec, describe_problem(a, b, out_dtype), shared, own, constants)
+
+
+def _spec(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    a_zero_point: Any,
+    b_zero_point: Any,
+    a_zero: int,
+    out_dtype: torch.dtype,
+) -> QuantGemmSpec:
+    k = compat.known_int(b.get_size()[0])  # of a stored weight: never symbolic
+    a_group, b_group = _group(a_scale, 1, k), _group(b_scale, 0, k)
+    return op.make_spec(
+        a_scale=scale_spec(a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
+        b_scale=scale_spec(b_scale, (b_group, 1), dim=1 if b_group < 0 else 0),
+        out_dtype=out_dtype,
+        bias=bias is not None,
+        a_zero=op.zero_kind(_dtype(a_zero_point), a_zero),
+        b_zero=op.zero_kind(_dtype(b_zero_point)),
+    )
+
+
+def _constants(
+    spec: QuantGemmSpec,
+    alpha: float,
+    a_zero: int,
+    a_zero_point: Any,
+    b_zero_point: Any,
+    b_sum: Any,
+) -> dict[str, Any]:
+    return {
+        "ALPHA": alpha,
+        "A_ZERO": a_zero,
+        "A_ZERO_PER_TOKEN": _is_long(a_zero_point, 0),
+        "B_ZERO_PER_CHANNEL": _is_long(b_zero_point, 1),
+        "EXACT_A_ZERO": spec.a.zero in ("const", "int")
+        and (b_sum is None or b_sum.get_dtype() == torch.int32),
+        "EXACT_B_ZERO": spec.b.zero == "int" and spec.a.zero != "float",
+    }
 
 
 def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:

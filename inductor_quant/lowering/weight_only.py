@@ -11,7 +11,7 @@ import torch
 from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
-from inductor_quant.lowering.common import lower_gemm, lowering_of, packed_weight, run_first
+from inductor_quant.lowering.common import Gemm, lower_gemm, lowering_of, packed_weight, run_first
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.spec import ScaleSpec
@@ -37,6 +37,46 @@ def lower(
     device = x.get_device()
     if compat.known_int(m) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
+    gemm = described(x, weight, column_scale, bias, format=format, out_dtype=out_dtype)
+    spec, problem, inputs = gemm.spec, gemm.problem, [*gemm.shared, *gemm.own]
+    layout = compat.FixedLayout(device, out_dtype, [m, n])
+    result = lower_gemm("weight_only", spec, problem, inputs, layout, gemm.constants)
+    if result is not None:
+        return finished(result, x, weight, column_scale, bias, format=format, out_dtype=out_dtype)
+    if compat.runs_triton(device):
+        node = compat.current_node()
+        name = node.name if node is not None else ""
+        choice = report.KernelChoice(
+            "weight_only",
+            str(spec),
+            (UNFUSED,),
+            node=name,
+            sizes=(problem.m, n, k),
+            weight=packed_weight(problem),
+        )
+        report.add(choice)
+    value = run_first(
+        "weight_only_dequantize",
+        spec,
+        problem,
+        inputs[1 : 1 + len(weight)],
+        compat.FixedLayout(device, x.get_dtype(), [k, n]),
+    )
+    return _unfused(x, value, weight, column_scale, bias, parsed, out_dtype)
+
+
+def described(
+    x: Any,
+    weight: list[Any],
+    column_scale: Any,
+    bias: Any,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> Gemm:
+    """A call of the op as kernels see it."""
+    parsed = WeightFormat.decode(format)
+    m, (k, n) = x.get_size()[0], parsed.shape
     scale = None
     if column_scale is not None:
         is_one = compat.known_int(column_scale.get_size()[1]) == 1
@@ -68,43 +108,31 @@ def lower(
         weight=Weight(parsed, tensors),
         has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
     )
-    result = lower_gemm(
-        "weight_only",
-        spec,
-        problem,
-        inputs,
-        compat.FixedLayout(device, out_dtype, [m, n]),
-        {
-            "HAS_COLUMN_SCALE": scale is not None,
-            "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
-        },
-    )
-    if result is not None:
-        if len(result.get_size()) == 2:
-            return result
-        _, columns = op.split_steps(parsed, x.get_dtype(), tensors[parsed.element.source].dtype)
-        evaluator = _evaluator(parsed, weight, device)
-        return _epilogue(evaluator, _sum_of_parts(result), columns, column_scale, bias, out_dtype)
-    if compat.runs_triton(device):
-        node = compat.current_node()
-        name = node.name if node is not None else ""
-        choice = report.KernelChoice(
-            "weight_only",
-            str(spec),
-            (UNFUSED,),
-            node=name,
-            sizes=(hint_m, n, k),
-            weight=packed_weight(problem),
-        )
-        report.add(choice)
-    value = run_first(
-        "weight_only_dequantize",
-        spec,
-        problem,
-        inputs[1 : 1 + len(weight)],
-        compat.FixedLayout(device, x.get_dtype(), [k, n]),
-    )
-    return _unfused(x, value, weight, column_scale, bias, parsed, out_dtype)
+    constants = {
+        "HAS_COLUMN_SCALE": scale is not None,
+        "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
+    }
+    return Gemm(spec, problem, shared=inputs[:1], own=inputs[1:], constants=constants)
+
+
+def finished(
+    result: Any,
+    x: Any,
+    weight: list[Any],
+    column_scale: Any,
+    bias: Any,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> Any:
+    """What a kernel gave for a call of the op: its value, or sums of parts of K, which still have
+    to be added up and scaled."""
+    if len(result.get_size()) == 2:
+        return result
+    parsed = WeightFormat.decode(format)
+    _, columns = op.split_steps(parsed, x.get_dtype(), weight[parsed.element.source].get_dtype())
+    evaluator = _evaluator(parsed, weight, x.get_device())
+    return _epilogue(evaluator, _sum_of_parts(result), columns, column_scale, bias, out_dtype)
 
 
 class _Lowered(Evaluator):

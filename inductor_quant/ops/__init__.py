@@ -4,6 +4,26 @@ Importing this package registers them: schema, eager reference and fake. Each is
 eager, ``aot_eager`` and any device run it, without Inductor.
 """
 
-from inductor_quant.ops import fp8, fp8_block, quantize, row_reduce, verify, w8a8, weight_only
+from inductor_quant.ops import (
+    fp8,
+    fp8_block,
+    group,
+    group_reduce,
+    quantize,
+    row_reduce,
+    verify,
+    w8a8,
+    weight_only,
+)
 
-__all__ = ["fp8", "fp8_block", "quantize", "row_reduce", "verify", "w8a8", "weight_only"]
+__all__ = [
+    "fp8",
+    "fp8_block",
+    "group",
+    "group_reduce",
+    "quantize",
+    "row_reduce",
+    "verify",
+    "w8a8",
+    "weight_only",
+]

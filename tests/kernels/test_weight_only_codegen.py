@@ -51,6 +51,25 @@ def test_for_many_rows_the_weight_is_dequantized_once(name, most):
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 
 
+@pytest.mark.compiles
+def test_for_many_rows_the_library_adds_the_bias():
+    """One that the graph adds behind the product, as GPTQ's layers do."""
+
+    def fn(x, w, scale, bias):
+        dense = w.to(f16).view(-1, 64, 512) * scale[:, None]
+        return x @ dense.view(-1, 512) + bias
+
+    def make(device):
+        w = torch.empty(1024, 512, dtype=torch.int8, device=device)
+        shapes = (600, 1024), (16, 512), (512,)
+        x, *scale_and_bias = (torch.empty(s, dtype=f16, device=device) for s in shapes)
+        return x, w, *scale_and_bias
+
+    generated = generate(fn, make)
+    assert "extern_kernels.addmm" in generated.wrapper
+    assert len(generated.kernels) == 1, list(generated.kernels)
+
+
 def test_no_block_is_longer_than_four_groups():
     for name in ("gptq", "awq", "hqq", "int8_group"):
         spec, problem = described(Case(name, 16, 4096, 4096))

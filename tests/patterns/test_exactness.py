@@ -195,17 +195,21 @@ EXPECTED = {
     "hqq_4b_g64_ax1_fwd": FEWER,
     "gptfast_woq_int8": FEWER,
 }
+ADDED = ("gptq_gm_4b_g64_base", "gptq_gm_8b_g64_base")  # product + bias; not addmm
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_class_of_a_weight_only_layer(name):
+def test_the_class_of_a_weight_only_layer(name, bias):
+    """A bias that is added behind the product is the op's, which does not round the product."""
     producer = PRODUCERS[name]
     need(producer)
-    module, x = producer.make(), torch.randn(4, 256).to(producer.dtypes[0])
+    module, x = producer.make(bias=bias), torch.randn(4, 256).to(producer.dtypes[0])
     with torch.no_grad():
         _, [rewrite] = capture(module, [x])
     [match] = rewrite.report.matches
-    assert match.exactness is EXPECTED[name]
+    assert match.spec.bias == bias
+    assert match.exactness is (FEWER if bias and name in ADDED else EXPECTED[name])
 
 
 @pytest.mark.parametrize("producer", GIVEN, ids=str)

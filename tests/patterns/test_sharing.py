@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.options import Options
 from inductor_quant.patterns.sharing import Numbering, share
 from tests.support.cases import bf16
 from tests.support.generated import generate
@@ -22,6 +23,7 @@ from tests.support.quantizers import QUANTIZERS, Int8Linear, TorchaoLinear
 
 aten = torch.ops.aten
 K, N = 40, 24
+EACH_ALONE = Options(on_error="raise", group_gemms=False)
 
 
 class Attention(nn.Module):
@@ -51,7 +53,7 @@ def test_q_k_v_share_one_quantization(layer: type[Int8Linear], shape: tuple[int,
     if len(shape) > 2 and layer.__name__ == "GptFastLinear":
         shape = (6, K)
     x = torch.randn(*shape, dtype=bf16)
-    _, [rewrite] = capture(Attention(layer), [x])
+    _, [rewrite] = capture(Attention(layer), [x], options=EACH_ALONE)
     assert len(rewrite.report.matches) == 4
     assert quantizations(rewrite.before) == 4
     assert quantizations(rewrite.after) == 2
@@ -93,7 +95,7 @@ def test_the_generated_code_quantizes_once() -> None:
         x = torch.empty(64, 256, dtype=bf16, device=device)
         return x, *(torch.empty(128, 256, dtype=torch.int8, device=device) for _ in "qkv")
 
-    code = generate(fn, make)
+    code = generate(fn, make, group_gemms=False)
     body = code.wrapper.split("def call", 1)[1].split("def benchmark", 1)[0]
     calls = Counter(re.findall(r"(triton_[a-z]+)_\w+\.run\(", body))
     assert (calls["triton_per"] + calls["triton_red"], calls["triton_tem"]) == (1, 3)
@@ -128,7 +130,7 @@ def test_a_llama_of_torchao_quantizes_nine_times_for_its_fifteen_gemms() -> None
         quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
         ids = torch.randint(0, 128, (1, 16))
         want = logits(ids)
-        got, [rewrite] = capture(logits, [ids])
+        got, [rewrite] = capture(logits, [ids], options=EACH_ALONE)
     assert len(rewrite.report.matches) == count(rewrite.after, W8A8) == 15
     assert not rewrite.codes
     assert (quantizations(rewrite.before), quantizations(rewrite.after)) == (15, 9)

@@ -15,12 +15,13 @@ def generate(
     make: Callable[[str], tuple[Any, ...]],
     *configs: object,
     arch: int = 90,
+    group_gemms: bool = True,
     **simulated: Any,
 ) -> simulate.Generated:
     """``fn(*make(device))`` as compiled for ``arch``; errors of ours are raised.
 
     ``configs``: configurations to choose from instead of the kernels' own, as the option takes
-    them. ``simulated``: what else ``simulate.generate`` takes.
+    them; ``group_gemms``: the option. ``simulated``: what else ``simulate.generate`` takes.
     """
     return simulate.generate(
         fn,
@@ -30,6 +31,7 @@ def generate(
         options={
             "inductor_quant.on_error": "raise",
             "inductor_quant.configs": tuple(map(str, configs)),
+            "inductor_quant.group_gemms": group_gemms,
         },
         **simulated,
     )
