@@ -28,6 +28,7 @@ _EXPORTS = {
     "AlgorithmSelectorCache": "torch._inductor.select_algorithm",
     "CustomGraphPass": "torch._inductor.custom_graph_pass",
     "ExternKernel": "torch._inductor.ir",
+    "StorageBox": "torch._inductor.ir",
     "SymbolicGridFn": "torch._inductor.select_algorithm",
     "TritonTemplate": "torch._inductor.select_algorithm",
     "V": "torch._inductor.virtualized",
@@ -390,6 +391,26 @@ def realize(node: Any) -> Any:
     buffer = __getattr__("ExternKernel").realize_input(node)
     buffer.freeze_layout()
     return buffer
+
+
+def compute_at_each_reader(box: Any) -> None:
+    """Let Inductor not store ``box``, computed element by element, because two nodes read it, or
+    because it reads much. What needs it in memory still stores it."""
+    kind = _inlined_box()
+    if isinstance(box.data, __getattr__("StorageBox")):
+        box.data = kind(box.data.data)
+
+
+@functools.cache
+def _inlined_box() -> Any:
+    class InlinedBox(__getattr__("StorageBox")):  # type: ignore[misc]
+        def should_realize_on_reuse(self, users: int, **_: Any) -> bool:
+            return False
+
+        def has_exceeded_max_reads(self) -> bool:
+            return False
+
+    return InlinedBox
 
 
 def has_aligned_rows(node: Any, dim: int) -> bool:

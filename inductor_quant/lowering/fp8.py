@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from inductor_quant.lowering.common import (
     lower_gemm,
     lowering_of,
 )
+from inductor_quant.lowering.parts import sum_of_parts
 from inductor_quant.lowering.w8a8 import scale_spec
 from inductor_quant.ops import fp8, fp8_block
 from inductor_quant.spec import QuantGemmSpec, ScaleSpec
@@ -107,16 +107,8 @@ def _lower(
         {"triton_meta": compat.BytePointers()} if _decodes(device) else {},
     )
     if result is not None and len(result.get_size()) == 3:
-        return _finished(_sum_of_parts(result), bias, spec.out_dtype)
+        return sum_of_parts(result, lambda out: _finished(out, bias, spec.out_dtype))
     return result
-
-
-def _sum_of_parts(parts: Any) -> Any:
-    """[split_k, M, N] added up: written out, as a reduction it would be a kernel of its own."""
-    count = compat.known_int(parts.get_size()[0])
-    assert count is not None
-    each = [lowering_of(aten.select.int)(parts, 0, i) for i in range(count)]
-    return functools.reduce(lowering_of(aten.add.Tensor), each)
 
 
 def _decodes(device: torch.device) -> bool:

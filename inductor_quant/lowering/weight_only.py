@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from inductor_quant import _torch_compat as compat
 from inductor_quant import report
 from inductor_quant.kernels.config import Problem, Weight, WeightTensor
 from inductor_quant.lowering.common import Gemm, lower_gemm, lowering_of, packed_weight, run_first
+from inductor_quant.lowering.parts import sum_of_parts
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
 from inductor_quant.spec import ScaleSpec
@@ -132,7 +132,9 @@ def finished(
     parsed = WeightFormat.decode(format)
     _, columns = op.split_steps(parsed, x.get_dtype(), weight[parsed.element.source].get_dtype())
     evaluator = _evaluator(parsed, weight, x.get_device())
-    return _epilogue(evaluator, _sum_of_parts(result), columns, column_scale, bias, out_dtype)
+    return sum_of_parts(
+        result, lambda out: _epilogue(evaluator, out, columns, column_scale, bias, out_dtype)
+    )
 
 
 class _Lowered(Evaluator):
@@ -172,14 +174,6 @@ def _unfused(
             return lowering_of(aten.addmm.default)(bias, x, value)
     out = evaluator.convert(lowering_of(aten.mm.default)(x, value), torch.float32)
     return _epilogue(evaluator, out, (), column_scale, bias, out_dtype)
-
-
-def _sum_of_parts(parts: Any) -> Any:
-    """[split_k, M, N] added up: written out, as a reduction it would be a kernel of its own."""
-    count = compat.known_int(parts.get_size()[0])
-    assert count is not None
-    each = [lowering_of(aten.select.int)(parts, 0, i) for i in range(count)]
-    return functools.reduce(lowering_of(aten.add.Tensor), each)
 
 
 def _evaluator(format: WeightFormat, weight: list[Any], device: torch.device) -> _Lowered:
