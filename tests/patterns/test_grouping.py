@@ -230,7 +230,7 @@ def test_another_group_size_is_no_member(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sizes(gm) == [2, 2]
 
 
-@pytest.mark.parametrize(("rows", "found"), [(64, [2]), (65, []), (0, [])])
+@pytest.mark.parametrize(("rows", "found"), [(128, [2]), (129, []), (0, [])])
 def test_only_few_rows(rows: int, found: list[int]) -> None:
     members = Integers(Case(rows, 0, 32, out_dtype=bf16), (32, 16))
     gm = regrouped(activated(members), members.make_inputs("cpu"))
