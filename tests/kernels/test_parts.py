@@ -11,6 +11,7 @@ import torch
 from inductor_quant import simulate
 from tests.support import formats
 from tests.support.generated import generate
+from tests.support.group import words
 from tests.support.weight_only import Case, assert_close, exact, gemm, make_inputs
 
 PINNED = "weight_only_few_rows 8x128x128_w2_s3_g8_k8"
@@ -31,7 +32,10 @@ def launches(case, config, consumer):
     def fn(*inputs):
         return consumer(gemm(case)(*inputs))
 
-    generated = generate(fn, lambda device: make_inputs(case, device), config)
+    return counted(generate(fn, lambda device: make_inputs(case, device), config))
+
+
+def counted(generated):
     body = generated.wrapper.split("def call", 1)[1].split("def benchmark", 1)[0]
     return Counter(re.findall(r"(triton_[a-z]+)_\w+\.run\(", body))
 
@@ -40,6 +44,19 @@ def test_what_reads_a_result_at_two_places_adds_its_parts_up():
     case = Case("gptq", 1, 1024, 4096)
     found = launches(case, PINNED, lambda y: rotated(y.view(1, -1, 128)))
     assert found == {"triton_tem": 1, "triton_poi": 1}
+
+
+def test_a_cast_that_is_read_at_two_places_is_no_reader():
+    """Of a layer, whose graph is rewritten."""
+
+    def fn(layer, x):
+        return rotated(layer(x).view(1, -1, 128).float())
+
+    def make(device):
+        with torch.device(device):
+            return words(4096, 1024), torch.empty(1, 4096, dtype=torch.bfloat16)
+
+    assert counted(generate(fn, make, PINNED)) == {"triton_tem": 1, "triton_poi": 1}
 
 
 def test_large_parts_are_added_up_once():
