@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import re
 from typing import Any
 
 RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
@@ -17,7 +18,7 @@ _NAMES = (
     *("gluon", "gl", "mbarrier", "tma", "tma_load", "async_copy", "cta_barrier"),
     "copy_async",
     *("fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
-    *("tile_load", "tile_store"),
+    *("tile_load", "tile_store", "tile_round", "tile_exp", "tile_over"),
 )
 
 
@@ -68,7 +69,7 @@ def runtime() -> dict[str, Any]:
     _compile_gluon_sources()
     _allow_scalar_constants()
     _allow_two_layouts()
-    return names | _tile_access()
+    return names | _tile_access() | _brisk_functions()
 
 
 def interpreted_names() -> dict[str, Any]:
@@ -199,6 +200,64 @@ def _tile_access() -> dict[str, Any]:
     return {"tile_load": tile_load, "tile_store": tile_store}
 
 
+def brisk(epilogue: str) -> str:
+    """The text of an epilogue for values that end in 16 bits, with fewer instructions.
+
+    The matrix unit waits while a tile is finished. Roundings are made in pairs (``cvt`` of one
+    value runs at an eighth of the rate); ``exp`` and a division by ``1 + exp``, by a number of at
+    least 1, are those of the special function unit, with a relative error below 2^-17.
+    """
+    epilogue = re.sub(r"\b(\w+)\.to\(tl\.(bfloat16|float16)\)", r"tile_round(\1, tl.\2)", epilogue)
+    exponentials = set(re.findall(r"(\w+) = libdevice\.exp\(", epilogue))
+    ones = {"1.0", *re.findall(r"(\w+) = tl\.full\(\[1(?:, 1)?\], 1\.0, tl\.float32\)", epilogue)}
+    for total, left, right in re.findall(r"(\w+) = (\w+) \+ (\w+)\n", epilogue):
+        if {left, right} & exponentials and {left, right} & ones:
+            epilogue = re.sub(rf"\((\w+) / {total}\)", rf"tile_over(\1, {total})", epilogue)
+    return epilogue.replace("libdevice.exp(", "tile_exp(")
+
+
+def _brisk_functions() -> dict[str, Any]:
+    """What ``brisk`` puts for ``.to``, ``libdevice.exp`` and ``/``: quick for tiles of fp32."""
+    core = importlib.import_module("triton.experimental.gluon.language._core")
+    math = importlib.import_module("triton.language.math")
+
+    def is_tile(*values: Any) -> bool:
+        return all(value.type.is_block() and value.dtype.is_fp32() for value in values)
+
+    def each(asm: str, constraints: str, values: list[Any], dtype: Any, semantic: Any) -> Any:
+        pack = 32 // dtype.primitive_bitwidth
+        return core.inline_asm_elementwise(
+            asm, constraints, values, dtype, is_pure=True, pack=pack, _semantic=semantic
+        )
+
+    @core.builtin
+    def tile_round(value: Any, dtype: Any, *, _semantic: Any) -> Any:
+        """``value.to(dtype)`` for bf16 and fp16."""
+        dtype = core._unwrap_if_constexpr(dtype)
+        if not is_tile(value):
+            return value.to(dtype, _semantic=_semantic)
+        asm = f"cvt.rn.{'bf16x2' if dtype.is_bf16() else 'f16x2'}.f32 $0, $2, $1;"
+        return each(asm, "=r,f,f", [value], dtype, _semantic)
+
+    @core.builtin
+    def tile_exp(value: Any, *, _semantic: Any) -> Any:
+        """exp(x) as 2^(x log2 e): beyond fp32's normal numbers 0 or infinity."""
+        if not is_tile(value):
+            return math.exp(value, _semantic=_semantic)
+        asm = "{ .reg .f32 t; mul.f32 t, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, t; }"
+        return each(asm, "=f,f", [value], core.float32, _semantic)
+
+    @core.builtin
+    def tile_over(value: Any, divisor: Any, *, _semantic: Any) -> Any:
+        """value / divisor for a divisor of at least 1, infinity or NaN."""
+        if not is_tile(value, divisor):
+            return _semantic.truediv(value, divisor)
+        asm = "{ .reg .f32 t; rcp.approx.ftz.f32 t, $2; mul.f32 $0, $1, t; }"
+        return each(asm, "=f,f,f", [value, divisor], core.float32, _semantic)
+
+    return {"tile_round": tile_round, "tile_exp": tile_exp, "tile_over": tile_over}
+
+
 @functools.cache
 def template_type() -> type:
     """A ``TritonTemplate`` whose kernels are Gluon's.
@@ -211,7 +270,8 @@ def template_type() -> type:
     for the parts of ``gl.warp_specialize``, in one of which ``store_output`` then stands.
 
     ``store_output`` is given positions in a layout that is good for memory, and a value in the
-    layout ``sums``, a name that the template defines: see ``_tile_access``.
+    layout ``sums``, a name that the template defines: see ``_tile_access``. With the constant
+    ``BRISK_EPILOGUE`` its text passes through ``brisk``.
     """
     select_algorithm = importlib.import_module("torch._inductor.select_algorithm")
 
@@ -234,6 +294,8 @@ def template_type() -> type:
 
             def hook() -> str:
                 text = str(ordinary())
+                if self.meta.get("BRISK_EPILOGUE"):
+                    text = brisk(text)
                 return text.replace("tl.load(", "tile_load(EPILOGUE, ").replace(
                     "tl.store(", "tile_store("
                 )

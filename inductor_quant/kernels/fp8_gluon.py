@@ -22,17 +22,20 @@ from inductor_quant.spec import QuantGemmSpec
 ARCH = 90  # wgmma is Hopper's alone
 STEP = 128  # of K: a block of scales, and a row of the 128-byte swizzle
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_FILL = 0.75  # of the chip, by tiles of 256 x 128
-# Best guess first: larger tiles read less. Those of 192 and 128 rows are for sizes of which the
-# large ones leave much of the last round idle.
+MIN_FILL = 0.75  # of the chip, by tiles of 128 x 256
+# Larger tiles read less, and where they are wide, a group reads half the scales of rows. Those of
+# 192 and 128 rows are for sizes of which the large ones leave much of the last round idle.
 THREE_GROUPS = GemmConfig(192, 128, STEP, num_warps=4, num_stages=5, group_m=4)
 CONFIGS = (
-    GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=4),
-    GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=8),
+    GemmConfig(128, 256, STEP, num_warps=4, num_stages=4, group_m=16),
     GemmConfig(128, 256, STEP, num_warps=4, num_stages=4, group_m=8),
+    GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=8),
     THREE_GROUPS,
     GemmConfig(128, 128, STEP, num_warps=4, num_stages=6, group_m=8),
 )
+# Time of an element of a tile that is computed, in those of the first's (H200, 4096 x 7168 x 16384
+# and 4096 x 24576 x 1536 in blocks, 9 rounds).
+EFFORT = {(128, 256): 1.0, (256, 128): 1.1, (192, 128): 1.1, (128, 128): 1.3}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -54,7 +57,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         )
     if not problem.is_stored_narrow:
         return Rejection(RejectionCode.NO_KERNEL, "an fp32 result takes twice as long to store")
-    tiles = math.ceil(problem.m / 256) * math.ceil(problem.n / 128)
+    tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / 256)
     if tiles < MIN_FILL * device.num_sms:
         return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles do not fill the chip")
     return None
@@ -81,6 +84,7 @@ def constants(
         "PROGRAMS": device.num_sms,
         "IS_ODD": math.ceil(problem.k / STEP) % 2 == 1,
         "GROUPS": groups(config),
+        "BRISK_EPILOGUE": problem.is_stored_narrow,
         "SUMS": config.block_m * config.block_n // (groups(config) * 64 * 128),
     }
 
@@ -91,7 +95,14 @@ def groups(config: GemmConfig) -> int:
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-    return list(CONFIGS)
+    """Those first whose rounds of tiles, the last as long as the others, take least."""
+
+    def time(config: GemmConfig) -> float:
+        tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+        area = config.block_m * config.block_n
+        return math.ceil(tiles / device.num_sms) * area * EFFORT[config.block_m, config.block_n]
+
+    return sorted(CONFIGS, key=time)
 
 
 def is_legal(

@@ -86,6 +86,17 @@ def test_the_epilogue_is_fused_and_right(case):
     assert_close(got, torch.where(column < 1000, want, 0.5), case.out_dtype, slack=2)
 
 
+def test_silu_of_large_numbers_infinity_and_nan():
+    torch.manual_seed(0)
+    case = CASES[0]
+    inputs = list(make_inputs(case, "cuda"))
+    large = torch.tensor([math.inf, -math.inf, math.nan, 1e3, -1e3, 60, -60, -88, -90])
+    inputs[4] = torch.cat([large.to(inputs[4]), inputs[4][len(large) :]])
+    got = run(lambda *inputs: F.silu(gemm(case)(*inputs)), *inputs)
+    want = F.silu(reference(case, inputs).to(case.out_dtype).float())
+    torch.testing.assert_close(got.float(), want, rtol=2**-6, atol=1e-3, equal_nan=True)
+
+
 def test_nan_infinity_and_zero_scales_travel_as_in_the_formula():
     torch.manual_seed(0)
     case = Case(4096, 4096, 512, block=(128, 128), bias=False)
