@@ -294,7 +294,7 @@ def template_type() -> type:
 
             def hook() -> str:
                 text = str(ordinary())
-                if self.meta.get("BRISK_EPILOGUE"):
+                if self.meta.get("BRISK_EPILOGUE") and self._stores_16_bits():
                     text = brisk(text)
                 return text.replace("tl.load(", "tile_load(EPILOGUE, ").replace(
                     "tl.store(", "tile_store("
@@ -302,6 +302,11 @@ def template_type() -> type:
 
             self.render_hooks[name] = hook
             return name
+
+        def _stores_16_bits(self) -> bool:
+            """Whether all that the kernel and what is fused into it store has 16 bits or fewer."""
+            stored = {*self.args.output_buffers, *self.args.inplace_buffers}
+            return all(select_algorithm.V.graph.get_dtype(n).itemsize <= 2 for n in stored)
 
         def _argument_names(self) -> str:
             definitions, *_ = self.args.python_argdefs()

@@ -181,6 +181,17 @@ def test_the_epilogue_is_in_the_kernel():
 
 
 @needs_gluon
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_functions_are_quick_where_16_bits_are_stored(stored):
+    def fn(*inputs):
+        return F.silu(gemm(CASE)(*inputs).float()).to(stored)
+
+    [(_, source)] = generate_gluon(fn, lambda device: make_inputs(CASE, device)).kernels.items()
+    assert ("tile_exp(" in source) == (stored == torch.bfloat16)
+    assert ("libdevice.exp(" in source) == (stored == torch.float32)
+
+
+@needs_gluon
 @pytest.mark.compiles
 def test_rows_may_be_dynamic():
     def make(device):
