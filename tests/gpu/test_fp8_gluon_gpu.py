@@ -93,8 +93,12 @@ def test_silu_of_large_numbers_infinity_and_nan():
     large = torch.tensor([math.inf, -math.inf, math.nan, 1e3, -1e3, 60, -60, -88, -90])
     inputs[4] = torch.cat([large.to(inputs[4]), inputs[4][len(large) :]])
     got = run(lambda *inputs: F.silu(gemm(case)(*inputs)), *inputs)
-    want = F.silu(reference(case, inputs).to(case.out_dtype).float())
-    torch.testing.assert_close(got.float(), want, rtol=2**-6, atol=1e-3, equal_nan=True)
+    want = F.silu(reference(case, inputs))
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.isinf(), want.isinf())
+    for columns in (slice(len(large)), slice(len(large), None)):
+        finite = want[:, columns].isfinite()
+        assert_close(got[:, columns][finite], want[:, columns][finite], case.out_dtype, slack=2)
 
 
 def test_nan_infinity_and_zero_scales_travel_as_in_the_formula():
