@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.expression import FLOATS, INTEGERS
 from inductor_quant.patterns.graph import aten
@@ -115,7 +116,7 @@ def _of_attribute(node: fx.Node) -> Bounds | None:
     tensor = graph.attribute(node) if graph.has_fixed_values(node) else None
     if tensor is None or tensor.numel() != 1 or tensor.dtype not in (*INTEGERS, *FLOATS):
         return None
-    return bounds(tensor.item())
+    return bounds(*compat.values_of(tensor))
 
 
 Ask = Callable[[Any], Bounds]
