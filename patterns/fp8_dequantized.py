@@ -21,6 +21,7 @@ from torch import fx
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import fp8, graph
+from inductor_quant.patterns.bounds import constant
 from inductor_quant.patterns.digits import Index, Unsupported
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
 from inductor_quant.patterns.expression import FLOAT8, Bits, Expr, Load, Op, is_whole
@@ -169,7 +170,8 @@ def _comes_from(node: fx.Node, elements: Elements) -> bool:
 
 
 class _Reader(Reader):
-    """Ends at quantized numbers: how they were computed does not matter."""
+    """Ends at quantized numbers: how they were computed does not matter. A zero point that is 0,
+    as a symmetric quantizer may have, is none."""
 
     def __init__(self, elements: Elements) -> None:
         super().__init__()
@@ -179,6 +181,10 @@ class _Reader(Reader):
         is_computed = node.op == "call_function" and graph.value(node).dtype in self.elements
         if is_computed and node.target in (CAST, aten.clamp.default):
             return self.leaf(node, index)
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and constant(node.args[1]) == 0:
+            value: Any = node.args[0]
+            if graph.is_tensor_node(value) and graph.value(value).dtype == graph.value(node).dtype:
+                return self.operand(value, node, index)
         return super()._read(node, index)
 
 

@@ -55,6 +55,22 @@ def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tens
     return fn
 
 
+def _v2_blocks(columns: int) -> Callable[..., Tensor]:
+    """Scales as torch wants them: columns first, and of 128x128 a multiple of 4 along K."""
+
+    def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+        recipe = {1: F.ScalingType.BlockWise1x128, 128: F.ScalingType.BlockWise128x128}[columns]
+        if columns == 1:
+            sb = sb.t().contiguous().t()
+        else:
+            sb = F.pad(sb, (0, -sb.shape[1] % 4), value=float("nan")).t()
+        return F.scaled_mm(
+            a, w.t(), sa, F.ScalingType.BlockWise1x128, sb, recipe, output_dtype=bf16
+        )
+
+    return fn
+
+
 ROW = Case(32, 64, 128)
 BLOCK = Case(48, 256, 512, block=(128, 128), a_scales="m", bias=False)
 _ROW_SPEC = "(a=e4m3/token:f32, b=e4m3/channel:f32, out=bf16{})"
@@ -85,6 +101,12 @@ VERSION_2 = [
     Spelling("v2, tensor", Case(32, 64, 128, a_scale="tensor", b_scale="tensor"),
              _v2(("TensorWise", "TensorWise")),
              "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
+]  # fmt: skip
+VERSION_2_BLOCKS = [
+    Spelling("v2, blocks", Case(48, 256, 384, block=(128, 128), a_scales="m", bias=False),
+             _v2_blocks(128), _BLOCK_SPEC.format(128)),
+    Spelling("v2, blocks of one column", dataclasses.replace(BLOCK, block=(128, 1)),
+             _v2_blocks(1), _BLOCK_SPEC.format(1)),
 ]  # fmt: skip
 
 
