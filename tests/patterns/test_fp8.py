@@ -16,6 +16,7 @@ from tests.support.fp8_spellings import (
     BLOCKS,
     DEQUANTIZED,
     HAS_V2,
+    LAID_OUT,
     SCALED_MM,
     VERSION_2,
     VERSION_2_BLOCKS,
@@ -30,7 +31,7 @@ from tests.support.numerics import assert_close
 aten = torch.ops.aten
 SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]
 # ... and those that lay out their scales first, in kernels of their own
-ALL_SPELLINGS = [*SPELLINGS, *(VERSION_2_BLOCKS if HAS_V2 else ())]
+ALL_SPELLINGS = [*SPELLINGS, *LAID_OUT, *(VERSION_2_BLOCKS if HAS_V2 else ())]
 bf16 = torch.bfloat16
 
 

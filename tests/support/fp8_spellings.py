@@ -55,20 +55,28 @@ def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tens
     return fn
 
 
-def _v2_blocks(columns: int) -> Callable[..., Tensor]:
-    """Scales as torch wants them: columns first, and of 128x128 a multiple of 4 along K."""
+def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
+    """Blocks of so many rows of a, and columns of b. Scales as torch wants them: columns first, and
+    of 128x128 a multiple of 4 along K."""
+
+    def laid_out(scale: Tensor, size: int) -> tuple[Tensor, Any]:
+        if size == 1:
+            return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+        padded = F.pad(scale, (0, -scale.shape[1] % 4), value=float("nan"))
+        return padded.t(), F.ScalingType.BlockWise128x128
 
     def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
-        recipe = {1: F.ScalingType.BlockWise1x128, 128: F.ScalingType.BlockWise128x128}[columns]
-        if columns == 1:
-            sb = sb.t().contiguous().t()
-        else:
-            sb = F.pad(sb, (0, -sb.shape[1] % 4), value=float("nan")).t()
-        return F.scaled_mm(
-            a, w.t(), sa, F.ScalingType.BlockWise1x128, sb, recipe, output_dtype=bf16
-        )
+        x, x_recipe = laid_out(sa[::rows], rows)
+        y, y_recipe = laid_out(sb, columns)
+        return F.scaled_mm(a, w.t(), x, x_recipe, y, y_recipe, output_dtype=bf16)
 
     return fn
+
+
+def _rows_of_blocks(case: Case, device: str) -> tuple[Any, ...]:
+    """128 rows have the same scales."""
+    a, w, sa, sb, bias = make_inputs(case, device)
+    return a, w, sa[::128].repeat_interleave(128, 0)[: case.m], sb, bias
 
 
 ROW = Case(32, 64, 128)
@@ -102,11 +110,18 @@ VERSION_2 = [
              _v2(("TensorWise", "TensorWise")),
              "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
 ]  # fmt: skip
+WIDE = dataclasses.replace(BLOCK, m=256, k=384, block=(128, 1))
+LAID_OUT = [
+    Spelling("blocks of rows", WIDE, lambda a, w, sa, *rest: _blocks(a, w, sa[::128], *rest),
+             _BLOCK_SPEC.format(1), make=_rows_of_blocks),
+]  # fmt: skip
 VERSION_2_BLOCKS = [
-    Spelling("v2, blocks", Case(48, 256, 384, block=(128, 128), a_scales="m", bias=False),
-             _v2_blocks(128), _BLOCK_SPEC.format(128)),
+    Spelling("v2, blocks", dataclasses.replace(BLOCK, k=384), _v2_blocks(1, 128),
+             _BLOCK_SPEC.format(128)),
     Spelling("v2, blocks of one column", dataclasses.replace(BLOCK, block=(128, 1)),
-             _v2_blocks(1), _BLOCK_SPEC.format(1)),
+             _v2_blocks(1, 1), _BLOCK_SPEC.format(1)),
+    Spelling("v2, blocks of rows", WIDE, _v2_blocks(128, 1), _BLOCK_SPEC.format(1),
+             make=_rows_of_blocks),
 ]  # fmt: skip
 
 
