@@ -289,6 +289,13 @@ def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
     return fn
 
 
+def transposed(a, w, sa, sb):
+    """Einsum's batched product of a square, added up as [N, M]."""
+    x = w.float().view(256, 3, 128)
+    parts = torch.einsum("mgk,ngk->gmn", x, x) * x.abs().amax(-1).t()[..., None]
+    return (parts * sb.repeat_interleave(128, 0).t()[:, None]).permute(0, 2, 1).sum(0)
+
+
 def repeated(a, w, sa, sb):
     """The sum begins with zeros of one dimension more."""
     out = torch.zeros(2, 48, 256)
@@ -342,6 +349,7 @@ NO_BLOCKS = {
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
     "repeated": repeated,
+    "transposed": transposed,
     "scales of other rows": shifted,
     "rows read as columns": turned,
     "blocks that begin elsewhere": parts_of_blocks(32, first=8),
