@@ -68,9 +68,19 @@ def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
     def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
         x, x_recipe = laid_out(sa[::rows], rows)
         y, y_recipe = laid_out(sb, columns)
-        return F.scaled_mm(a, w.t(), x, x_recipe, y, y_recipe, output_dtype=bf16)
+        # What F.scaled_mm calls, which Dynamo of torch 2.11 does not trace.
+        return torch.ops.aten._scaled_mm_v2(
+            *(a, w.t(), [x], [x_recipe.value], [], [y], [y_recipe.value], [], None, bf16)
+        )
 
     return fn
+
+
+def _blocks_of_rows(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """Scales as ``_scaled_mm`` wants them: rows of 16 bytes, columns of b one after another."""
+    k_blocks = sa.shape[1]
+    x = F.pad(sa[::128], (0, -k_blocks % 4))[:, :k_blocks]
+    return _mm(a, w, x, sb.t().contiguous(), bias)
 
 
 def _rows_of_blocks(case: Case, device: str) -> tuple[Any, ...]:
@@ -112,8 +122,7 @@ VERSION_2 = [
 ]  # fmt: skip
 WIDE = dataclasses.replace(BLOCK, m=256, k=384, block=(128, 1))
 LAID_OUT = [
-    Spelling("blocks of rows", WIDE, lambda a, w, sa, *rest: _blocks(a, w, sa[::128], *rest),
-             _BLOCK_SPEC.format(1), make=_rows_of_blocks),
+    Spelling("blocks of rows", WIDE, _blocks_of_rows, _BLOCK_SPEC.format(1), make=_rows_of_blocks),
 ]  # fmt: skip
 VERSION_2_BLOCKS = [
     Spelling("v2, blocks", dataclasses.replace(BLOCK, k=384), _v2_blocks(1, 128),
