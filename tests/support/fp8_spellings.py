@@ -46,11 +46,21 @@ def _blocks(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -
     return _mm(a, w, sa, sb.t(), bias)
 
 
+def _by_recipe(
+    a: Tensor, b: Tensor, a_scale: tuple[Tensor, Any], b_scale: tuple[Tensor, Any], bias: Any
+) -> Tensor:
+    """``F.scaled_mm``; with torch 2.11, whose Dynamo does not trace it, what that calls."""
+    if torch.__version__ >= "2.13":
+        return F.scaled_mm(a, b, *a_scale, *b_scale, bias=bias, output_dtype=bf16)
+    scales = (([scale], [recipe.value], []) for scale, recipe in (a_scale, b_scale))
+    return torch.ops.aten._scaled_mm_v2(a, b, *sum(scales, ()), bias, bf16)
+
+
 def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tensor]:
     def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
         first, second = (getattr(F.ScalingType, name) for name in recipes)
         sb = sb.t() if transpose else sb
-        return F.scaled_mm(a, w.t(), sa, first, sb, second, bias=bias, output_dtype=bf16)
+        return _by_recipe(a, w.t(), (sa, first), (sb, second), bias)
 
     return fn
 
@@ -68,10 +78,7 @@ def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
     def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
         x, x_recipe = laid_out(sa[::rows], rows)
         y, y_recipe = laid_out(sb, columns)
-        # What F.scaled_mm calls, which Dynamo of torch 2.11 does not trace.
-        return torch.ops.aten._scaled_mm_v2(
-            *(a, w.t(), [x], [x_recipe.value], [], [y], [y_recipe.value], [], None, bf16)
-        )
+        return _by_recipe(a, w.t(), (x, x_recipe), (y, y_recipe), bias)
 
     return fn
 
