@@ -204,11 +204,11 @@ def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
     return torch._TorchCompileInductorWrapper(mode, options, None)
 
 
-def values_of(tensor: torch.Tensor) -> list[int]:
+def values_of(tensor: torch.Tensor) -> list[Any]:
     """The elements of a tensor that has some, row-major; also while fake tensors are traced."""
     modes = importlib.import_module("torch.utils._python_dispatch")
     with modes._disable_current_modes():
-        found: list[int] = tensor.detach().flatten().tolist()
+        found: list[Any] = tensor.detach().flatten().tolist()
     return found
 
 

@@ -121,7 +121,7 @@ class Rejection:
 class Activation:
     """How the activation of a match is quantized, as far as the graph shows it.
 
-    granularity   "per_token" or "per_tensor"
+    granularity   "per_token", "per_tensor", or "per_group": of each row's slices of K
     dtype         of the numbers in the graph: "int8" or "uint8" (which the kernel takes shifted)
     statistic     of a dynamic one: "amax", of the absolute values, or "aminmax"
     divisor       what the statistic is divided by: 127, 127.5, 255; 0: not found

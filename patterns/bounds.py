@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import _torch_compat as compat
 from inductor_quant.patterns import graph
-from inductor_quant.patterns.expression import FLOATS, INTEGERS
+from inductor_quant.patterns.expression import FLOAT8, FLOATS, INTEGERS
 from inductor_quant.patterns.graph import aten
 
 prims = torch.ops.prims
@@ -64,7 +65,9 @@ class Bounds:
             if fits and info.min <= math.trunc(self.low) and math.trunc(self.high) <= info.max:
                 return Bounds(math.trunc(self.low), math.trunc(self.high), is_integer=True)
             return Bounds(info.min, info.max, is_integer=True)
-        if dtype not in FLOATS:
+        if dtype in FLOAT8 and not self.is_within(-torch.finfo(dtype).max, torch.finfo(dtype).max):
+            return Bounds()  # what is beyond may be a NaN
+        if dtype not in (*FLOATS, *FLOAT8):
             return Bounds()
         # Rounding is monotonic; an integer stays one, exact or not, unless it becomes infinite.
         low, high = (torch.tensor(end, dtype=dtype).item() for end in (self.low, self.high))
@@ -115,7 +118,7 @@ def _of_attribute(node: fx.Node) -> Bounds | None:
     tensor = graph.attribute(node) if graph.has_fixed_values(node) else None
     if tensor is None or tensor.numel() != 1 or tensor.dtype not in (*INTEGERS, *FLOATS):
         return None
-    return bounds(tensor.item())
+    return bounds(*compat.values_of(tensor))
 
 
 Ask = Callable[[Any], Bounds]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,7 +82,9 @@ def _describe(node: fx.Node, like: fx.Node) -> None:
 def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
     """What the canonical op stands for, as a module of its own; the nodes of the tensors and of the
     sizes that it takes, in order."""
-    inside = {found.anchor, found.end, *found.interior}
+    # From the numbers that the op reads on: an activation may be quantized and back behind them.
+    sources = set(_nodes_in(found.args))
+    inside = {*found.interior, *_behind(sources, found.end)} - sources
     needed, todo = {found.end}, [found.end]
     while todo:
         for node in todo.pop().all_input_nodes:
@@ -102,6 +105,27 @@ def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], l
         node.meta = {}
     root = found.end.graph.owning_module or torch.nn.Module()
     return fx.GraphModule(root, owner), tensors, sizes
+
+
+def _nodes_in(item: Any) -> Iterator[fx.Node]:
+    """The nodes that an argument of the rewritten call is made from."""
+    if isinstance(item, fx.Node):
+        yield item
+    elif isinstance(item, Operand):
+        yield from _nodes_in(item.node)
+    elif isinstance(item, (Derived, list, tuple)):
+        for part in item.args if isinstance(item, Derived) else item:
+            yield from _nodes_in(part)
+
+
+def _behind(sources: set[fx.Node], end: fx.Node) -> set[fx.Node]:
+    """The nodes that depend on ``sources``, which are none of them themselves."""
+    found: set[fx.Node] = set()
+    for node in end.graph.nodes:
+        inputs = node.all_input_nodes
+        if node not in sources and any(n in sources or n in found for n in inputs):
+            found.add(node)
+    return found
 
 
 def _evaluate(node: fx.Node) -> Any:

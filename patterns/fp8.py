@@ -159,7 +159,8 @@ def _tensor(node: fx.Node) -> Scale:
 
 
 def _by_shape_a(node: fx.Node, m: Any, k: Any) -> Scale | None:
-    """``_scaled_mm`` knows a scale's meaning by its shape: one number, [M, 1], [M, K / 128].
+    """``_scaled_mm`` knows a scale's meaning by its shape: one number, [M, 1], [M, K / 128],
+    [M / 128, K / 128].
 
     ([M, 1] with one block of K is both: the same.)
     """
@@ -167,7 +168,30 @@ def _by_shape_a(node: fx.Node, m: Any, k: Any) -> Scale | None:
         return _tensor(node)
     if _is_shape(node, m, 1):
         return Scale(node, (1, -1), node)
-    return Scale(node, (1, BLOCK), node) if _is_shape(node, m, _blocks(k)) else None
+    if _is_shape(node, m, _blocks(k)):
+        return Scale(node, (1, BLOCK), node)
+    return _rows_of_blocks(node, m, k)
+
+
+def _rows_of_blocks(node: fx.Node, m: Any, k: Any, *, padded: bool = False) -> Scale | None:
+    """The scale of 128 x 128 blocks of the activation [M / 128, K / 128] as one of each row; with
+    ``padded`` it is [round_up(K / 128, 4), M / 128]."""
+    if graph.is_symbolic(m) or graph.is_symbolic(k):
+        return None
+    rows, blocks = _blocks(m), _blocks(k)
+    scale: Any = node
+    if padded:
+        if not _is_shape(node, (blocks + 3) // 4 * 4, rows):
+            return None
+        scale = Derived(aten.permute.default, (_first(node, blocks), [1, 0]))
+    elif not _is_shape(node, rows, blocks):
+        return None
+    each = Derived(aten.expand.default, (Operand(scale, (rows, 1, blocks)), [rows, BLOCK, blocks]))
+    return Scale(node, (1, BLOCK), _first(Operand(each, (rows * BLOCK, blocks)), m))
+
+
+def _first(item: Any, count: int) -> Derived:
+    return Derived(aten.slice.Tensor, (item, 0, 0, count))
 
 
 def _by_shape_b(node: fx.Node, k: Any, n: Any) -> Scale | None:
@@ -187,6 +211,8 @@ def _by_recipe_a(node: fx.Node, recipe: int, m: Any, k: Any) -> Scale | None:
     if recipe == ROW:
         row = _tensor(node) if _is_one_number(node) else Scale(node, (1, -1), node)
         return row if _is_shape(node, m, 1) else None
+    if recipe == BLOCK_128X128:
+        return _rows_of_blocks(node, m, k, padded=True)
     is_block = recipe == BLOCK_1X128 and _is_shape(node, m, _blocks(k))
     return Scale(node, (1, BLOCK), node) if is_block else None
 
@@ -206,8 +232,7 @@ def _by_recipe_b(node: fx.Node, recipe: int, k: Any, n: Any) -> Scale | None:
         if _is_shape(node, blocks, _blocks(n)):
             return Scale(node, (BLOCK, BLOCK), node)
         if _is_shape(node, (blocks + 3) // 4 * 4, _blocks(n)):
-            first = Derived(aten.slice.Tensor, (node, 0, 0, blocks))
-            return Scale(node, (BLOCK, BLOCK), first)
+            return Scale(node, (BLOCK, BLOCK), _first(node, blocks))
     return None
 
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.patterns import fp8, graph
+from inductor_quant.patterns.bounds import constant
 from inductor_quant.patterns.digits import Index, Unsupported
 from inductor_quant.patterns.epilogue import CAST, Epilogue, read_epilogue
 from inductor_quant.patterns.expression import FLOAT8, Bits, Expr, Load, Op, is_whole
@@ -30,23 +31,25 @@ from inductor_quant.patterns.pattern import Derived, Operand, Pattern, Recognize
 from inductor_quant.patterns.product import _plain_bias
 from inductor_quant.patterns.reader import for_any, sizes
 from inductor_quant.patterns.symbolic import Reader
-from inductor_quant.patterns.terms import Term, is_widening, roots_of, term_of, terms_of
+from inductor_quant.patterns.terms import (
+    PRODUCTS,
+    VIEWS,
+    Elements,
+    Term,
+    comes_from,
+    is_widening,
+    operands_of,
+    positions,
+    roots_of,
+    term_of,
+    terms_of,
+)
 
-# The arguments up to the two that are multiplied.
-PRODUCTS = {
-    aten.mm.default: ("self", "mat2"),
-    aten.addmm.default: ("self", "mat1", "mat2"),
-    aten.bmm.default: ("self", "mat2"),
-    aten._int_mm.default: ("self", "mat2"),
-}
-# From an operand up to its fp8 numbers: views, casts, and the multiplication by a scale.
-_SEARCH_LIMIT = 24
 _SUM = aten.sum.dim_IntList
 _BLOCKS = (32, 64, 128, 256, 512, 1024)
 _NOT_QUANTIZED = Rejection(
     RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized numbers"
 )
-Elements = frozenset[torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,8 +78,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 
 def read_product(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     """The product of two operands made of ``elements`` that ``anchor`` is (a part of)."""
-    operands = _operands(anchor)
-    if not all(graph.is_tensor_node(node) and _comes_from(node, elements) for node in operands):
+    operands = operands_of(anchor)
+    if not all(graph.is_tensor_node(node) and comes_from(node, elements) for node in operands):
         return _NOT_QUANTIZED
     shapes = [size for node in operands for size in graph.value(node).shape]
     *batch, _, k = graph.value(operands[0]).shape
@@ -112,7 +115,7 @@ def _alone(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     found = _Site(anchor, terms, elements).product(anchor)
     if not isinstance(found, Rejection) or found is _NOT_QUANTIZED:
         return found
-    columns, depth = sizes(anchor)[-1], sizes(_operands(anchor)[0])[-1]
+    columns, depth = sizes(anchor)[-1], sizes(operands_of(anchor)[0])[-1]
     for block in _BLOCKS:
         all_n, all_k = (-(-size // block) * block for size in (columns, depth))
         for padded in dict.fromkeys(((all_n, all_k), (columns, all_k), (all_n, depth))):
@@ -131,37 +134,16 @@ def _batched(anchor: fx.Node, elements: Elements) -> Fp8Product | Rejection:
     """A batch of slices of K, each with its scales, added up."""
     root = anchor
     while (user := graph.single_user(root)) is not None and root.target != _SUM:
-        if user.target not in (aten.mul.Tensor, _SUM) and not is_widening(user):
+        if user.target not in (aten.mul.Tensor, _SUM, *VIEWS) and not is_widening(user):
             break
         root = user
     term = None
-    if root.target == _SUM and list(root.args[1]) == [0]:  # type: ignore[arg-type]
-        is_plain = len(root.args) < 3 and not root.kwargs
-        term = term_of(root.args[0]) if is_plain else None  # type: ignore[arg-type]
+    if root.target == _SUM and len(root.args) < 3 and not root.kwargs:
+        term = term_of(root.args[0], VIEWS)  # type: ignore[arg-type]
     if term is None:
         return Rejection(RejectionCode.BATCHED_WEIGHT, "", anchor.name)
-    return _Site(anchor, [term], elements).product(root)
-
-
-def _operands(product: fx.Node) -> tuple[Any, Any]:
-    *_, x, w = graph.arguments(product, *PRODUCTS[product.target])  # type: ignore[index]
-    return x, w
-
-
-def _comes_from(node: fx.Node, elements: Elements) -> bool:
-    """A quick look before the careful one."""
-    todo, seen = [node], {node}
-    while todo and len(seen) < _SEARCH_LIMIT:
-        current = todo.pop(0)
-        value = current.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype in elements:
-            return True
-        if current.target in PRODUCTS:
-            continue
-        fresh = [parent for parent in current.all_input_nodes if parent not in seen]
-        todo += fresh
-        seen.update(fresh)
-    return False
+    site = _Site(anchor, [term], elements)
+    return site.product(root) if site.is_summed_by(root) else site.no("a sum of something else")
 
 
 # ------------------------------------------------------------------------------------------
@@ -169,7 +151,8 @@ def _comes_from(node: fx.Node, elements: Elements) -> bool:
 
 
 class _Reader(Reader):
-    """Ends at quantized numbers: how they were computed does not matter."""
+    """Ends at quantized numbers: how they were computed does not matter. A zero point that is 0,
+    as a symmetric quantizer may have, is none."""
 
     def __init__(self, elements: Elements) -> None:
         super().__init__()
@@ -179,6 +162,10 @@ class _Reader(Reader):
         is_computed = node.op == "call_function" and graph.value(node).dtype in self.elements
         if is_computed and node.target in (CAST, aten.clamp.default):
             return self.leaf(node, index)
+        if node.target in (aten.add.Tensor, aten.sub.Tensor) and constant(node.args[1]) == 0:
+            value: Any = node.args[0]
+            if graph.is_tensor_node(value) and graph.value(value).dtype == graph.value(node).dtype:
+                return self.operand(value, node, index)
         return super()._read(node, index)
 
 
@@ -197,7 +184,7 @@ class _Site:
     ) -> None:
         self.anchor, self.terms, self.elements = anchor, terms, elements
         self.reader = _Reader(elements)
-        x, _ = _operands(anchor)
+        x, _ = operands_of(anchor)
         (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
         self.padded_columns, self.padded_step = padded or (self.columns, self.step)
         variable = self.reader.space.variable
@@ -216,16 +203,28 @@ class _Site:
         read.sort(key=lambda item: item[0])  # type: ignore[index]
         wanted = [self.step * i for i in range(len(self.terms))]
         if [item[0] for item in read] != wanted:  # type: ignore[index]
-            return self._no("the slices do not cover K")
+            return self.no("the slices do not cover K")
         a = self._same([item[1] for item in read])  # type: ignore[index]
         b = self._same([item[2] for item in read])  # type: ignore[index]
         if a is None or b is None:
-            return self._no("the slices are of several tensors")
+            return self.no("the slices are of several tensors")
         scales = self._scales([item[3] for item in read])  # type: ignore[index]
         return scales if isinstance(scales, Rejection) else self._finish(root, a, b, *scales)
 
-    def _no(self, detail: str) -> Rejection:
+    def no(self, detail: str) -> Rejection:
         return Rejection(RejectionCode.WEIGHT_FORM, detail, self.anchor.name)
+
+    def _behind(self, product: fx.Node) -> dict[fx.Node, tuple[Index, ...]]:
+        return positions(product, (*self.batch, self.m, self.n), self.reader.space)
+
+    def is_summed_by(self, root: fx.Node) -> bool:
+        """Whether ``root`` adds up the batch, and leaves [M, N]."""
+        source, dims = graph.arguments(root, "self", "dim")
+        index = list(self._behind(self.anchor).get(source, ()))
+        if len(index) != 3 or len(dims) != 1:
+            return False
+        found = (index.pop(dims[0]), *index)
+        return all(map(self._equal, found, (*self.batch, self.m, self.n)))
 
     def _equal(self, left: Index, right: Index) -> bool:
         leaves = self.reader.space.leaves
@@ -236,23 +235,25 @@ class _Site:
 
     def _read(self, term: Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
         """(first k, a, b, scales) of one term; a scale says on which side it was found."""
-        x, w = _operands(term.product)
+        x, w = operands_of(term.product)
         if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
-            return self._no("slices of several sizes")
+            return self.no("slices of several sizes")
         sides: list[_Place] = []
         scales: list[tuple[str, _Place]] = []
         for side, node, index in (("a", x, (self.m, self.k)), ("b", w, (self.k, self.n))):
             element, factors = self._unwound(self.reader.read(node, (*self.batch, *index)))
             if element is None:
                 no_weight = "the weight is not made of quantized numbers"
-                return _NOT_QUANTIZED if side == "a" else self._no(no_weight)
+                return _NOT_QUANTIZED if side == "a" else self.no(no_weight)
             sides.append(element)
             scales += [(side, factor) for factor in factors]
+        behind = self._behind(term.product)
         for factor, node in term.factors:
-            position = (*self.batch, self.m, self.n)
-            place = self._place(self.reader.operand(factor, node, position))
+            if node not in behind:
+                return self.no("a factor of another shape")
+            place = self._place(self.reader.operand(factor, node, behind[node]))
             if place is None:
-                return self._no("a factor that is no scale")
+                return self.no("a factor that is no scale")
             scales.append(("", place))
         return self._placed(sides[0], sides[1], scales)
 
@@ -260,23 +261,23 @@ class _Site:
         self, x: _Place, w: _Place, scales: list[tuple[str, _Place]]
     ) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
         if x.count % self.rows or w.count % self.columns:
-            return self._no("operands that are parts of others")
+            return self.no("operands that are parts of others")
         depth = x.count // self.rows
         first = x.position.const
         if depth != self.depth or w.count != depth * self.columns:
-            return self._no("operands that are parts of others")
+            return self.no("operands that are parts of others")
         k = self.k + first
         if self.batch:
             k = self.batch[0] * self.step + k
         if not self._equal(x.position, self.m * depth + k):
-            return self._no("the activation is not read in order")
+            return self.no("the activation is not read in order")
         a = Operand(x.node, (-1, depth))
         if self._equal(w.position, self.n * depth + k):
             flat = Operand(w.node, (self.columns, depth))
             return first, a, Derived(aten.permute.default, (flat, (1, 0))), scales
         if self._equal(w.position, k * self.columns + self.n):
             return first, a, Operand(w.node, (depth, self.columns)), scales
-        return self._no("the weight is not read in order")
+        return self.no("the weight is not read in order")
 
     def _unwound(self, expr: Expr) -> tuple[_Place | None, list[_Place]]:
         """The quantized number in a product of one with scales, and the scales."""
@@ -334,7 +335,7 @@ class _Site:
                     scales[0][1].node.name,
                 )
         if len(found) < len(terms[0]):
-            return self._no("terms with scales of their own")
+            return self.no("terms with scales of their own")
         return found.get("a"), found.get("b")
 
     def _fit(self, side: str, places: list[_Place]) -> Scale | None:
@@ -412,7 +413,7 @@ class _Site:
         self, root: fx.Node, a: Any, b: Any, a_scale: Scale | None, b_scale: Scale | None
     ) -> Fp8Product | Rejection:
         if sizes(root) != [self.rows, self.columns]:
-            return self._no("a sum of another shape")
+            return self.no("a sum of another shape")
         k_blocks = {scale.block[1] for scale in [a_scale] if scale is not None}
         k_blocks |= {scale.block[0] for scale in [b_scale] if scale is not None}
         if len(k_blocks - {-1}) > 1:
@@ -420,7 +421,7 @@ class _Site:
                 RejectionCode.SCALE_AXIS, "scales of different blocks of K", self.anchor.name
             )
         if self.slices > 1 and not k_blocks - {-1}:
-            return self._no("slices of K that share their scales")
+            return self.no("slices of K that share their scales")
         bias = None
         if self.anchor.target == aten.addmm.default:
             bias, *_ = graph.arguments(self.anchor, "self")

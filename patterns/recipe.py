@@ -42,11 +42,13 @@ def describe(found: RecognizedGemm) -> Activation | None:
     is_byte = not values.is_within(-128, 127) and values.is_within(0, 255)
     recipe = Activation(
         is_dynamic=False,
-        granularity="per_token" if _is_per_token(found) else "per_tensor",
+        granularity=_granularity(found),
         dtype="uint8" if is_byte else "int8",
         is_symmetric=not found.spec.a.zero,
     )
     scale = found.row_scale
+    if recipe.granularity == "per_group":
+        scale = _node(found.args[2])
     return recipe if scale is None else _with_scale(recipe, scale)
 
 
@@ -56,8 +58,11 @@ def _node(item: Any) -> fx.Node | None:
     return item if graph.is_tensor_node(item) else None
 
 
-def _is_per_token(found: RecognizedGemm) -> bool:
-    return found.spec.a.scale is not None and found.spec.a.scale.block == (1, -1)
+def _granularity(found: RecognizedGemm) -> str:
+    rows, columns = (-1, -1) if found.spec.a.scale is None else found.spec.a.scale.block
+    if rows == -1:
+        return "per_tensor"
+    return "per_token" if columns == -1 else "per_group"
 
 
 def _with_scale(recipe: Activation, scale: fx.Node) -> Activation:
@@ -66,7 +71,9 @@ def _with_scale(recipe: Activation, scale: fx.Node) -> Activation:
         if node.target in _REDUCTIONS:
             kind, granularity = _reduction(node)
             kinds.add(kind)
-            recipe = dataclasses.replace(recipe, is_dynamic=True, granularity=granularity)
+            if recipe.granularity != "per_group":
+                recipe = dataclasses.replace(recipe, granularity=granularity)
+            recipe = dataclasses.replace(recipe, is_dynamic=True)
         divisor = _divisor(node)
         if divisor is not None and not recipe.divisor:
             dtype = dtype_name(graph.value(node).dtype)

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import fx
 
 from inductor_quant.patterns import graph
+from inductor_quant.patterns.digits import Index, Space
 from inductor_quant.patterns.epilogue import CAST
 from inductor_quant.patterns.graph import aten
+from inductor_quant.patterns.reader import At, sizes
+
+Elements = frozenset[torch.dtype]
+# The arguments up to the two that are multiplied.
+PRODUCTS = {
+    aten.mm.default: ("self", "mat2"),
+    aten.addmm.default: ("self", "mat1", "mat2"),
+    aten.bmm.default: ("self", "mat2"),
+    aten._int_mm.default: ("self", "mat2"),
+}
+# From an operand up to its fp8 numbers: views, casts, and the multiplication by a scale.
+_SEARCH_LIMIT = 24
+VIEWS = (*graph.RESHAPES, aten.permute.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +33,27 @@ class Term:
 
     product: fx.Node
     factors: tuple[tuple[fx.Node, fx.Node], ...]
+
+
+def operands_of(product: fx.Node) -> tuple[Any, Any]:
+    *_, x, w = graph.arguments(product, *PRODUCTS[product.target])  # type: ignore[index]
+    return x, w
+
+
+def comes_from(node: fx.Node, elements: Elements) -> bool:
+    """A quick look before the careful one."""
+    todo, seen = [node], {node}
+    while todo and len(seen) < _SEARCH_LIMIT:
+        current = todo.pop(0)
+        value = current.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype in elements:
+            return True
+        if current.target in PRODUCTS:
+            continue
+        fresh = [parent for parent in current.all_input_nodes if parent not in seen]
+        todo += fresh
+        seen.update(fresh)
+    return False
 
 
 def roots_of(anchor: fx.Node) -> list[fx.Node]:
@@ -62,21 +98,45 @@ def _is_zero(node: fx.Node) -> bool:
     return node.target == aten.full.default and node.args[1] in (0, 0.0)
 
 
-def term_of(node: fx.Node) -> Term | None:
-    """A product behind factors and casts to fp32; nothing of it is used elsewhere."""
+def term_of(node: fx.Node, views: tuple[Any, ...] = ()) -> Term | None:
+    """A product behind factors, casts to fp32 and ``views``; nothing of it is used elsewhere."""
     if not graph.single_user(node):
         return None
     if node.target in (aten.mm.default, aten.bmm.default, aten._int_mm.default):
         return Term(node, ())
-    if is_widening(node):
-        return term_of(node.args[0])  # type: ignore[arg-type]
+    if is_widening(node) or node.target in views:
+        return term_of(node.args[0], views)  # type: ignore[arg-type]
     if node.target != aten.mul.Tensor:
         return None
     left, right = graph.arguments(node, "self", "other")
     for inner, factor in ((left, right), (right, left)):
         if not graph.is_tensor_node(inner) or not graph.is_tensor_node(factor):
             continue
-        found = term_of(inner)
+        found = term_of(inner, views)
         if found is not None:
             return Term(found.product, (*found.factors, (factor, node)))
     return None
+
+
+def positions(product: fx.Node, index: At, space: Space) -> dict[fx.Node, At]:
+    """Where the element of ``product`` at ``index`` lies in what follows it: views, casts, factors
+    that leave its shape."""
+    node, found = product, {product: index}
+    while (user := graph.single_user(node)) is not None:
+        if user.target in graph.RESHAPES:
+            flat = Index()
+            for size, part in zip(sizes(node), index, strict=True):
+                flat = flat * size + part
+            index = space.unflatten(flat, sizes(user))
+        elif user.target == aten.permute.default:
+            _, dims = graph.arguments(user, "self", "dims")
+            index = tuple(index[dim] for dim in dims)
+        elif not _keeps_places(user) or sizes(user) != sizes(node):
+            break
+        node = user
+        found[node] = index
+    return found
+
+
+def _keeps_places(node: fx.Node) -> bool:
+    return is_widening(node) or node.target == aten.mul.Tensor

@@ -17,8 +17,9 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.patterns import fp8, graph
 from inductor_quant.patterns.fp8 import Fp8Product, Scale
-from inductor_quant.patterns.fp8_dequantized import PRODUCTS, read_product
+from inductor_quant.patterns.fp8_dequantized import read_product
 from inductor_quant.patterns.pattern import Operand, Pattern, RecognizedGemm
+from inductor_quant.patterns.terms import PRODUCTS
 from inductor_quant.spec import ScaleSpec
 
 FAMILY = "w8a8"

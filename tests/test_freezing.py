@@ -18,6 +18,7 @@ from inductor_quant import backend
 from inductor_quant.errors import RequirementError
 from inductor_quant.patterns import side_by_side
 from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
+from tests.support import producers_activation, producers_fp8
 from tests.support.graphs import calls
 from tests.support.producers import GIVEN, need
 from tests.support.quantizers import QUANTIZERS
@@ -92,17 +93,43 @@ def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, produce
     assert max(t.nbytes for t in constants(graphs[-1])) <= K * N
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.__name__)
-def test_a_frozen_w8a8_layer_is_matched(graphs, quantizer):
-    torch.manual_seed(0)
-    module = quantizer(64, 48)
-    x = torch.randn(32, 64, dtype=torch.bfloat16)
-    frozen, report = run(module, x)
-    assert [match.family for match in report.matches] == ["w8a8"]
-    assert torch.allclose(frozen.float(), module(x).float(), rtol=0.02, atol=0.02)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("producer", producers_activation.GIVEN, ids=str)
+def test_a_frozen_w8a8_layer_is_matched(graphs, producer):
+    """Its literals (a range, a zero) are read while Inductor traces with fake tensors."""
+    if producer.needs is not None:
+        pytest.importorskip(producer.needs, exc_type=ImportError)
+    x = torch.randn(32, K, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
+    module = producer.make(x)
+    with producers_activation.integer_products():
+        plain, report = run(module, x, freezing=False)
+        frozen, frozen_report = run(module, x)
+    assert [match.family for match in frozen_report.matches] == ["w8a8"]
+    assert str(frozen_report.matches[0].spec) == str(report.matches[0].spec)
+    assert torch.equal(frozen, plain)
     assert {t.dtype for t in constants(graphs[-1]) if t.dim() == 2 and 1 not in t.shape} == {
         torch.int8
     }
+
+
+FP8 = ("torchao rows", "loop", "rows by recipe", "compressed token", "compressed group")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", FP8)
+def test_a_frozen_fp8_layer_is_matched(graphs, name):
+    if not name.startswith(("loop", "rows")):
+        pytest.importorskip("torchao" if "torchao" in name else "compressed_tensors")
+    make, spec = producers_fp8.LAYERS[name]
+    with torch.no_grad():
+        module = make()
+    x = torch.randn(2, 16, producers_fp8.K, generator=torch.Generator().manual_seed(0)).bfloat16()
+    plain, _ = run(module, x, freezing=False)
+    frozen, report = run(module, x)
+    assert [str(match.spec) for match in report.matches] == [spec]
+    assert torch.equal(frozen, plain)
+    large = [t for t in constants(graphs[-1]) if t.numel() > producers_fp8.K]
+    assert [t.dtype for t in large] == [torch.float8_e4m3fn]
 
 
 def test_without_the_early_slot_the_weight_would_be_dense(graphs, monkeypatch):

@@ -20,6 +20,7 @@ from inductor_quant.patterns import pipeline
 from inductor_quant.patterns.pipeline import for_options
 from tests.support.graphs import capture
 from tests.support.producers import GIVEN, need
+from tests.support.producers_activation import PRODUCERS
 from tests.support.quantizers import QUANTIZERS, GptFastLinear
 
 pytestmark = pytest.mark.compiles
@@ -60,12 +61,41 @@ def test_every_w8a8_quantizer_is_as_near_to_fp64_as_eager_mode(quantizer, dtype)
     assert found.ours_rms <= 1.02 * found.graph_rms
 
 
-def test_what_overflows_fp16_in_eager_mode_is_finite():
-    """torchao rounds to fp16 between its two scales; the exact result is within fp16."""
-    torch.manual_seed(0)
+COMPARED = ("compressed_dyn_token", "compressed_static", "fake_bytes", "static_asymmetric")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", COMPARED)
+def test_what_is_exact_begins_at_the_numbers_that_the_op_reads(name):
+    """Behind them the graph rounds the activation to bf16 once more: no error of the op's."""
+    [producer] = [producer for producer in PRODUCERS if producer.name == name]
+    if producer.needs is not None:
+        pytest.importorskip(producer.needs, exc_type=ImportError)
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
+    _, _, [found] = verified(producer.make(x), [x])
+    assert found.is_exact
+    assert found.ours_rms <= 1.8e-3  # of the last rounding alone
+    assert found.ours_rms <= 1.02 * found.graph_rms
+
+
+def torchao_layer():
+    """It rounds to fp16 between its two scales; the exact result is within fp16."""
     layer = QUANTIZERS[0](2048, 64, dtype=torch.float16, bias=False)
     layer.scale.mul_(0.02)
-    x = 300 * torch.randn(8, 2048, dtype=torch.float16)
+    return layer
+
+
+def gpt_fast_layer():
+    """It multiplies with the integers, in fp16, and scales behind that."""
+    w = torch.randint(-127, 128, (64, 2048), dtype=torch.int8)
+    scale = (torch.rand(64) * 2e-4).half()
+    return lambda x: torch.nn.functional.linear(x, w.to(x.dtype)) * scale
+
+
+@pytest.mark.parametrize("make", [torchao_layer, gpt_fast_layer])
+def test_what_overflows_fp16_in_eager_mode_is_finite(make):
+    torch.manual_seed(0)
+    layer, x = make(), 300 * torch.randn(8, 2048, dtype=torch.float16)
     result, [rewrite], [found] = verified(layer, [x])
     with torch.no_grad():
         graph = rewrite.before(*rewrite.inputs)[0]

@@ -172,8 +172,20 @@ def _unfused(
             return lowering_of(aten.mm.default)(x, value)
         if bias.get_dtype() == out_dtype:
             return lowering_of(aten.addmm.default)(bias, x, value)
-    out = evaluator.convert(lowering_of(aten.mm.default)(x, value), torch.float32)
+    # What the scale makes small may be beyond fp16 before: 127 * x, summed over k.
+    is_wide = column_scale is not None and x.get_dtype() == torch.float16
+    out = _sums(evaluator, x, value) if is_wide else lowering_of(aten.mm.default)(x, value)
+    out = evaluator.convert(out, torch.float32)
     return _epilogue(evaluator, out, (), column_scale, bias, out_dtype)
+
+
+def _sums(evaluator: _Lowered, x: Any, value: Any) -> Any:
+    """``x @ value``, not rounded to the type of ``x``."""
+    if compat.runs_triton(x.get_device()):
+        return lowering_of(aten.mm.dtype)(x, value, torch.float32)
+    return lowering_of(aten.mm.default)(
+        *(evaluator.convert(item, torch.float32) for item in (x, value))
+    )
 
 
 def _evaluator(format: WeightFormat, weight: list[Any], device: torch.device) -> _Lowered:

@@ -26,6 +26,8 @@ SLACK = 1.02
 # What a sum of floats in fp32 may differ by, relative to the result: 2**-24 * sqrt(K), K = 2**14.
 SUM_ERROR = 2.0**-17
 
+_ARITHMETIC = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
+
 _waiting: dict[str, tuple[fx.GraphModule, str, bool]] = {}
 _numbers = itertools.count()
 
@@ -110,6 +112,8 @@ class InFloat64(fx.Interpreter):
             return super().run_node(node) if node.op == "output" else _widened(value)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
+        if node.target in _ARITHMETIC:  # an integer times a number is a float as well
+            args = fx.node.map_aggregate(args, _as_float64)
         if node.target == torch.ops.prims.convert_element_type.default:
             return args[0].double()
         if node.target == torch.ops.aten.view.dtype:
@@ -126,6 +130,10 @@ def _is_wide_float(value: Any) -> bool:
         and value.dtype.is_floating_point
         and value.dtype.itemsize > 1
     )
+
+
+def _as_float64(value: Any) -> Any:
+    return value.double() if isinstance(value, torch.Tensor) else value
 
 
 def _widened(value: Any) -> Any:

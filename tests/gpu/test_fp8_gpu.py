@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import inductor_quant
 from tests.kernels.test_fp8_interpreted import BLOCKS, ROWS
 from tests.support.fp8 import Case, gemm, make_inputs, reference
+from tests.support.fp8_spellings import HAS_V2, LAID_OUT, VERSION_2_BLOCKS
 from tests.support.numerics import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
@@ -117,6 +118,17 @@ def test_max_autotune_times_all_choices_and_cuda_graphs_replay(case):
             torch.compiler.cudagraph_mark_step_begin()
             assert_close(fn(*inputs).clone(), reference(case, inputs), slack=2)
     assert all(us is not None for us in report.kernels[0].times_us)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("spelling", [*LAID_OUT, *(VERSION_2_BLOCKS if HAS_V2 else ())], ids=str)
+def test_scales_of_blocks_are_read_as_the_library_reads_them(spelling):
+    torch.manual_seed(0)
+    inputs = spelling.inputs("cuda")
+    got, _ = run(spelling.fn, *inputs)
+    want = spelling.exact(inputs)
+    assert_close(got, want, slack=2)
+    assert_close(spelling.fn(*inputs), want, slack=4)  # cuBLASLt
 
 
 @pytest.mark.parametrize("block", [None, (128, 128)])

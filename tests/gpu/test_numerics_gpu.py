@@ -7,6 +7,7 @@ import torch
 
 import inductor_quant
 from tests.support.producers import PRODUCERS
+from tests.support.producers_activation import FakeQuantized
 from tests.support.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +45,13 @@ def test_strict_is_eager_mode_bit_for_bit(name, m, n, k):
     assert torch.equal(result, CHAINS[name](*args))
 
 
-@pytest.mark.parametrize("family", ["w8a8", "gptq", "act_order"])
+@pytest.mark.parametrize("family", ["w8a8", "bytes", "gptq", "act_order"])
 def test_verification_passes(family):
     torch.manual_seed(0)
-    if family == "w8a8":
+    if family == "bytes":  # quantized and back, in bf16
+        layer = FakeQuantized("bytes")
+        module, x = layer.cuda(), torch.randn(64, 256, dtype=torch.bfloat16)
+    elif family == "w8a8":
         module, x = TorchaoLinear(512, 256).cuda(), torch.randn(64, 512, dtype=torch.bfloat16)
     else:
         name = "gptq_gm_4b_g64_base" if family == "gptq" else "gptq_4b_act_order"

@@ -99,6 +99,24 @@ CONTRACTED = ("int8_folded",)
 DIVIDED = ("int8_divisor",)
 
 
+@pytest.mark.parametrize("rows", [16, 600])
+def test_sums_beyond_fp16_are_finite_where_their_scale_makes_them_small(rows):
+    """gpt-fast's layer: in eager mode they are infinite before they are scaled."""
+    torch.manual_seed(0)
+    x = 300 * torch.randn(rows, 2048, device="cuda").half()
+    w = torch.randint(-127, 128, (512, 2048), device="cuda").to(torch.int8)
+    scale = (torch.rand(512, device="cuda") * 2e-4 + 1e-4).half()
+
+    def fn(x, w, scale):
+        return F.linear(x, w.to(x.dtype)) * scale
+
+    assert not fn(x, w, scale).isfinite().all()
+    with collect() as report:
+        got = compiled(fn)(x, w, scale)
+    assert [match.family for match in report.matches] == ["weight_only"]
+    assert_close(got, ((x.double() @ w.double().t()) * scale.double()).cpu())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_one_hot_rows_give_the_weight_bit_for_bit(name):
     skip_if_unsupported(name)

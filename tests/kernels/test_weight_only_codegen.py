@@ -70,6 +70,24 @@ def test_for_many_rows_the_library_adds_the_bias():
     assert len(generated.kernels) == 1, list(generated.kernels)
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize(("dtype", "product"), [(f16, "mm_dtype"), (bf16, "mm")])
+def test_for_many_rows_no_sum_is_rounded_to_fp16_before_its_scale(dtype, product):
+    """gpt-fast's ``(x @ q) * scale``: the sums overflow where results are 11 or so."""
+
+    def fn(x, w, scale):
+        return (x @ w.to(dtype).t()) * scale
+
+    def make(device):
+        x, scale = (torch.empty(s, dtype=dtype, device=device) for s in ((600, 256), (128,)))
+        return x, torch.empty(128, 256, dtype=torch.int8, device=device), scale
+
+    with collect() as report:
+        generated = generate(fn, make)
+    assert [choice.chosen for choice in report.kernels] == [UNFUSED]
+    assert f"extern_kernels.{product}(" in generated.wrapper
+
+
 def test_no_block_is_longer_than_four_groups():
     for name in ("gptq", "awq", "hqq", "int8_group"):
         spec, problem = described(Case(name, 16, 4096, 4096))

@@ -16,8 +16,10 @@ from tests.support.fp8_spellings import (
     BLOCKS,
     DEQUANTIZED,
     HAS_V2,
+    LAID_OUT,
     SCALED_MM,
     VERSION_2,
+    VERSION_2_BLOCKS,
     Spelling,
     layer,
 )
@@ -28,6 +30,8 @@ from tests.support.numerics import assert_close
 
 aten = torch.ops.aten
 SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]
+# ... and those that lay out their scales first, in kernels of their own
+ALL_SPELLINGS = [*SPELLINGS, *LAID_OUT, *(VERSION_2_BLOCKS if HAS_V2 else ())]
 bf16 = torch.bfloat16
 
 
@@ -49,11 +53,12 @@ def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
+@pytest.mark.parametrize("spelling", ALL_SPELLINGS, ids=str)
 def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
     torch.manual_seed(0)
     inputs = spelling.inputs("cpu")
-    generated, _ = compiled(spelling.fn, spelling.inputs)
+    generated, report = compiled(spelling.fn, spelling.inputs)
+    assert [str(match.spec) for match in report.matches] == [spelling.spec]
     assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
 
 
@@ -284,6 +289,13 @@ def looped(scale_of=lambda i: i, slices=(0, 1, 2), column_of=lambda i: i):
     return fn
 
 
+def transposed(a, w, sa, sb):
+    """Einsum's batched product of a square, added up as [N, M]."""
+    x = w.float().view(256, 3, 128)
+    parts = torch.einsum("mgk,ngk->gmn", x, x) * x.abs().amax(-1).t()[..., None]
+    return (parts * sb.repeat_interleave(128, 0).t()[:, None]).permute(0, 2, 1).sum(0)
+
+
 def repeated(a, w, sa, sb):
     """The sum begins with zeros of one dimension more."""
     out = torch.zeros(2, 48, 256)
@@ -337,6 +349,7 @@ NO_BLOCKS = {
     "a slice left out": looped(slices=(0, 2)),
     "a batch of rows": batched_over_rows,
     "repeated": repeated,
+    "transposed": transposed,
     "scales of other rows": shifted,
     "rows read as columns": turned,
     "blocks that begin elsewhere": parts_of_blocks(32, first=8),

@@ -133,6 +133,21 @@ def test_a_near_miss_keeps_its_value(name):
     torch.testing.assert_close(result, before, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_the_activation_is_described_in_groups(is_dynamic):
+    def fn(x, a, w, sa, sb):
+        if is_dynamic:
+            parts = x.view(M, K // G, G)
+            sa = parts.abs().amax(-1) / 127
+            a = (parts / sa[..., None]).round().clamp(-128, 127).to(torch.int8).view(M, K)
+        return slice_by_slice(a, w, sa, sb)
+
+    _, [rewrite] = capture(fn, [torch.randn(M, K), *quantized(grouped=True)])
+    [match] = rewrite.report.matches
+    what = "dynamic per_group int8 symmetric, amax/127 in f32"
+    assert str(match.activation) == (what if is_dynamic else "static per_group int8 symmetric")
+
+
 def test_a_last_group_that_is_shorter_is_left():
     """Repeated scales, of which the last covers half a group."""
     a, w, sa, sb = quantized()

@@ -46,13 +46,54 @@ def _blocks(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -
     return _mm(a, w, sa, sb.t(), bias)
 
 
+def _by_recipe(
+    a: Tensor, b: Tensor, a_scale: tuple[Tensor, Any], b_scale: tuple[Tensor, Any], bias: Any
+) -> Tensor:
+    """``F.scaled_mm``; with torch 2.11, whose Dynamo does not trace it, what that calls."""
+    if torch.__version__ >= "2.13":
+        return F.scaled_mm(a, b, *a_scale, *b_scale, bias=bias, output_dtype=bf16)
+    scales = (([scale], [recipe.value], []) for scale, recipe in (a_scale, b_scale))
+    return torch.ops.aten._scaled_mm_v2(a, b, *sum(scales, ()), bias, bf16)
+
+
 def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tensor]:
     def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
         first, second = (getattr(F.ScalingType, name) for name in recipes)
         sb = sb.t() if transpose else sb
-        return F.scaled_mm(a, w.t(), sa, first, sb, second, bias=bias, output_dtype=bf16)
+        return _by_recipe(a, w.t(), (sa, first), (sb, second), bias)
 
     return fn
+
+
+def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
+    """Blocks of so many rows of a, and columns of b. Scales as torch wants them: columns first, and
+    of 128x128 a multiple of 4 along K."""
+
+    def laid_out(scale: Tensor, size: int) -> tuple[Tensor, Any]:
+        if size == 1:
+            return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+        padded = F.pad(scale, (0, -scale.shape[1] % 4), value=float("nan"))
+        return padded.t(), F.ScalingType.BlockWise128x128
+
+    def fn(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+        x, x_recipe = laid_out(sa[::rows], rows)
+        y, y_recipe = laid_out(sb, columns)
+        return _by_recipe(a, w.t(), (x, x_recipe), (y, y_recipe), bias)
+
+    return fn
+
+
+def _blocks_of_rows(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """Scales as ``_scaled_mm`` wants them: rows of 16 bytes, columns of b one after another."""
+    k_blocks = sa.shape[1]
+    x = F.pad(sa[::128], (0, -k_blocks % 4))[:, :k_blocks]
+    return _mm(a, w, x, sb.t().contiguous(), bias)
+
+
+def _rows_of_blocks(case: Case, device: str) -> tuple[Any, ...]:
+    """128 rows have the same scales."""
+    a, w, sa, sb, bias = make_inputs(case, device)
+    return a, w, sa[::128].repeat_interleave(128, 0)[: case.m], sb, bias
 
 
 ROW = Case(32, 64, 128)
@@ -85,6 +126,18 @@ VERSION_2 = [
     Spelling("v2, tensor", Case(32, 64, 128, a_scale="tensor", b_scale="tensor"),
              _v2(("TensorWise", "TensorWise")),
              "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
+]  # fmt: skip
+WIDE = dataclasses.replace(BLOCK, m=256, k=384, block=(128, 1))
+LAID_OUT = [
+    Spelling("blocks of rows", WIDE, _blocks_of_rows, _BLOCK_SPEC.format(1), make=_rows_of_blocks),
+]  # fmt: skip
+VERSION_2_BLOCKS = [
+    Spelling("v2, blocks", dataclasses.replace(BLOCK, k=384), _v2_blocks(1, 128),
+             _BLOCK_SPEC.format(128)),
+    Spelling("v2, blocks of one column", dataclasses.replace(BLOCK, block=(128, 1)),
+             _v2_blocks(1, 1), _BLOCK_SPEC.format(1)),
+    Spelling("v2, blocks of rows", WIDE, _v2_blocks(128, 1), _BLOCK_SPEC.format(1),
+             make=_rows_of_blocks),
 ]  # fmt: skip
 
 
@@ -143,6 +196,14 @@ def _bmm(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> T
     return (torch.bmm(x, y) * sa.t()[..., None] * columns).sum(0).to(bf16)
 
 
+def _einsum(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by letters: its batch is moved behind m and n, and added up there."""
+    (m, k), n = a.shape, w.shape[0]
+    x, y = a.float().view(m, k // 128, 128), w.float().view(n, k // 128, 128)
+    parts = torch.einsum("mgk,ngk->mng", x, y)
+    return (parts * sa[:, None] * sb.repeat_interleave(128, 0)).sum(-1).to(bf16)
+
+
 DEQUANTIZED = [
     Spelling(
         "rows, bf16",
@@ -166,6 +227,7 @@ DEQUANTIZED = [
     ),
     Spelling("loop", BOTH, _loop, BOTH_SPEC.format("f32")),
     Spelling("batched", BOTH, _bmm, BOTH_SPEC.format("f32")),
+    Spelling("einsum", BOTH, _einsum, BOTH_SPEC.format("f32")),
     Spelling("loop, one row", dataclasses.replace(BOTH, m=1), _loop, BOTH_SPEC.format("f32")),
 ]
 
