@@ -23,8 +23,6 @@ def _capability() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # One test is minutes long: begun last, it would be what the other process waits for.
-    items.sort(key=lambda item: "test_interpreter_layer" not in item.nodeid)
     arch = _capability()
     for item in items:
         if "interp" in item.keywords and not IS_INTERPRETER:
