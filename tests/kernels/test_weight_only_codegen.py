@@ -140,7 +140,6 @@ COMPILED = [
     (80, "int8_group"),
     (89, "awq"),
     (89, "fp8_block"),
-    (90, "gptq"),
     (90, "hqq"),
     (90, "act_order"),
     (100, "int8_channel"),
@@ -151,7 +150,7 @@ COMPILED = [
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
     done = set()
-    for m in (16, 64, 128):
+    for m in (16, 128):
         case = Case(name, m, 512, 1024)
         spec, problem = described(case)
         found = kernels.configs(spec, problem, device(arch))
