@@ -86,12 +86,12 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 
 def base(node: fx.Node) -> fx.Node:
     """The node whose memory ``node`` is a view of, itself if it is none."""
-    while _is_view(node):
+    while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether the value may share memory with the first argument: by the op's schema."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
@@ -112,7 +112,7 @@ def is_mutated(node: fx.Node) -> bool:
         for user in current.users:
             if _writes_to(user, current):
                 return True
-            if _is_view(user) and user.args[0] is current:
+            if is_view(user) and user.args[0] is current:
                 todo.append(user)
     return False
 
@@ -136,7 +136,7 @@ def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
     """The users of ``node`` and of its views, these included."""
     for user in node.users:
         yield user
-        if _is_view(user) and user.args[0] is node:
+        if is_view(user) and user.args[0] is node:
             yield from _users_of_memory(user)
 
 

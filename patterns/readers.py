@@ -8,7 +8,6 @@ both halves, has: it would cost a launch to add up, and one to rotate.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 
 import torch
@@ -17,25 +16,12 @@ from torch import fx
 from inductor_quant.ops import fp8_block, group, weight_only
 from inductor_quant.patterns import graph
 
-aten = torch.ops.aten
 # GEMMs of which a kernel may leave parts, and for how many rows at most.
 _OPS = (weight_only.op, group.weight_only_op, fp8_block.op)
 MAX_ROWS = 32
 # More copies are more work than the launch that they save.
 MAX_READERS = 4
 _CAST = torch.ops.prims.convert_element_type.default
-_VIEWS = (
-    *graph.RESHAPES,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    operator.getitem,
-)
 
 
 def repeat_casts(owner: fx.Graph) -> int:
@@ -51,7 +37,7 @@ def repeat_casts(owner: fx.Graph) -> int:
 
 
 def _results(call: fx.Node) -> Iterator[fx.Node]:
-    if isinstance(call.meta["val"], torch.Tensor):
+    if isinstance(graph.value(call), torch.Tensor):
         yield call
     else:
         yield from list(call.users)
@@ -61,7 +47,7 @@ def _separate(node: fx.Node, *, is_cast: bool) -> None:
     """Behind ``node``, the result or what was viewed and cast of it, let nothing that is cast have
     more than one reader; what does not fit stays."""
     for user in list(node.users):
-        if user.target is _CAST or user.target in _VIEWS:
+        if user.target is _CAST or graph.is_view(user):
             _separate(user, is_cast=is_cast or user.target is _CAST)
     readers = list(node.users)
     if not is_cast or not 1 < len(readers) <= MAX_READERS:

@@ -20,7 +20,7 @@ from inductor_quant.patterns import side_by_side
 from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
 from tests.support import producers_activation, producers_fp8
 from tests.support.graphs import calls
-from tests.support.producers import GIVEN, need
+from tests.support.producers import GIVEN, need, need_package
 from tests.support.quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.compiles
@@ -97,8 +97,7 @@ def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, produce
 @pytest.mark.parametrize("producer", producers_activation.GIVEN, ids=str)
 def test_a_frozen_w8a8_layer_is_matched(graphs, producer):
     """Its literals (a range, a zero) are read while Inductor traces with fake tensors."""
-    if producer.needs is not None:
-        pytest.importorskip(producer.needs, exc_type=ImportError)
+    need_package(producer.needs)
     x = torch.randn(32, K, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
     module = producer.make(x)
     with producers_activation.integer_products():
@@ -119,7 +118,7 @@ FP8 = ("torchao rows", "loop", "rows by recipe", "compressed token", "compressed
 @pytest.mark.parametrize("name", FP8)
 def test_a_frozen_fp8_layer_is_matched(graphs, name):
     if not name.startswith(("loop", "rows")):
-        pytest.importorskip("torchao" if "torchao" in name else "compressed_tensors")
+        need_package("torchao" if "torchao" in name else "compressed_tensors")
     make, spec = producers_fp8.LAYERS[name]
     with torch.no_grad():
         module = make()

@@ -19,7 +19,7 @@ from inductor_quant.options import Options
 from inductor_quant.patterns import pipeline
 from inductor_quant.patterns.pipeline import for_options
 from tests.support.graphs import capture
-from tests.support.producers import GIVEN, need
+from tests.support.producers import GIVEN, need, need_package
 from tests.support.producers_activation import PRODUCERS
 from tests.support.quantizers import QUANTIZERS, GptFastLinear
 
@@ -69,8 +69,7 @@ COMPARED = ("compressed_dyn_token", "compressed_static", "fake_bytes", "static_a
 def test_what_is_exact_begins_at_the_numbers_that_the_op_reads(name):
     """Behind them the graph rounds the activation to bf16 once more: no error of the op's."""
     [producer] = [producer for producer in PRODUCERS if producer.name == name]
-    if producer.needs is not None:
-        pytest.importorskip(producer.needs, exc_type=ImportError)
+    need_package(producer.needs)
     x = torch.randn(32, 256, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
     _, _, [found] = verified(producer.make(x), [x])
     assert found.is_exact

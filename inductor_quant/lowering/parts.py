@@ -13,8 +13,8 @@ from inductor_quant import _torch_compat as compat
 from inductor_quant.lowering.common import lowering_of
 
 aten = torch.ops.aten
-# Bytes of parts that are read again rather than stored as their sum. On an H200 a launch takes
-# 1.1 us at least, in which L2 gives more than this.
+# Bytes of parts that are read again rather than stored as their sum: by arithmetic about what L2
+# gives in the microsecond that the shortest kernel takes (``bench_models.py --profile``, H200).
 MOST_READ_AGAIN = 4 << 20
 
 

@@ -23,9 +23,10 @@ WEIGHT_ONLY_SCHEMA = (
     "weight_only_group(Tensor x, Tensor[] weight, Tensor?[] column_scale, Tensor?[] bias, *, "
     "str[] format, ScalarType out_dtype) -> Tensor[]"
 )
-# The most rows for which one launch is to be preferred, by family. Measured on an H200 (q, k and v
-# of Llama 8B, one launch / three): w8a8 0.59 with one row, 0.64 with 128; int4 words 0.60 with one
-# row, 0.72 with 32, beyond which their kernel takes no groups. More rows of w8a8 were not measured.
+# The most rows for which one launch is to be preferred, by family. Whole models tell what it gives
+# (``bench_models.py --systems ours ours-apart``). The limits are how far q, k and v of Llama 8B
+# were timed by themselves on an H200, one launch against three: at both it was ahead by more than
+# a quarter. Beyond 32 rows the kernel of words takes no groups.
 MAX_ROWS = {"w8a8": 128, "weight_only": 32}
 
 

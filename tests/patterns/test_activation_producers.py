@@ -3,8 +3,6 @@ from fp64 of the same quantized operands than the graph that it replaces."""
 
 from __future__ import annotations
 
-import importlib
-import os
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import fx
 
 from inductor_quant.ops import w8a8
 from tests.support.graphs import CAST, W8A8, EagerBackend, Rewrite, count, snapshot
-from tests.support.producers import REQUIRED_VARIABLE
+from tests.support.producers import need_package
 from tests.support.producers_activation import (
     GIVEN,
     PRODUCERS,
@@ -74,10 +72,7 @@ def rms(x: torch.Tensor) -> float:
 def compiled(
     producer: ActivationProducer, lead: tuple[int, ...], *, is_dynamic: bool = False
 ) -> tuple[Any, Any, torch.Tensor]:
-    if producer.needs is not None:
-        if os.environ.get(REQUIRED_VARIABLE) == "1":
-            importlib.import_module(producer.needs)
-        pytest.importorskip(producer.needs, exc_type=ImportError)
+    need_package(producer.needs)
     torch.manual_seed(0)  # a zero point that is calibrated may be 0, and is then not there
     x = (torch.randn(*lead, K) + 0.3).to(producer.dtype)
     for dim in range(len(lead)) if is_dynamic else ():

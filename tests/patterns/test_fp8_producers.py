@@ -7,7 +7,6 @@ The kernels are DeepSeek-V3's act_quant, fp8_gemm and weight_dequant, with few c
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 from unittest import mock
 
@@ -25,11 +24,10 @@ from tests.support.generated import generate
 from tests.support.graphs import EagerBackend
 from tests.support.handmade import rewritten
 from tests.support.numerics import assert_close
-from tests.support.producers import REQUIRED_VARIABLE
+from tests.support.producers import need_package
 from tests.support.producers_fp8 import BLOCKS, LAYERS, K, N, torchao
 
-if os.environ.get(REQUIRED_VARIABLE) != "1":
-    pytest.importorskip("torchao")
+need_package("torchao")
 
 M = 48
 CASE = Case(M, N, K, block=(128, 128), bias=False)

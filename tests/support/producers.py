@@ -34,12 +34,16 @@ REQUIRED_VARIABLE = "INDUCTOR_QUANT_REQUIRE_PRODUCERS"
 
 def need(producer: Producer) -> None:
     """Skip the test if the producer's package cannot be imported; in CI, fail."""
-    if producer.needs is None:
+    need_package(producer.needs)
+
+
+def need_package(name: str | None) -> None:
+    if name is None:
         return
     if os.environ.get(REQUIRED_VARIABLE) == "1":
-        importlib.import_module(producer.needs)
+        importlib.import_module(name)
     else:
-        pytest.importorskip(producer.needs, exc_type=ImportError)
+        pytest.importorskip(name, exc_type=ImportError)
 
 
 class _Recorder(RewritingPass):
