@@ -84,10 +84,9 @@ def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
 
 
 def _blocks_of_rows(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
-    """Scales as ``_scaled_mm`` wants them: rows of 16 bytes, columns of b one after another."""
-    k_blocks = sa.shape[1]
-    x = F.pad(sa[::128], (0, -k_blocks % 4))[:, :k_blocks]
-    return _mm(a, w, x, sb.t().contiguous(), bias)
+    """Scales as ``_scaled_mm`` wants them: those of 128x128 contiguous (some versions of torch want
+    rows of 16 bytes: K is a multiple of 512 here), columns of b one after another."""
+    return _mm(a, w, sa[::128].contiguous(), sb.t().contiguous(), bias)
 
 
 def _rows_of_blocks(case: Case, device: str) -> tuple[Any, ...]:
@@ -129,7 +128,8 @@ VERSION_2 = [
 ]  # fmt: skip
 WIDE = dataclasses.replace(BLOCK, m=256, k=384, block=(128, 1))
 LAID_OUT = [
-    Spelling("blocks of rows", WIDE, _blocks_of_rows, _BLOCK_SPEC.format(1), make=_rows_of_blocks),
+    Spelling("blocks of rows", dataclasses.replace(WIDE, k=512), _blocks_of_rows,
+             _BLOCK_SPEC.format(1), make=_rows_of_blocks),
 ]  # fmt: skip
 VERSION_2_BLOCKS = [
     Spelling("v2, blocks", dataclasses.replace(BLOCK, k=384), _v2_blocks(1, 128),
