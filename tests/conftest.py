@@ -11,6 +11,7 @@ for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
 
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -52,6 +53,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not any(item.nodeid in ran for item in gpu_items):
         reporter.write_line("every gpu test was skipped on a machine with a GPU", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_cpp():
+    """What Inductor writes for a CPU is scalar here: the C++ compiler is called once a kernel, on
+    few headers, and not to find out what the CPU knows."""
+    scalar = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    with inductor_config.patch(scalar):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,8 @@ def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too
     than it was exported with."""
     package = tmp_path / "folded.pt2"
     run = exported.Run("folded", "cpu", tmp_path)
-    # no compilation to find out what the CPU's compiler knows
-    quick = config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True})
-    with pytest.MonkeyPatch.context() as patch, quick:
+    anew = config.patch(force_disable_caches=True)
+    with pytest.MonkeyPatch.context() as patch, anew:
         # as if there were a kernel for a CPU; the lowering then does without
         patch.setattr(pipeline, "_policy", lambda *_: None)
         # (the activation of w8a8 is quantized in Triton's assembly)

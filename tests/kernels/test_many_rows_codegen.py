@@ -64,9 +64,8 @@ def test_a_group_that_changes_at_any_k_is_left_to_the_kernel_for_all_formats():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("name", ["gptq", "awq"])
-def test_configurations_do_not_spill(arch, name):
+@pytest.mark.parametrize(("name", "arch"), [("gptq", 80), ("gptq", 90), ("awq", 90)])
+def test_configurations_do_not_spill(name, arch):
     for m in (64, 128):
         case = Case(name, m, 1024, 2048, f16)
         spec, problem = described(case)

@@ -145,18 +145,16 @@ def test_zero_points_are_subtracted(kinds):
     torch.library.opcheck(w8a8.op, arguments, {**numbers, "out_dtype": torch.bfloat16})
 
 
-@pytest.mark.parametrize("kinds", ZEROS.values(), ids=ZEROS.keys())
-def test_zero_points_compile_on_cpu_without_a_kernel_of_ours(kinds):
+@pytest.mark.parametrize("name", ["int", "const and int", "float and int", "of b alone"])
+def test_zero_points_compile_on_cpu_without_a_kernel_of_ours(name):
     import inductor_quant.backend  # noqa: F401  registers the lowering
 
-    arguments, numbers, want = with_zeros(kinds)
+    arguments, numbers, want = with_zeros(ZEROS[name])
 
     def fn(*arguments):
         return w8a8.op(*arguments, **numbers, out_dtype=f32)
 
-    quick = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
-    with torch._inductor.config.patch(quick):
-        assert_close(torch.compile(fn)(*arguments), want)
+    assert_close(torch.compile(fn)(*arguments), want)
 
 
 def test_given_sums_stand_for_those_of_the_columns():

@@ -14,7 +14,7 @@ from tests.support.correction_programs import outcome
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(2))
 def test_programs_are_matched_and_right(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         spelling = draw(("programs", seed))
@@ -23,7 +23,7 @@ def test_programs_are_matched_and_right(block: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("block", range(3))
+@pytest.mark.parametrize("block", range(2))
 def test_near_misses_keep_their_value(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         spelling = draw(("near misses", seed), mutated=True)

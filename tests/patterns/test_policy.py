@@ -68,9 +68,8 @@ def test_a_cpu_compile_gives_the_bits_of_stock_inductor() -> None:
         return torch.tanh((mm(a, w) * s).to(bf16))
 
     args = [*gemm(), scale(N)]
-    # Scalar code, for which the C++ compiler is called once a kernel and not to try out the CPU.
-    quick = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False}
-    with torch._inductor.config.patch({**quick, "force_disable_caches": True}):
+    # of all caches that of compiled C++ alone, whose key is the source
+    with torch._inductor.config.patch({"fx_graph_cache": False}):
         stock = torch.compile(fn, backend="inductor")(*args)
         torch._dynamo.reset()
         raising = {"inductor_quant.on_error": "raise"}

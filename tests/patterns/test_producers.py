@@ -147,15 +147,14 @@ def leads(producer: Producer) -> list[tuple[int, ...]]:
 def test_the_eager_layer_multiplies_by_the_dense_weight(producer: Producer) -> None:
     need(producer)
     for dtype in producer.dtypes:
-        for bias in (True, False):
+        for bias, lead in ((True, leads(producer)[-1]), (False, (1,))):
             module = producer.make(dtype, K, N, bias)
-            for lead in leads(producer):
-                x = inputs(producer, dtype, *lead)
-                with torch.no_grad():
-                    y = module(x)
-                assert y.shape == (*lead, N)
-                assert y.dtype == dtype
-                assert error(y, expected(producer, module, x)) < TOLERANCE[dtype], (bias, lead)
+            x = inputs(producer, dtype, *lead)
+            with torch.no_grad():
+                y = module(x)
+            assert y.shape == (*lead, N)
+            assert y.dtype == dtype
+            assert error(y, expected(producer, module, x)) < TOLERANCE[dtype], (bias, lead)
 
 
 @every

@@ -190,8 +190,7 @@ def test_device_guard_is_handed_back():
 def cpu_code() -> str:
     """C++ for the CPU, without the line that numbers the compile."""
     torch._dynamo.reset()
-    # vec_isa_ok saves trying out the C++ compiler
-    with inductor_config.patch({"force_disable_caches": True, "cpp.vec_isa_ok": True}):
+    with inductor_config.patch(force_disable_caches=True):
         return get_code(torch.compile(double_relu), torch.randn(8, 8))[0].split("\n", 1)[1]
 
 
