@@ -72,6 +72,11 @@ def has_work_for_warps(c: GemmConfig) -> bool:
     return 1024 <= c.block_n * c.block_k // c.num_warps <= 8192
 
 
+def has_registers_for_words(c: GemmConfig) -> bool:
+    """Of what a warp asks for at once: 32 columns by 128 of K are 16 words a lane."""
+    return c.block_n * c.block_k // c.num_warps in (32 * 128, 2 * 32 * 128, 4 * 32 * 128)
+
+
 # ------------------------------------------------------------------------------------------
 # spaces
 
@@ -119,6 +124,15 @@ SPACES: dict[str, Space] = {
         (2, 3, 4),
         split_k=_PARTS,
         is_sensible=has_work_for_warps,
+    ),
+    "weight_only_few_rows_gluon": Space(
+        (8, 16),
+        (32, 64, 128),
+        (256, 512, 1024, 2048, 4096),
+        (2, 4, 8, 16),
+        (1,),
+        split_k=(1, 2, 4, 7),
+        is_sensible=has_registers_for_words,
     ),
     "weight_only_words": Space(
         (32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4), split_k=_PARTS

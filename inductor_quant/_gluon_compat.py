@@ -16,9 +16,10 @@ from typing import Any
 RUNTIME = "from inductor_quant._gluon_compat import runtime as _gluon_runtime"
 _NAMES = (
     *("gluon", "gl", "mbarrier", "tma", "tma_load", "async_copy", "cta_barrier"),
-    "copy_async",
+    *("copy_async", "mma_v2"),
     *("fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
     *("tile_load", "tile_store", "tile_round", "tile_exp", "tile_over"),
+    "limit_registers",
 )
 
 
@@ -50,6 +51,7 @@ def _names() -> dict[str, Any]:
         "async_copy": ampere.async_copy,
         "copy_async": getattr(ampere.async_copy, "async_load", None)
         or ampere.async_copy.async_copy_global_to_shared,
+        "mma_v2": ampere.mma_v2,
         # Triton <= 3.6: the second name. Drop with 3.6.
         "cta_barrier": getattr(gl, "barrier", None) or gl.thread_barrier,
         "fence_async_shared": hopper.fence_async_shared,
@@ -69,7 +71,8 @@ def runtime() -> dict[str, Any]:
     _compile_gluon_sources()
     _allow_scalar_constants()
     _allow_two_layouts()
-    return names | _tile_access() | _brisk_functions()
+    mine = {"limit_registers": _limit_registers()}
+    return names | _tile_access() | _brisk_functions() | mine
 
 
 def interpreted_names() -> dict[str, Any]:
@@ -344,3 +347,16 @@ def template_type() -> type:
         kernel_type = GluonTemplateKernel
 
     return GluonTemplate
+
+
+def _limit_registers() -> Any:
+    core = importlib.import_module("triton.experimental.gluon.language._core")
+
+    @core.builtin
+    def limit_registers(most: Any, *, _semantic: Any, _generator: Any) -> None:
+        """A thread of the kernel has ``most`` registers: Triton's option ``maxnreg``, which
+        Inductor does not pass on."""
+        value = _semantic.builder.get_int32_attr(core._unwrap_if_constexpr(most))
+        _generator.module.set_attr("ttg.maxnreg", value)
+
+    return limit_registers

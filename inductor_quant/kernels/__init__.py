@@ -4,6 +4,7 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 """
 
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
+from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
 from inductor_quant.kernels.fp8 import (
     FP8_BLOCK_MM,
     FP8_BLOCK_PERSISTENT,
@@ -25,6 +26,7 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_MM,
     WEIGHT_ONLY_WORDS_GLUON,
     WEIGHT_ONLY_FEW_ROWS,
+    WEIGHT_ONLY_FEW_ROWS_GLUON,
     WEIGHT_ONLY_WORDS,
     WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,

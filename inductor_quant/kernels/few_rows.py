@@ -95,7 +95,7 @@ def is_legal(
     refused = (
         split_k.misfit(spec, weight, problem, config)
         or split_k.too_many_sums(config, MAX_SUMS)
-        or _misfit(problem, config)
+        or misfit(problem, config)
     )
     if refused is not None:
         return refused
@@ -108,7 +108,7 @@ def is_legal(
     return legal(smallest, device, element_bytes=2, shared_bytes=shared_bytes)
 
 
-def _misfit(problem: Problem, config: GemmConfig) -> Rejection | None:
+def misfit(problem: Problem, config: GemmConfig) -> Rejection | None:
     """What is wrong with ``config`` for GEMMs in one launch."""
     refused = group.is_no_gain(problem) if config.split_k == 1 else None
     return refused or group.misfit(problem, config)

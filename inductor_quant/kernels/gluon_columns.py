@@ -17,12 +17,20 @@ from inductor_quant.weight_format import Field, Form, Step
 
 
 class ColumnCode(WeightCode):
-    """``WeightCode`` of tiles with one row, of the layout ``of_columns``."""
+    """``WeightCode`` of tiles with few rows, ``rows_apart`` from each other along k; one row: what
+    differs along k is the same for the whole tile. ``of_columns`` is the layout of the tile. Rows
+    may be behind the end of K, if ``is_even`` says so: they have what the last one has."""
 
     of_columns: Layout
+    rows = 1
+    rows_apart = 0
+    is_even = True
 
     def _count(self, digits: frozenset[str], axis: str) -> int:
-        return super()._count(digits, axis) if axis == "n" else 1
+        if axis == "n":
+            return super()._count(digits, axis)
+        is_used = any(name[0] == "k" and self.format.radix(name) > 1 for name in digits)
+        return self.rows if is_used else 1
 
 
 class ColumnStatements(Statements):
@@ -58,10 +66,15 @@ class ColumnStatements(Statements):
         position = self.position
         if axis == "n":
             divisor //= self.code.block["n"] // count
-            position = f"pid_n * {count}"
+            # the same in every tile, where it begins anew with each
+            is_same = self.code.rows > 1 and count % (divisor * radix) == 0
+            position = "0" if is_same else f"pid_n * {count}"
         if count > 1:
-            layout = f"gl.SliceLayout(0, {columns_layout(self._columns)})"
-            position = f"{position} + gl.arange(0, {count}, {layout})"
+            layout = f"gl.SliceLayout({'nk'.index(axis)}, {columns_layout(self._columns)})"
+            apart = f" * {self.code.rows_apart}" if axis == "k" else ""
+            position = f"{position} + gl.arange(0, {count}, {layout}){apart}"
+            if axis == "k" and not self.code.is_even:
+                position = f"gl.minimum({position}, {self.code.k - 1})"
         position = self.assign("p", position)
         if divisor > 1:
             position = f"({position} // {divisor})"
@@ -88,15 +101,17 @@ class ColumnStatements(Statements):
 
 
 class Loads(ColumnStatements):
-    """What the operands are made of is read; ``words`` are the variables that hold it."""
+    """What the operands are made of is read, where ``mask`` says so; ``words`` are the variables
+    that hold it."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mask: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.mask = f", mask={mask}" if mask else ""
         self.words: list[str] = []
 
     def read(self, field: Field) -> tuple[str, int, int]:
         pointer, rows, columns = self.pointer(field)
-        word = self.assign("w", f"tl.load({pointer})")
+        word = self.assign("w", f"tl.load({pointer}{self.mask})")
         self.words.append(word)
         return word, rows, columns
 

@@ -26,6 +26,8 @@ from inductor_quant.weight_format import Form, WeightFormat
 # Neighbours along k that a thread holds of the first operand of ``tl.dot`` (``kWidth`` in TTGIR):
 # read off the code that Triton 3.7 makes of this kernel, and that 3.8 and 3.9 make.
 NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
+_PAIRS = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+_ONES = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 # Word types, of 32 and 8 bits.
 WORD_BITS = {torch.int32: 32, torch.uint8: 8}
 
@@ -198,6 +200,27 @@ def unpack(words: Words, base: Base) -> Assembly:
     return Assembly(text, ",".join([*outputs, *("r" for _ in inputs)]), pack, words.count)
 
 
+def unpack_pair(
+    words: Words, base: Base, pair: int, shifted: torch.dtype | None = None
+) -> Assembly:
+    """``base + field`` of the fields ``pair`` and ``pair + 4``, which lie 16 bits apart, of words
+    of 32 bits with eight: two numbers, side by side, of a word that comes twice. ``shifted``: plus
+    the second argument, two numbers of this type."""
+    exponent, table = _exponent(words, base)
+    offset, mask = words.offsets[pair], _twice((1 << words.width) - 1)
+    lines = ["{", ".reg .b32 t, one;"]
+    if offset:
+        lines.append(f"shr.u32 t, $1, {offset};")
+    source, target = "t" if offset else "$1", "t" if shifted else "$0"
+    lines.append(f"lop3.b32 {target}, {source}, {mask:#010x}, {exponent:#010x}, {table};")
+    if shifted:
+        # by way of fma: before sm_90 there is no other arithmetic on bf16
+        lines.append(f"mov.b32 one, {_twice(_ONES[shifted]):#010x};")
+        lines.append(f"fma.rn.{_PAIRS[shifted]} $0, t, one, $3;")
+    inputs = "r,r,r" if shifted else "r,r"
+    return Assembly("\n".join([*lines, "}"]), f"=r,{inputs}", 2, 1)
+
+
 def scale_and_shift(dtype: torch.dtype) -> Assembly:
     """``(a + b) * c`` of 16-bit floats, each operation rounded."""
     declared, operations = _scale_and_shift(dtype, "$1", "$2", "$3")
@@ -228,8 +251,7 @@ def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
 
 def _scale_and_shift(dtype: torch.dtype, a: str, b: str, c: str) -> tuple[list[str], list[str]]:
     """Constants, and the operations that leave ``(a + b) * c`` in ``$0``."""
-    kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
-    one = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
+    kind, one = _PAIRS[dtype], _ONES[dtype]
     # by way of fma: before sm_90 there is no other arithmetic on bf16
     return (
         [f"mov.b32 one, {_twice(one):#010x};", "mov.b32 none, 0x80008000;"],
@@ -308,21 +330,21 @@ def tile_order(
     along_k = words.axis == "k"
     r = block_k // (words.count if along_k else 1)
     c = block_n // (1 if along_k else words.count)
-    fields = _bits("f", words.count)
+    fields = bits("f", words.count)
     vector = 16 * 8 // words.bits  # words in 16 bytes
     if contiguous == "n":
         vector = min(vector, c // (8 * warps))
         # Of what a thread unpacks together, a pair along k, and where the word has none four.
-        low = _bits("p", 2 if along_k else 4)
+        low = bits("p", 2 if along_k else 4)
         high: tuple[Dim, ...] = () if along_k else (("h", 2),)
         of_k = (("r", r // _size((*low, *high, ("t", 4)))), *high, ("t", 4), *low)
-        of_n = (*_bits("c", c // max(1, 8 * warps * vector)), ("w", warps), ("g", 8))
-        of_n = (*of_n, *_bits("v", vector))
+        of_n = (*bits("c", c // max(1, 8 * warps * vector)), ("w", warps), ("g", 8))
+        of_n = (*of_n, *bits("v", vector))
     else:
         vector = min(vector, r // 4)
-        low = _bits("p", vector)
+        low = bits("p", vector)
         of_k = (("r", r // max(1, 4 * vector)), ("t", 4), *low)
-        of_n = (*_bits("c", c // (8 * warps)), ("w", warps), ("g", 8))
+        of_n = (*bits("c", c // (8 * warps)), ("w", warps), ("g", 8))
     k = (*of_k, *fields) if along_k else of_k
     n = of_n if along_k else (*of_n, *fields)
     # Two of k beside the pair, one of n that tells apart the halves of the instruction's 16.
@@ -349,7 +371,7 @@ def _without(dims: list[Dim], others: list[Dim]) -> tuple[Dim, ...]:
     return tuple(dim for dim in dims if dim not in others)
 
 
-def _bits(name: str, count: int) -> tuple[Dim, ...]:
+def bits(name: str, count: int) -> tuple[Dim, ...]:
     """Dimensions of two for a power of two, the highest first."""
     return tuple((f"{name}{i}", 2) for i in reversed(range(count.bit_length() - 1)))
 

@@ -37,6 +37,8 @@ def names() -> dict[str, Any]:
         "copy_async": _copy,
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
+        "limit_registers": _nothing,
+        "mma_v2": lambda a, b, acc: tl.dot(a, b, acc),
         "tile_load": lambda layout, *args, **how: tl.load(*args, **how),
         "tile_store": lambda *args, **how: tl.store(*args, **how),
         "warpgroup_mma": lambda a, b, acc, is_async=False: tl.dot(a, b, acc),
@@ -60,6 +62,9 @@ class _Buffer:
 
     def load(self, layout: Any) -> Any:
         return self.value
+
+    def store(self, value: Any) -> None:
+        self.value = value
 
     def permute(self, order: Any) -> Any:
         return tl.permute(self.value, order)
