@@ -101,9 +101,10 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 @pytest.mark.parametrize(
     ("m", "n", "k", "arch"),
     [
-        *((m, n, k, 90) for m in (1, 16) for n, k in SIZES[:4]),
-        (1, 28672, 4096, 80),
-        (16, 6144, 4096, 89),
+        (1, 28672, 4096, 90),
+        (16, 28672, 4096, 90),
+        (1, 4096, 11008, 90),
+        (16, 6144, 4096, 80),
     ],
 )
 def test_words_go_from_memory_to_registers(m, n, k, arch):
