@@ -7,6 +7,7 @@ enough of them, and the parts be added up by another kernel. Here warps share ou
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from inductor_quant.decisions import Rejection, RejectionCode
@@ -104,20 +105,40 @@ def is_legal(
 # at once, with 16 warps an SM in all, if there are no more than these for an SM.
 MAX_PROGRAMS = 4
 # With up to 8 rows and as many columns a program keeps its x, a part of K of so many rows, and has
-# one tile after the other.
+# one tile after the other; so it is where parts of K are wanted for what is fused behind them.
 WIDE_N = 16384
-WIDE_K, WIDE_WARPS = 1024, 4
+PART_K = 1024
 MAX_SPLIT = 4
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     block_m = 8 if problem.m <= 8 else 16
+    is_wide = block_m == 8 and problem.n >= WIDE_N and problem.k <= MAX_SPLIT * PART_K
+    needs_parts = group.is_no_gain(problem) is not None
+    listed = [*_kept(problem, block_m)] if is_wide or needs_parts else []
+    listed += _in_steps(problem, block_m, device, parts=2 if needs_parts else 1)
+    found = [
+        config
+        for config in dict.fromkeys(listed)
+        if is_legal(spec, problem, config, device) is None
+    ]
+    return split_k.of_one_split(found) if found else []
+
+
+def _kept(problem: Problem, block_m: int) -> Iterator[GemmConfig]:
+    """Programs that keep their x: of 8 rows a warp has registers for two slices."""
+    parts = min(MAX_SPLIT, max(1, problem.k // PART_K))
+    part = problem.k // parts
+    warps = max(1, part // SLICE // (2 if block_m == 8 else 1))
+    yield GemmConfig(block_m, COLUMNS, part, warps, 1, split_k=parts)
+
+
+def _in_steps(
+    problem: Problem, block_m: int, device: Device, *, parts: int
+) -> Iterator[GemmConfig]:
+    """Programs with a tile each, with at least ``parts`` of K."""
     tiles = -(-problem.n // COLUMNS)
-    listed = []
-    if block_m == 8 and problem.n >= WIDE_N and problem.k <= MAX_SPLIT * WIDE_K:
-        parts = max(1, problem.k // WIDE_K)
-        listed.append(GemmConfig(block_m, COLUMNS, WIDE_K, WIDE_WARPS, 1, split_k=parts))
     warps = MAX_WARPS
     while warps * MAX_PROGRAMS > MAX_WARPS and tiles * warps > device.num_sms * MAX_WARPS:
         warps //= 2
@@ -134,13 +155,7 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
                 parts=MAX_SPLIT,
                 min_steps=1,
             )
-            listed.append(GemmConfig(block_m, COLUMNS, block_k, each, 1, split_k=split))
-    found = [
-        config
-        for config in dict.fromkeys(listed)
-        if is_legal(spec, problem, config, device) is None
-    ]
-    return split_k.of_one_split(found) if found else []
+            yield GemmConfig(block_m, COLUMNS, block_k, each, 1, split_k=max(parts, split))
 
 
 WEIGHT_ONLY_FEW_ROWS_GLUON = Kernel(

@@ -12,6 +12,7 @@ from inductor_quant import simulate
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import few_rows_gluon
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.group import together
 from tests.support import formats
 from tests.support.generated import device
 from tests.support.weight_only import Case, described, generate_case
@@ -60,6 +61,17 @@ def test_configurations_are_legal_and_share_the_split(m, n, k):
     assert len({config.split_k for config in found}) == 1
     for config in found:
         assert few_rows_gluon.is_legal(spec, problem, config, device(90)) is None
+
+
+@pytest.mark.parametrize(("m", "columns"), [(1, (4096, 1024, 1024)), (16, (14336, 14336))])
+def test_gemms_whose_launch_costs_fusions_have_parts_of_k(m, columns):
+    """They are added up where the fused kernels would have been."""
+    spec, _ = described(Case("gptq", m, 1024, 4096))
+    members = [described(Case("gptq", m, n, 4096))[1] for n in columns]
+    for lost, is_split in ((0, False), (2, True)):
+        found = few_rows_gluon.configs(spec, together(members, lost_fusions=lost), device(90))
+        assert found
+        assert all((config.split_k > 1) == is_split for config in found)
 
 
 @pytest.mark.parametrize(
