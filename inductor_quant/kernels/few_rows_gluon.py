@@ -145,17 +145,15 @@ def _in_steps(
     while warps > 1 and SLICE * warps > problem.k:
         warps //= 2
     for each in (warps, max(1, warps // 2)):
-        for slices in (1, 2) if block_m == 8 else (1,):
-            block_k = SLICE * each * slices
-            split = split_k.parts_of_k(
-                problem,
-                block_k,
-                tiles=tiles,
-                programs=device.num_sms,
-                parts=MAX_SPLIT,
-                min_steps=1,
-            )
-            yield GemmConfig(block_m, COLUMNS, block_k, each, 1, split_k=max(parts, split))
+        split = split_k.parts_of_k(
+            problem,
+            SLICE * each,
+            tiles=tiles,
+            programs=device.num_sms,
+            parts=MAX_SPLIT,
+            min_steps=1,
+        )
+        yield GemmConfig(block_m, COLUMNS, SLICE * each, each, 1, split_k=max(parts, split))
 
 
 WEIGHT_ONLY_FEW_ROWS_GLUON = Kernel(
