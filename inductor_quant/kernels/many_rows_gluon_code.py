@@ -47,9 +47,11 @@ class ManyRowsGluonCode:
         loop_steps: tuple[Step, ...],
         column_steps: tuple[Step, ...],
         shared_steps: int,
+        by_tma: bool = False,
     ) -> None:
         self.words, self.x_dtype = words, x_dtype
         self.warps, self.shared_steps = config.num_warps, shared_steps
+        self.by_tma = by_tma  # whether words come to shared memory as its tiles lie
         self.block_m, self.block_n, self.block_k = config.block_m, config.block_n, config.block_k
         self.tile = WordTile(weight, words, config.block_k, config.block_n)
         self.rows_of_words = config.block_k // words.count
@@ -108,9 +110,16 @@ class ManyRowsGluonCode:
             "W_MMA: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)",
             f"X_SHARED: tl.constexpr = gl.NVMMASharedLayout.get_default_for("
             f"[{self.block_m}, {self.block_k}], {self.x_type})",
-            "W_SHARED: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])",
+            f"W_SHARED: tl.constexpr = {self._words_shared}",
         ]
-        return "\n".join(lines)
+        return gluon(lines)
+
+    @property
+    def _words_shared(self) -> str:
+        if not self.by_tma:
+            return "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
+        shape = [self.rows_of_words, self.block_n]
+        return f"gl.NVMMASharedLayout.get_default_for({shape}, gl.int32)"
 
     def offsets(self, stride: Hook) -> str:
         """Statements before the loop: where the words of the tile lie."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_quant.kernels import few_rows, many_rows, many_rows_gluon
+from inductor_quant.kernels import few_rows, many_rows, many_rows_gluon, many_rows_tma
 from inductor_quant.ops import weight_only
 from inductor_quant.report import collect
 from tests.support import formats
@@ -93,20 +93,27 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
             assert torch.equal(got, want[at]), text
 
 
-@pytest.mark.parametrize(("m", "n"), [(17, 1024), (64, 1024), (100, 1024), (200, 16384)])
-def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(m, n):
+@pytest.mark.parametrize(
+    ("module", "m", "n"),
+    [
+        *((many_rows_gluon, m, n) for m, n in ((17, 1024), (64, 1024), (100, 1024), (200, 16384))),
+        *((many_rows_tma, m, n) for m, n in ((200, 1024), (256, 6144), (300, 16384))),
+    ],
+)
+def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(module, m, n):
     """Rows of the identity; then random rows, where a race would show."""
     case = Case("gptq", m, n, 2048, f16)
     x, _, _, *weight = make_inputs(case, "cuda")
     want = weight_only.dequantize(case.packed.format, weight).to(f16)
     spec, problem = described(case)
-    for config in many_rows_gluon.configs(spec, problem, device(90)):
-        pinned = {"inductor_quant.configs": (f"weight_only_words_gluon {config}",)}
+    kernel = "weight_only_words_" + ("tma" if module is many_rows_tma else "gluon")
+    for config in module.configs(spec, problem, device(90)):
+        pinned = {"inductor_quant.configs": (f"{kernel} {config}",)}
         rows = torch.zeros(m, 2048, dtype=f16, device="cuda")
         at = 7 * torch.arange(m, device="cuda")
         rows[torch.arange(m), at] = 1
         got, chosen = run(case, (rows, None, None, *weight), **pinned)
-        assert chosen == f"weight_only_words_gluon {config}"
+        assert chosen == f"{kernel} {config}"
         assert torch.equal(got, want[at]), config
         got, _ = run(case, (x, None, None, *weight), **pinned)
         assert_right(got, case, (x, None, None, *weight))
