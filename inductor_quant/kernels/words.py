@@ -46,6 +46,9 @@ BASES = {
 }
 
 
+FMA_TYPES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+
+
 @dataclasses.dataclass(frozen=True)
 class Words:
     """``W[k, n]`` is field ``k % count`` (or ``n % count``) of the word at ``k // count``, ``n``.
@@ -70,9 +73,10 @@ class Words:
     def count(self) -> int:
         return len(self.offsets)
 
-    def bias(self, base: Base) -> int:
-        """What an unpacked number has too much."""
-        return base.value + (1 << self.width - 1 if self.signed else 0) - self.add
+    def bias(self, base: Base | None = None) -> int:
+        """What an unpacked number has too much; what a field has, without ``base``."""
+        above = base.value if base else 0
+        return above + (1 << self.width - 1 if self.signed else 0) - self.add
 
 
 def words_of(weight: Weight) -> Words | None:
@@ -205,22 +209,46 @@ def scale_and_shift(dtype: torch.dtype) -> Assembly:
     return Assembly(text, "=r,r,r,r", 2, 1)
 
 
-def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
-    """``(base + field + b) * c`` of the two neighbouring fields in one byte of a word.
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A field in its place in 16 bits, below those of ``exponent``: times the float ``times``, as
+    bits too, it is ``base + field / parts``."""
 
-    Arguments: the word and, for each of the two numbers alike, what picks the byte (a selector of
-    ``prmt``: 0x4440 and the byte's number), b and c. Two numbers that are neighbours along k must
-    come together, the even one first: the caller's layout sees to that.
+    exponent: int
+    times: int
+    base: int
+    parts: int
+
+
+# Of the fields in bits 0 to 3 and 4 to 7. Bit 7 of a bf16 belongs to its exponent, but without any
+# other bit there (2**-129 a one) it counts like those below; 2**127 times that is a quarter.
+NIBBLES = {
+    torch.bfloat16: (Half(0x4300, 0x3F80, 128, 1), Half(0, 0x7F00, 0, 4)),
+    torch.float16: (Half(0x6400, 0x3C00, 1024, 1), Half(0x6400, 0x2C00, 64, 1)),
+}
+
+
+def dequantize_byte(words: Words, dtype: torch.dtype) -> Assembly:
+    """``(base + field / parts + b) * c`` of the two neighbouring fields in one byte of a word, each
+    with ``NIBBLES[dtype]`` of its own.
+
+    Arguments: the word and, for each of the two numbers, what picks the byte (a selector of
+    ``prmt``: 0x4040, and the byte's number twice), b and c. Two numbers that are neighbours along k
+    must come together, the even one first: the caller's layout sees to that.
     """
     assert words.width == 4
-    exponent, table = _exponent(words, base)
-    declared, operations = _scale_and_shift(dtype, "t", "$5", "$6")
+    low, high = NIBBLES[dtype]
+    kind = FMA_TYPES[dtype]
+    turned, table = (0x80 << 16 | 0x8, "0x6a") if words.signed else (0, "0xea")
+    exponent = (high.exponent << 16 | low.exponent) ^ turned
     lines = [
-        *("{", ".reg .b32 t, one, none;", *declared),
+        *("{", ".reg .b32 t, times, none;"),
+        f"mov.b32 times, {high.times << 16 | low.times:#010x};",
+        "mov.b32 none, 0x80008000;",
         "prmt.b32 t, $1, 0, $3;",
-        "mul.lo.u32 t, t, 4097;",  # the second field to where the second half begins
-        f"lop3.b32 t, t, {_twice(15):#010x}, {exponent:#010x}, {table};",
-        *operations,
+        f"lop3.b32 t, t, 0x00f0000f, {exponent:#010x}, {table};",
+        f"fma.rn.{kind} t, t, times, $5;",
+        f"fma.rn.{kind} $0, t, $6, none;",
         "}",
     ]
     return Assembly("\n".join(lines), "=r,r,r,r,r,r,r", 2, 1)
@@ -228,7 +256,7 @@ def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
 
 def _scale_and_shift(dtype: torch.dtype, a: str, b: str, c: str) -> tuple[list[str], list[str]]:
     """Constants, and the operations that leave ``(a + b) * c`` in ``$0``."""
-    kind = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}[dtype]
+    kind = FMA_TYPES[dtype]
     one = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
     # by way of fma: before sm_90 there is no other arithmetic on bf16
     return (

@@ -94,23 +94,28 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
 
 
 @pytest.mark.parametrize(
-    ("module", "m", "n"),
+    ("module", "m", "n", "dtype"),
     [
-        *((many_rows_gluon, m, n) for m, n in ((17, 1024), (64, 1024), (100, 1024), (200, 16384))),
-        *((many_rows_tma, m, n) for m, n in ((200, 1024), (256, 6144), (300, 16384))),
+        *((many_rows_gluon, m, 1024, dtype) for m, dtype in ((17, f16), (64, bf16), (100, f16))),
+        (many_rows_gluon, 200, 16384, f16),
+        *((many_rows_tma, m, n, bf16) for m, n in ((200, 1024), (256, 6144))),
+        (many_rows_tma, 300, 16384, f16),  # several tiles a program
     ],
 )
-def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(module, m, n):
+def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(
+    module, m, n, dtype, monkeypatch
+):
     """Rows of the identity; then random rows, where a race would show."""
-    case = Case("gptq", m, n, 2048, f16)
+    monkeypatch.setattr(formats, "f16", dtype)  # of scales
+    case = Case("gptq", m, n, 2048, dtype)
     x, _, _, *weight = make_inputs(case, "cuda")
-    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     spec, problem = described(case)
     kernel = "weight_only_words_" + ("tma" if module is many_rows_tma else "gluon")
     for config in module.configs(spec, problem, device(90)):
         pinned = {"inductor_quant.configs": (f"{kernel} {config}",)}
-        rows = torch.zeros(m, 2048, dtype=f16, device="cuda")
-        at = 7 * torch.arange(m, device="cuda")
+        rows = torch.zeros(m, 2048, dtype=dtype, device="cuda")
+        at = 7 * torch.arange(m, device="cuda") % 2048
         rows[torch.arange(m), at] = 1
         got, chosen = run(case, (rows, None, None, *weight), **pinned)
         assert chosen == f"{kernel} {config}"
