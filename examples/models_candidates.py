@@ -140,6 +140,9 @@ SPACES: dict[str, Space] = {
     "weight_only_words_gluon": Space(
         (16, 32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4, 6, 8), split_k=_PARTS
     ),
+    "weight_only_words_tma": Space(
+        (64, 128, 256), (64, 128, 256), (64, 128), (4, 8, 16), (3, 4, 5, 6, 8), split_k=_PARTS
+    ),
     "weight_only_bytes": Space(
         (8, 16, 32, 64, 128),
         (16, 32, 64, 128),

@@ -16,6 +16,7 @@ from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON, FP8_GLUON
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
+from inductor_quant.kernels.many_rows_tma import WEIGHT_ONLY_WORDS_TMA
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
 from inductor_quant.kernels.weight_bytes import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ONLY_MM
@@ -24,6 +25,7 @@ from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ON
 KERNELS: tuple[Kernel, ...] = (
     W8A8_PERSISTENT,
     W8A8_MM,
+    WEIGHT_ONLY_WORDS_TMA,
     WEIGHT_ONLY_WORDS_GLUON,
     WEIGHT_ONLY_FEW_ROWS_GLUON,
     WEIGHT_ONLY_FEW_ROWS,

@@ -113,6 +113,9 @@ class Problem:
     # Both operands lie contiguous along K, and their rows begin at multiples of 16 bytes, whatever
     # the symbolic sizes are: what a tensor descriptor needs.
     has_aligned_rows: bool = False
+    # x and the words of ``weight`` are matrices, contiguous along their last axis, of which tensor
+    # descriptors can be made.
+    has_described_words: bool = False
     # The result is stored in two bytes an element or fewer, by the epilogue if not by the GEMM.
     is_stored_narrow: bool = True
     # A tile has to have a row beyond the last one, which is used for the sums of the columns of b.

@@ -34,13 +34,18 @@ WIDE_N = 16384
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    if not MIN_M <= problem.m <= MAX_M:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows, not {MIN_M} to {MAX_M}")
+    return supports_nibbles(spec, problem, device)
+
+
+def supports_nibbles(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    """Whether ``ManyRowsGluonCode`` has code for the weight, and x lies as it must."""
     general = many_rows.supports_words(spec, problem, device)
     if general is not None:
         return general
     if device.arch not in ARCHS:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_90, this is {device}")
-    if not MIN_M <= problem.m <= MAX_M:
-        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows, not {MIN_M} to {MAX_M}")
     weight, words = few_rows.weight_of(problem)
     is_nibbles = words.width == 4 and words.offsets == OFFSETS
     if words.axis != "k" or not is_nibbles or contiguous_axis(weight, words) != "n":
@@ -62,10 +67,17 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
+    code = code_of(spec, problem, config)
+    return split_k.constants_of(code, spec, config) | {"IS_ASYNC": is_async(config)}
+
+
+def code_of(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, *, by_tma: bool = False
+) -> ManyRowsGluonCode:
     weight, words = few_rows.weight_of(problem)
     loop_steps, column_steps = split_k.steps_of(spec, weight)
     shares = split_k.group_of(spec, weight) % (UNROLLED * config.block_k) == 0
-    code = ManyRowsGluonCode(
+    return ManyRowsGluonCode(
         weight,
         words,
         config,
@@ -73,8 +85,8 @@ def constants(
         loop_steps=loop_steps,
         column_steps=column_steps,
         shared_steps=UNROLLED if shares else 1,
+        by_tma=by_tma,
     )
-    return split_k.constants_of(code, spec, config) | {"IS_ASYNC": is_async(config)}
 
 
 def is_async(config: GemmConfig) -> bool:
@@ -111,12 +123,12 @@ def is_legal(
 # stages), for many columns and for others, best guess first.
 _BLOCKS = {
     32: (
-        ((32, 128, 64, 4, 6), (32, 64, 128, 4, 4), (32, 128, 128, 4, 4)),
+        ((32, 128, 64, 4, 4), (32, 64, 128, 4, 4), (32, 128, 128, 4, 4)),
         ((32, 64, 128, 4, 4), (32, 64, 64, 4, 4)),
     ),
     64: (
         ((64, 128, 64, 4, 8), (64, 128, 64, 4, 6), (64, 128, 128, 8, 4), (64, 64, 64, 4, 4)),
-        ((64, 64, 64, 4, 6), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4)),
+        ((64, 64, 64, 4, 4), (64, 64, 128, 4, 4), (64, 128, 64, 4, 4)),
     ),
     128: (
         ((128, 128, 64, 8, 3), (128, 64, 64, 4, 4), (128, 64, 128, 4, 4)),
@@ -128,7 +140,7 @@ _BLOCKS = {
     ),
 }
 # (most rows, programs for each SM up to which K is split)
-_PROGRAMS = ((64, 3), (128, 2), (MAX_M, 1))
+_PROGRAMS = ((128, 3), (MAX_M, 1))
 MIN_STEPS = 8
 MAX_SPLIT = 4
 

@@ -24,7 +24,7 @@ from inductor_quant.kernels.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.many_rows_code import split
 from inductor_quant.kernels.weight_code import Hook, Value, arithmetic
 from inductor_quant.kernels.word_tile import WordTile, reordered
-from inductor_quant.kernels.words import BASES, Assembly, Dim, Words, dequantize_byte
+from inductor_quant.kernels.words import NIBBLES, Assembly, Dim, Words, dequantize_byte
 from inductor_quant.weight_format import Field, Step
 
 T: Dim = ("t", 4)
@@ -47,9 +47,11 @@ class ManyRowsGluonCode:
         loop_steps: tuple[Step, ...],
         column_steps: tuple[Step, ...],
         shared_steps: int,
+        by_tma: bool = False,
     ) -> None:
         self.words, self.x_dtype = words, x_dtype
         self.warps, self.shared_steps = config.num_warps, shared_steps
+        self.by_tma = by_tma  # whether words come to shared memory as its tiles lie
         self.block_m, self.block_n, self.block_k = config.block_m, config.block_n, config.block_k
         self.tile = WordTile(weight, words, config.block_k, config.block_n)
         self.rows_of_words = config.block_k // words.count
@@ -94,7 +96,7 @@ class ManyRowsGluonCode:
 
     @property
     def assembly(self) -> Assembly:
-        return dequantize_byte(self.words, BASES[self.x_dtype], self.x_dtype)
+        return dequantize_byte(self.words, self.x_dtype)
 
     def constants(self) -> str:
         """Statements that name the layouts."""
@@ -108,9 +110,16 @@ class ManyRowsGluonCode:
             "W_MMA: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)",
             f"X_SHARED: tl.constexpr = gl.NVMMASharedLayout.get_default_for("
             f"[{self.block_m}, {self.block_k}], {self.x_type})",
-            "W_SHARED: tl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])",
+            f"W_SHARED: tl.constexpr = {self._words_shared}",
         ]
-        return "\n".join(lines)
+        return gluon(lines)
+
+    @property
+    def _words_shared(self) -> str:
+        if not self.by_tma:
+            return "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
+        shape = [self.rows_of_words, self.block_n]
+        return f"gl.NVMMASharedLayout.get_default_for({shape}, gl.int32)"
 
     def offsets(self, stride: Hook) -> str:
         """Statements before the loop: where the words of the tile lie."""
@@ -139,17 +148,24 @@ class ManyRowsGluonCode:
         column, in x's type."""
         position = f"first + ({step}) * BLOCK_K"
         out = Uses(self.plain, stride, size, tag=f"b{slot}_", position=position, slot=slot)
-        bias = float(self.words.bias(BASES[self.x_dtype]))
         zero, scale = split(self.plain.loop_steps)
-        shift, factor = Value(repr(-bias), 1, 1), Value("1.0", 1, 1)
+        shift, factor = Value("0.0", 1, 1), Value("1.0", 1, 1)
         if zero is not None:
-            value = out.widen(out.operand(zero), 1, self.block_n)
-            shift = dataclasses.replace(value, code=f"(-({value.code}) - {bias})")
+            shift = out.widen(out.operand(zero), 1, self.block_n)
         if scale is not None:
             assert isinstance(scale.operand, Field)
             factor = out.widen(out.field(scale.operand), 1, self.block_n)
-        lines = [f"shifts = {self._spread(shift)}", f"scales = {self._spread(factor)}"]
-        return gluon([*out.lines, *lines])
+        bias = float(self.words.bias())
+        for name, half in zip(("low", "high"), NIBBLES[self.x_dtype], strict=True):
+            b = f"({shift.code}) * {-1 / half.parts} - {half.base + bias / half.parts}"
+            c = f"({factor.code}) * {float(half.parts)}"
+            out.lines += [
+                f"{name}_shifts = {self._spread(dataclasses.replace(shift, code=b))}",
+                f"{name}_scales = {self._spread(dataclasses.replace(factor, code=c))}",
+            ]
+        for name in ("shifts", "scales"):
+            out.lines.append(f"{name} = gl.where(is_high, high_{name}, low_{name})")
+        return gluon(out.lines)
 
     def _spread(self, value: Value) -> str:
         """A value for each column, or one for all, in x's type and the layout of what is
@@ -169,11 +185,12 @@ class ManyRowsGluonCode:
 
     def bytes_of_lanes(self) -> str:
         """Statements before the loop that leave in ``which`` what picks a lane's byte of a word:
-        selectors of ``prmt``, [1, 1, 4, 2]."""
+        selectors of ``prmt``, and in ``is_high`` which of its numbers is the second."""
         return "\n".join(
             [
-                f"which = {positions('W_UNPACKED', 4, 2, BYTES)} + 0x4440",
-                f"which = which + {positions('W_UNPACKED', 4, 3, 2)} * 0",
+                f"second = {positions('W_UNPACKED', 4, 3, 2)}",
+                "is_high = second > 0",
+                f"which = {positions('W_UNPACKED', 4, 2, BYTES)} * 0x101 + 0x4040 + second * 0",
             ]
         )
 

@@ -17,6 +17,12 @@ def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
     return (cdiv(m, meta["BLOCK_M"]) * cdiv(n, meta["BLOCK_N"]) * meta["SPLIT_K"], 1, 1)
 
 
+def persistent_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+    """As many programs as run at once, no more than there are tiles of parts."""
+    tiles, _, _ = grid(*sizes, cdiv=cdiv)
+    return (min(tiles, sizes[-1]["PROGRAMS"]), 1, 1)
+
+
 def constants_of(code: Any, spec: QuantGemmSpec, config: GemmConfig) -> dict[str, Any]:
     """What the templates are told; ``code`` writes the statements that depend on the weight."""
     return {

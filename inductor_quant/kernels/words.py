@@ -26,7 +26,6 @@ from inductor_quant.weight_format import Form, WeightFormat
 # Neighbours along k that a thread holds of the first operand of ``tl.dot`` (``kWidth`` in TTGIR):
 # read off the code that Triton 3.7 makes of this kernel, and that 3.8 and 3.9 make.
 NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
-_PAIRS = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
 _ONES = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 # Word types, of 32 and 8 bits.
 WORD_BITS = {torch.int32: 32, torch.uint8: 8}
@@ -46,6 +45,9 @@ BASES = {
     torch.bfloat16: Base(128, 0x4300, 7),
     torch.float16: Base(1024, 0x6400, 10),
 }
+
+
+FMA_TYPES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +74,10 @@ class Words:
     def count(self) -> int:
         return len(self.offsets)
 
-    def bias(self, base: Base) -> int:
-        """What an unpacked number has too much."""
-        return base.value + (1 << self.width - 1 if self.signed else 0) - self.add
+    def bias(self, base: Base | None = None) -> int:
+        """What an unpacked number has too much; what a field has, without ``base``."""
+        above = base.value if base else 0
+        return above + (1 << self.width - 1 if self.signed else 0) - self.add
 
 
 def words_of(weight: Weight) -> Words | None:
@@ -216,7 +219,7 @@ def unpack_pair(
     if shifted:
         # by way of fma: before sm_90 there is no other arithmetic on bf16
         lines.append(f"mov.b32 one, {_twice(_ONES[shifted]):#010x};")
-        lines.append(f"fma.rn.{_PAIRS[shifted]} $0, t, one, $3;")
+        lines.append(f"fma.rn.{FMA_TYPES[shifted]} $0, t, one, $3;")
     inputs = "r,r,r" if shifted else "r,r"
     return Assembly("\n".join([*lines, "}"]), f"=r,{inputs}", 2, 1)
 
@@ -228,22 +231,46 @@ def scale_and_shift(dtype: torch.dtype) -> Assembly:
     return Assembly(text, "=r,r,r,r", 2, 1)
 
 
-def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
-    """``(base + field + b) * c`` of the two neighbouring fields in one byte of a word.
+@dataclasses.dataclass(frozen=True)
+class Half:
+    """A field in its place in 16 bits, below those of ``exponent``: times the float ``times``, as
+    bits too, it is ``base + field / parts``."""
 
-    Arguments: the word and, for each of the two numbers alike, what picks the byte (a selector of
-    ``prmt``: 0x4440 and the byte's number), b and c. Two numbers that are neighbours along k must
-    come together, the even one first: the caller's layout sees to that.
+    exponent: int
+    times: int
+    base: int
+    parts: int
+
+
+# Of the fields in bits 0 to 3 and 4 to 7. Bit 7 of a bf16 belongs to its exponent, but without any
+# other bit there (2**-129 a one) it counts like those below; 2**127 times that is a quarter.
+NIBBLES = {
+    torch.bfloat16: (Half(0x4300, 0x3F80, 128, 1), Half(0, 0x7F00, 0, 4)),
+    torch.float16: (Half(0x6400, 0x3C00, 1024, 1), Half(0x6400, 0x2C00, 64, 1)),
+}
+
+
+def dequantize_byte(words: Words, dtype: torch.dtype) -> Assembly:
+    """``(base + field / parts + b) * c`` of the two neighbouring fields in one byte of a word, each
+    with ``NIBBLES[dtype]`` of its own.
+
+    Arguments: the word and, for each of the two numbers, what picks the byte (a selector of
+    ``prmt``: 0x4040, and the byte's number twice), b and c. Two numbers that are neighbours along k
+    must come together, the even one first: the caller's layout sees to that.
     """
     assert words.width == 4
-    exponent, table = _exponent(words, base)
-    declared, operations = _scale_and_shift(dtype, "t", "$5", "$6")
+    low, high = NIBBLES[dtype]
+    kind = FMA_TYPES[dtype]
+    turned, table = (0x80 << 16 | 0x8, "0x6a") if words.signed else (0, "0xea")
+    exponent = (high.exponent << 16 | low.exponent) ^ turned
     lines = [
-        *("{", ".reg .b32 t, one, none;", *declared),
+        *("{", ".reg .b32 t, times, none;"),
+        f"mov.b32 times, {high.times << 16 | low.times:#010x};",
+        "mov.b32 none, 0x80008000;",
         "prmt.b32 t, $1, 0, $3;",
-        "mul.lo.u32 t, t, 4097;",  # the second field to where the second half begins
-        f"lop3.b32 t, t, {_twice(15):#010x}, {exponent:#010x}, {table};",
-        *operations,
+        f"lop3.b32 t, t, 0x00f0000f, {exponent:#010x}, {table};",
+        f"fma.rn.{kind} t, t, times, $5;",
+        f"fma.rn.{kind} $0, t, $6, none;",
         "}",
     ]
     return Assembly("\n".join(lines), "=r,r,r,r,r,r,r", 2, 1)
@@ -251,7 +278,7 @@ def dequantize_byte(words: Words, base: Base, dtype: torch.dtype) -> Assembly:
 
 def _scale_and_shift(dtype: torch.dtype, a: str, b: str, c: str) -> tuple[list[str], list[str]]:
     """Constants, and the operations that leave ``(a + b) * c`` in ``$0``."""
-    kind, one = _PAIRS[dtype], _ONES[dtype]
+    kind, one = FMA_TYPES[dtype], _ONES[dtype]
     # by way of fma: before sm_90 there is no other arithmetic on bf16
     return (
         [f"mov.b32 one, {_twice(one):#010x};", "mov.b32 none, 0x80008000;"],

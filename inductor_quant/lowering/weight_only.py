@@ -107,12 +107,19 @@ def described(
         m_is_static=is_static,
         weight=Weight(parsed, tensors),
         has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
+        has_described_words=compat.may_make_descriptors()
+        and all(_is_described(t) for t in (inputs[0], inputs[1 + parsed.element.source])),
     )
     constants = {
         "HAS_COLUMN_SCALE": scale is not None,
         "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
     }
     return Gemm(spec, problem, shared=inputs[:1], own=inputs[1:], constants=constants)
+
+
+def _is_described(tensor: Any) -> bool:
+    """Whether it is a matrix of which a tensor descriptor can be made."""
+    return len(tensor.get_size()) == 2 and compat.has_aligned_rows(tensor, 0)
 
 
 def finished(

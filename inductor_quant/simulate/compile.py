@@ -41,6 +41,8 @@ class CompiledKernel:
     spill_loads: int
     shared_bytes: int
     ptx: str = dataclasses.field(repr=False)
+    # ptxas makes a wgmma wait for the one before, for want of registers, it says (C7510, C7512).
+    is_serialized: bool = False
 
     def matrix_instructions(self) -> dict[str, int]:
         """Matrix multiply opcodes (mma.sync, wgmma, tcgen05) in the PTX, with their counts."""
@@ -139,6 +141,7 @@ def _describe(name: str, binary: Any, arch: int, log: str) -> CompiledKernel:
         spill_loads=_number(r"(\d+) bytes spill loads", report),
         shared_bytes=binary.metadata.shared,
         ptx=ptx,
+        is_serialized="wgmma.mma_async instructions are serialized" in report,
     )
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_quant.kernels import few_rows, few_rows_gluon, many_rows, many_rows_gluon
+from inductor_quant.kernels import few_rows, many_rows
+from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
+from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
+from inductor_quant.kernels.many_rows_tma import WEIGHT_ONLY_WORDS_TMA
 from inductor_quant.ops import weight_only
 from inductor_quant.report import collect
 from tests.support import formats
@@ -94,27 +97,33 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
 
 
 @pytest.mark.parametrize(
-    ("module", "m", "n"),
+    ("kernel", "m", "n", "dtype"),
     [
-        *((few_rows_gluon, m, n) for m, n in ((1, 1024), (7, 16384), (8, 8192), (13, 6144))),
-        *((many_rows_gluon, m, n) for m, n in ((17, 1024), (64, 1024), (100, 1024), (200, 16384))),
+        *((WEIGHT_ONLY_FEW_ROWS_GLUON, 1, n, f16) for n in (1024, 8192)),
+        *((WEIGHT_ONLY_FEW_ROWS_GLUON, m, n, bf16) for m, n in ((7, 16384), (13, 6144))),
+        *((WEIGHT_ONLY_WORDS_GLUON, m, 1024, dtype) for m, dtype in ((17, f16), (64, bf16))),
+        *((WEIGHT_ONLY_WORDS_GLUON, m, n, f16) for m, n in ((100, 1024), (200, 16384))),
+        *((WEIGHT_ONLY_WORDS_TMA, m, n, bf16) for m, n in ((200, 1024), (256, 6144))),
+        (WEIGHT_ONLY_WORDS_TMA, 300, 16384, f16),  # several tiles a program
     ],
+    ids=lambda given: getattr(given, "name", str(given)),
 )
-def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(module, m, n):
+def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(
+    kernel, m, n, dtype, monkeypatch
+):
     """Rows of the identity; then random rows, where a race would show."""
-    case = Case("gptq", m, n, 2048, f16)
+    monkeypatch.setattr(formats, "f16", dtype)  # of scales
+    case = Case("gptq", m, n, 2048, dtype)
     x, _, _, *weight = make_inputs(case, "cuda")
-    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     spec, problem = described(case)
-    kind = "few_rows" if module is few_rows_gluon else "words"
-    for config in module.configs(spec, problem, device(90)):
-        text = f"weight_only_{kind}_gluon {config}"
-        pinned = {"inductor_quant.configs": (text,)}
-        rows = torch.zeros(m, 2048, dtype=f16, device="cuda")
-        at = 7 * torch.arange(m, device="cuda")
+    for config in kernel.configs(spec, problem, device(90)):
+        pinned = {"inductor_quant.configs": (f"{kernel.name} {config}",)}
+        rows = torch.zeros(m, 2048, dtype=dtype, device="cuda")
+        at = 7 * torch.arange(m, device="cuda") % 2048
         rows[torch.arange(m), at] = 1
         got, chosen = run(case, (rows, None, None, *weight), **pinned)
-        assert chosen == text
+        assert chosen == f"{kernel.name} {config}"
         assert torch.equal(got, want[at]), config
         got, _ = run(case, (x, None, None, *weight), **pinned)
         assert_right(got, case, (x, None, None, *weight))

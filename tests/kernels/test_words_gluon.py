@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
 from inductor_quant.decisions import RejectionCode
-from inductor_quant.kernels import many_rows_gluon
+from inductor_quant.kernels import many_rows_gluon, many_rows_tma
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.gluon_layout import layout, positions
 from tests.support import formats
@@ -114,6 +115,66 @@ def test_rows_of_x_must_be_aligned():
     assert many_rows_gluon.supports(spec, problem, device(90)) is None
 
 
+def described_for_tma(case):
+    """(spec, problem) as the lowering says it of whole tensors."""
+    spec, problem = described(case)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True, has_described_words=True)
+
+
+def test_what_tensor_descriptors_are_made_of():
+    spec, problem = described_for_tma(Case("gptq", 256, 4096, 4096, f16))
+    assert many_rows_tma.supports(spec, problem, device(90)) is None
+    for without in (
+        dataclasses.replace(problem, has_described_words=False),
+        dataclasses.replace(problem, m=many_rows_tma.MIN_M - 1),
+    ):
+        assert many_rows_tma.supports(spec, without, device(90)) is not None
+    spec, problem = described_for_tma(Case("awq", 256, 4096, 4096, f16))
+    assert many_rows_tma.supports(spec, problem, device(90)) is not None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "first"),
+    [
+        (256, 28672, 4096, "256x128x64_w8_s4_g8"),
+        (256, 6144, 4096, "256x64x64_w4_s5_g8"),
+        (256, 4096, 14336, "256x64x64_w4_s5_g8_k2"),
+        (256, 4096, 4096, "256x64x64_w4_s5_g8_k2"),
+        (512, 28672, 4096, "256x128x64_w8_s4_g8"),
+        (1024, 6144, 4096, "256x64x64_w4_s5_g8"),
+        (4096, 6144, 4096, "256x128x64_w8_s4_g8"),
+        (130, 256, 512, "256x64x64_w4_s5_g8"),
+    ],
+)
+def test_configurations_for_tma_are_legal_and_share_the_split(m, n, k, first):
+    """The first is the fastest that was measured."""
+    spec, problem = described_for_tma(Case("gptq", m, n, k, f16))
+    found = many_rows_tma.configs(spec, problem, device(90))
+    assert len(set(found)) == len(found)
+    assert str(found[0]) == first
+    assert len({config.split_k for config in found}) == 1
+    for config in found:
+        assert many_rows_tma.is_legal(spec, problem, config, device(90)) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(64, 128, 64, 2, 4),  # no warpgroup
+        GemmConfig(64, 128, 256, 8, 4),  # two groups in a block
+        GemmConfig(64, 128, 64, 8, 2),  # one stage is multiplied, one dequantized
+        GemmConfig(256, 256, 64, 8, 3),  # too many sums
+        GemmConfig(128, 256, 64, 16, 3),  # too many of four warpgroups
+        GemmConfig(64, 128, 128, 8, 4, split_k=4),  # one block of K a part, not two
+        GemmConfig(256, 128, 64, 8, 8),  # more than the shared memory
+    ],
+    ids=str,
+)
+def test_what_is_not_legal_for_tma(config):
+    spec, problem = described_for_tma(Case("gptq", 64, 512, 512, f16))
+    assert many_rows_tma.is_legal(spec, problem, config, device(90)) is not None
+
+
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
@@ -129,3 +190,20 @@ def test_more_rows_multiply_from_registers(m):
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
     assert any("wgmma" in name for name in kernel.matrix_instructions())
     assert "st.shared" not in kernel.ptx
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize("n", [16384, 8192])
+def test_a_warp_loads_and_products_follow_each_other(n):
+    case = Case("gptq", 256, n, 1024, f16)
+    config, *_ = many_rows_tma.configs(*described_for_tma(case), device(90))
+    kernels = generate_case(case).kernels  # it is the default
+    [(name, source)] = [item for item in kernels.items() if "gl.inline_asm" in item[1]]
+    assert "gl.warp_specialize" in source
+    kernel = simulate.compile_kernel(name, source)
+    assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
+    assert not kernel.is_serialized
+    loop = kernel.ptx[kernel.ptx.index("wgmma.mma_async") : kernel.ptx.rindex("wgmma.mma_async")]
+    assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", loop)
+    assert "fence.proxy.async" not in loop

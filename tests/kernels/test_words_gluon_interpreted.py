@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,35 +20,39 @@ pytestmark = [
 ]
 
 bf16, f16 = torch.bfloat16, torch.float16
-KERNEL = "weight_only_words_gluon"
+COPIES, TMA = "weight_only_words_gluon", "weight_only_words_tma"
 
 
 @pytest.fixture(autouse=True)
-def large_groups(monkeypatch):
+def large_groups_and_a_small_chip(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
+    small = dataclasses.replace(simulate.GPUS[90], num_sms=3)
+    monkeypatch.setitem(simulate.GPUS, 90, small)  # a program has several tiles
 
 
-def generate_gluon(fn, make, config):
-    generated = generate(fn, make, f"{KERNEL} {config}")
-    assert any("gl.inline_asm" in source for source in generated.kernels.values())
+def generate_gluon(fn, make, config, kernel=COPIES):
+    generated = generate(fn, make, f"{kernel} {config}")
+    mark = "gl.warp_specialize" if kernel == TMA else "gl.inline_asm"
+    assert any(mark in source for source in generated.kernels.values())
     return generated
 
 
 @pytest.mark.parametrize(
-    ("case", "config"),
+    ("case", "kernel", "config"),
     [
-        (Case("int4_words", 40, 128, 512, bias=True), "64x64x64_w4_s4_g8"),
-        (Case("gptq", 70, 128, 512, f16, bias=True), "64x128x64_w4_s4_g8"),
-        (Case("gptq", 17, 128, 1024, f16, column_scale="channel"), "32x64x128_w4_s4_g8_k2"),
-        (Case("gptq", 130, 128, 512, f16), "256x128x64_w8_s4_g8"),
-        (Case("gptq", 100, 128, 512, f16), "128x128x64_w8_s3_g8"),
+        (Case("int4_words", 40, 128, 512, bias=True), COPIES, "64x64x64_w4_s4_g8"),
+        (Case("gptq", 70, 128, 512, f16, bias=True), COPIES, "64x128x64_w4_s4_g8"),
+        (Case("gptq", 17, 128, 1024, f16, column_scale="channel"), COPIES, "32x64x128_w4_s4_g8_k2"),
+        (Case("gptq", 100, 128, 512, f16), COPIES, "128x128x64_w8_s3_g8"),
+        (Case("gptq", 260, 256, 128, f16, bias=True), TMA, "256x128x64_w8_s4_g8"),
+        (Case("gptq", 130, 128, 512, f16, column_scale="channel"), TMA, "256x64x64_w4_s3_g8_k2"),
     ],
     ids=str,
 )
-def test_results_are_close_to_fp64(case, config):
+def test_results_are_close_to_fp64(case, kernel, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
-    generated = generate_gluon(gemm(case), lambda device: make_inputs(case, device), config)
+    generated = generate_gluon(gemm(case), lambda device: make_inputs(case, device), config, kernel)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
@@ -85,20 +91,25 @@ def test_rows_that_are_computed_of_columns_are_rows():
     assert_close(simulate.interpret(generated, (columns, *others)), want)
 
 
-def test_one_hot_rows_give_the_weight_bit_for_bit():
+@pytest.mark.parametrize(
+    ("kernel", "m", "config", "dtype"),
+    [(COPIES, 64, "64x64x64_w4_s4_g8", f16), (TMA, 256, "256x64x64_w4_s4_g8", bf16)],
+)
+def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, m, config, dtype, monkeypatch):
+    monkeypatch.setattr(formats, "f16", dtype)  # of scales
     torch.manual_seed(0)
-    case = Case("gptq", 64, 64, 256, f16)
+    case = Case("gptq", m, 64, 256, dtype)
     _, _, _, *weight = make_inputs(case, "cpu")
     text = case.packed.format.encode()
-    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
 
     def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=f16)
+        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=dtype)
 
     def make(device):
         x, _, _, *weight = make_inputs(case, device)
         return x, *weight
 
-    generated = generate_gluon(fn, make, "64x64x64_w4_s4_g8")
-    for rows in torch.eye(256).to(f16).split(64):
+    generated = generate_gluon(fn, make, config, kernel)
+    for rows in torch.eye(256).to(dtype).split(m):
         assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
