@@ -26,8 +26,8 @@ from inductor_quant.spec import ScaleSpec
 # With more rows cuBLASLt, which the graph calls, is faster than our kernels in plain Triton: two
 # accumulators an element, in blocks or where sums are moved to fp32 on the way (no fast
 # accumulation), halve the tile. The kernel in Gluon is as fast or faster, and open for an epilogue,
-# where it has many rows and one of its tiles fills the chip. On an H200 it takes 0.82 of cuBLASLt's
-# time in blocks at 1024 x 2112 x 7168, where two thirds of the chip are filled, 0.98 to 1.04 at
+# where it has many rows and one of its tiles fills the chip. On an H200 it takes 0.81 of cuBLASLt's
+# time in blocks at 1024 x 2112 x 7168, where two thirds of the chip are filled, 0.95 to 1.04 at
 # fuller ones, and 1.17 at 128 x 24576 x 1536; by rows, with sums moved, 0.92 to 0.99.
 # Up to 256 rows, where tiles leave half of the chip idle, our kernel for few rows splits K.
 MAX_BLOCK_ROWS = 64
@@ -363,7 +363,8 @@ def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
         halves = 2 * math.ceil(rows / 128) * math.ceil(columns / 128)
         is_split = is_static and rows <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
         is_many = rows > MAX_BLOCK_ROWS and not is_split
-    has_gluon = rows >= MIN_GLUON_ROWS and not compat.uses_cpp_wrapper()
+    is_narrow = graph.value(product.end).dtype.itemsize <= 2
+    has_gluon = rows >= MIN_GLUON_ROWS and is_narrow and not compat.uses_cpp_wrapper()
     return is_many and not (has_gluon and _fills_the_chip(rows, columns))
 
 

@@ -100,10 +100,11 @@ def test_groups_of_warps_multiply_and_no_register_is_spilled(case, config):
     assert compiled.spill_stores == 0
     assert compiled.spill_loads == 0
     assert compiled.shared_bytes <= H200.shared_memory
-    # 32 of K in an instruction, two groups; two or four steps in the loop, and those that are left
-    unrolled = 4 if config.block_n == 192 else 2
-    left = math.ceil(case.k / 128) % unrolled
-    count = 4 * 2 * (1 if case.fast_accum else unrolled + left)
+    # 32 of K in an instruction, two groups; steps in the loop, and those that are left
+    blocks = math.ceil(case.k / 128)
+    is_long = config.block_n == 192 and blocks % 4 == 0
+    unrolled = 1 if case.fast_accum else 4 if is_long else 2 if case.block else 1
+    count = 4 * 2 * (unrolled + blocks % unrolled)
     widths = {128: [128], 192: [128, 64], 256: [128, 128]}[config.block_n]
     assert compiled.matrix_instructions() == {
         f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3": count * widths.count(n)
