@@ -25,18 +25,18 @@ from inductor_quant.spec import ScaleSpec
 
 # With more rows cuBLASLt, which the graph calls, is faster than our kernels in plain Triton: two
 # accumulators an element, in blocks or where sums are moved to fp32 on the way (no fast
-# accumulation), halve the tile. The kernel in Gluon is near it, and open for an epilogue, where its
-# tiles of 256 x 128 fill the chip and their last round leaves little of it idle: on an H200 with
-# 4096 rows it takes 1.04, 1.05, 1.10 and 1.14 of cuBLASLt's time at (N, K) = (7168, 2048),
-# (24576, 1536), (7168, 16384) and (4096, 7168), and 1.00 at (2112, 7168), which stays with the
-# graph until an epilogue is measured there: its 272 tiles are three rounds instead of 2.06
-# (bench_gemm.py --family fp8_block --m 4096 --systems ours cublaslt --rounds 9).
-# Up to 256 rows, where its tiles leave half of the chip idle, our kernel for few rows splits K.
+# accumulation), halve the tile. The kernel in Gluon is as fast or faster, and open for an epilogue,
+# where it has many rows and one of its tiles fills the chip. On an H200 it takes 0.81 of cuBLASLt's
+# time in blocks at 1024 x 2112 x 7168, where two thirds of the chip are filled, 0.95 to 1.04 at
+# fuller ones, and 1.17 at 128 x 24576 x 1536; by rows, with sums moved, 0.92 to 0.99.
+# Up to 256 rows, where tiles leave half of the chip idle, our kernel for few rows splits K.
 MAX_BLOCK_ROWS = 64
 MAX_SPLIT_ROWS = 256
-HOPPER_SMS = 132
-MIN_FILLED = 0.8
 MAX_PRECISE_ROWS = 512
+HOPPER_SMS = 132
+GLUON_TILES = ((128, 256), (128, 192))
+MIN_GLUON_ROWS = 256
+MIN_FILLED = 0.65
 # torch.nn.functional.ScalingType
 TENSOR, ROW, BLOCK_1X128, BLOCK_128X128 = 0, 1, 4, 5
 BLOCK = 128
@@ -355,16 +355,27 @@ def _has_too_many_rows(product: Fp8Product, *, is_block: bool) -> bool:
     anchor = product.anchor.target
     if rows is None or not (anchor in _ANCHORS or str(anchor) in _CALLS_SCALED_MM):
         return False  # what the graph does else is slower with any number of rows
-    if is_block:
-        columns = graph.size_hint(product.sizes[1]) or 0
+    columns = graph.size_hint(product.sizes[1]) or 0
+    if not is_block:
+        is_many = not product.fast_accum and rows > MAX_PRECISE_ROWS
+    else:
         is_static = not graph.is_symbolic(product.sizes[0])
         halves = 2 * math.ceil(rows / 128) * math.ceil(columns / 128)
-        if is_static and rows <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS:
-            return False
-        rounds = math.ceil(rows / 256) * math.ceil(columns / 128) / HOPPER_SMS
-        is_filled = rounds >= MIN_FILLED * math.ceil(rounds) and not compat.uses_cpp_wrapper()
-        return rows > MAX_BLOCK_ROWS and not is_filled
-    return not product.fast_accum and rows > MAX_PRECISE_ROWS
+        is_split = is_static and rows <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
+        is_many = rows > MAX_BLOCK_ROWS and not is_split
+    is_narrow = graph.value(product.end).dtype.itemsize <= 2
+    has_gluon = rows >= MIN_GLUON_ROWS and is_narrow and not compat.uses_cpp_wrapper()
+    return is_many and not (has_gluon and _fills_the_chip(rows, columns))
+
+
+def _fills_the_chip(rows: int, columns: int) -> bool:
+    """Whether a tile of the kernel in Gluon uses so much of it, in as many rounds as it takes."""
+
+    def computed(tile: tuple[int, int]) -> int:
+        tiles = math.ceil(rows / tile[0]) * math.ceil(columns / tile[1])
+        return math.ceil(tiles / HOPPER_SMS) * HOPPER_SMS * tile[0] * tile[1]
+
+    return rows * columns >= MIN_FILLED * min(map(computed, GLUON_TILES))
 
 
 def _scale_spec(scale: Scale | None) -> ScaleSpec | None:

@@ -22,20 +22,19 @@ from inductor_quant.spec import QuantGemmSpec
 ARCH = 90  # wgmma is Hopper's alone
 STEP = 128  # of K: a block of scales, and a row of the 128-byte swizzle
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_FILL = 0.75  # of the chip, by tiles of 128 x 256
-# Larger tiles read less, and where they are wide, a group reads half the scales of rows. Those of
-# 192 and 128 rows are for sizes of which the large ones leave much of the last round idle.
-THREE_GROUPS = GemmConfig(192, 128, STEP, num_warps=4, num_stages=5, group_m=4)
+# With fewer, reading the weight is what takes time: 128 x 24576 x 1536 takes 1.17 of cuBLASLt's.
+MIN_ROWS = 256
+MIN_FILL = 0.6  # of the chip, in the rounds of tiles that the best configuration takes
 CONFIGS = (
     GemmConfig(128, 256, STEP, num_warps=4, num_stages=4, group_m=16),
     GemmConfig(128, 256, STEP, num_warps=4, num_stages=4, group_m=8),
-    GemmConfig(256, 128, STEP, num_warps=4, num_stages=4, group_m=8),
-    THREE_GROUPS,
+    GemmConfig(128, 192, STEP, num_warps=4, num_stages=5, group_m=16),
+    GemmConfig(128, 192, STEP, num_warps=4, num_stages=5, group_m=8),
     GemmConfig(128, 128, STEP, num_warps=4, num_stages=6, group_m=8),
 )
-# Time of an element of a tile that is computed, in those of the first's: rounded from timings of
-# each tile on an H200, 4096 x 7168 x 16384 and 4096 x 24576 x 1536 in blocks.
-EFFORT = {(128, 256): 1.0, (256, 128): 1.1, (192, 128): 1.1, (128, 128): 1.3}
+# Time of an element of a tile that is computed, in those of the widest's, by its columns: rounded
+# from timings of each tile on an H200, 1024 and 4096 rows. Wide tiles read less.
+EFFORT = {256: 1.0, 192: 1.05, 128: 1.3}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -44,8 +43,6 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch != ARCH:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_{ARCH}, this is {device}")
-    if spec.fast_accum:
-        return Rejection(RejectionCode.NO_KERNEL, "sums that are not promoted: not measured")
     if fp8.is_block_scaled(spec):
         refused = _refuse_blocks(spec)
         if refused is not None:
@@ -57,9 +54,12 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         )
     if not problem.is_stored_narrow:
         return Rejection(RejectionCode.NO_KERNEL, "an fp32 result takes twice as long to store")
-    tiles = math.ceil(problem.m / 128) * math.ceil(problem.n / 256)
-    if tiles < MIN_FILL * device.num_sms:
-        return Rejection(RejectionCode.NO_KERNEL, f"{tiles} tiles do not fill the chip")
+    if problem.m < MIN_ROWS:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are few")
+    best = configs(spec, problem, device)[0]
+    filled = problem.m * problem.n / _computed(best, problem, device)
+    if filled < MIN_FILL:
+        return Rejection(RejectionCode.NO_KERNEL, f"{filled:.0%} of the chip is used")
     return None
 
 
@@ -82,27 +82,24 @@ def constants(
     return fp8.constants(spec, problem, config, device) | {
         "STAGES": config.num_stages,
         "PROGRAMS": device.num_sms,
-        "IS_ODD": math.ceil(problem.k / STEP) % 2 == 1,
-        "GROUPS": groups(config),
+        "K_BLOCKS": math.ceil(problem.k / STEP),
         "BRISK_EPILOGUE": problem.is_stored_narrow,
-        "SUMS": config.block_m * config.block_n // (groups(config) * 64 * 128),
     }
-
-
-def groups(config: GemmConfig) -> int:
-    """Of four warps: as many as share the rows of a tile."""
-    return 3 if config.block_m == 192 else 2
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Those first whose rounds of tiles, the last as long as the others, take least."""
 
-    def time(config: GemmConfig) -> float:
-        tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
-        area = config.block_m * config.block_n
-        return math.ceil(tiles / device.num_sms) * area * EFFORT[config.block_m, config.block_n]
+    return sorted(
+        CONFIGS, key=lambda config: _computed(config, problem, device) * EFFORT[config.block_n]
+    )
 
-    return sorted(CONFIGS, key=time)
+
+def _computed(config: GemmConfig, problem: Problem, device: Device) -> int:
+    """Elements of the output that the chip has time for in the rounds that the tiles take."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    rounds = math.ceil(tiles / device.num_sms)
+    return rounds * device.num_sms * config.block_m * config.block_n
 
 
 def is_legal(

@@ -30,6 +30,7 @@ H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=4096, n=7168, k=16384, is_stored_narrow=True, has_aligned_rows=True)
 NAMES = ("fp8_block_gluon", "fp8_gluon")
 ROWS = Case(4096, 2112, 1536)
+TWO_SUMS = fp8_gluon.CONFIGS[0], fp8_gluon.CONFIGS[2]  # side by side, of one width and of two
 FLOAT = torch.float32
 A_SCALE, B_SCALE = ScaleSpec(FLOAT, (1, 128)), ScaleSpec(FLOAT, (128, 128))
 
@@ -44,8 +45,9 @@ def test_it_takes_large_products_on_hopper():
     assert fp8_gluon.supports(spec(), PROBLEM, H200) is None
     wide = spec(b_scale=ScaleSpec(torch.bfloat16, (128, 256)), a_dtype=torch.float8_e5m2)
     assert fp8_gluon.supports(wide, PROBLEM, H200) is None
-    rows = spec(ScaleSpec(FLOAT, (1, -1)), ScaleSpec(FLOAT, (-1, 1)))
-    assert fp8_gluon.supports(rows, PROBLEM, H200) is None
+    for fast_accum in (False, True):
+        rows = spec(ScaleSpec(FLOAT, (1, -1)), ScaleSpec(FLOAT, (-1, 1)), fast_accum=fast_accum)
+        assert fp8_gluon.supports(rows, PROBLEM, H200) is None
 
 
 @pytest.mark.parametrize(
@@ -53,14 +55,14 @@ def test_it_takes_large_products_on_hopper():
     [
         (spec(), PROBLEM, dataclasses.replace(H200, arch=100)),
         (spec(), PROBLEM, dataclasses.replace(H200, arch=0)),
-        (spec(), dataclasses.replace(PROBLEM, m=256), H200),
+        (spec(), dataclasses.replace(PROBLEM, m=1024, n=1024), H200),
+        (spec(), dataclasses.replace(PROBLEM, m=128, n=24576), H200),
         (spec(), dataclasses.replace(PROBLEM, has_aligned_rows=False), H200),
         (spec(), dataclasses.replace(PROBLEM, k_is_static=False), H200),
         (spec(), dataclasses.replace(PROBLEM, is_stored_narrow=False), H200),
         (spec(b_scale=ScaleSpec(FLOAT, (128, 1))), PROBLEM, H200),
         (spec(ScaleSpec(FLOAT, (1, 64)), ScaleSpec(FLOAT, (64, 128))), PROBLEM, H200),
         (spec(ScaleSpec(torch.float8_e8m0fnu, (1, 128))), PROBLEM, H200),
-        (spec(None, None, fast_accum=True), PROBLEM, H200),
     ],
 )
 def test_everything_else_is_for_the_other_kernels(given, problem, device):
@@ -85,11 +87,9 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
     ("case", "config"),
     [
         *((CASE, config) for config in fp8_gluon.CONFIGS if config.group_m == 8),
-        (dataclasses.replace(CASE, k=1408, bias=False), fp8_gluon.CONFIGS[0]),
-        (dataclasses.replace(CASE, bias=False), fp8_gluon.CONFIGS[2]),
-        (CASE, fp8_gluon.THREE_GROUPS),
-        (ROWS, fp8_gluon.CONFIGS[0]),
-        (dataclasses.replace(ROWS, bias=False), fp8_gluon.THREE_GROUPS),
+        *((dataclasses.replace(CASE, k=1408, bias=False), config) for config in TWO_SUMS),
+        *((ROWS, config) for config in TWO_SUMS),
+        (dataclasses.replace(ROWS, fast_accum=True, bias=False), TWO_SUMS[1]),
     ],
     ids=str,
 )
@@ -100,13 +100,17 @@ def test_groups_of_warps_multiply_and_no_register_is_spilled(case, config):
     assert compiled.spill_stores == 0
     assert compiled.spill_loads == 0
     assert compiled.shared_bytes <= H200.shared_memory
-    # 64 x 128 at once, 32 of K in an instruction; of blocks an even and an odd step, and a last one
-    steps = 2 + math.ceil(case.k / 128) % 2 if case.block else 1
-    count = config.block_m * config.block_n // (64 * 128) * 4 * steps
-    products = {"wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3": count}
-    assert compiled.matrix_instructions() == products
-    registers = 160 if config == fp8_gluon.THREE_GROUPS else 240
-    assert re.search(rf"setmaxnreg.inc.sync.aligned.u32\s+{registers}", compiled.ptx)
+    # 32 of K in an instruction, two groups; steps in the loop, and those that are left
+    blocks = math.ceil(case.k / 128)
+    is_long = config.block_n == 192 and blocks % 4 == 0
+    unrolled = 1 if case.fast_accum else 4 if is_long else 2 if case.block else 1
+    count = 4 * 2 * (unrolled + blocks % unrolled)
+    widths = {128: [128], 192: [128, 64], 256: [128, 128]}[config.block_n]
+    assert compiled.matrix_instructions() == {
+        f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3": count * widths.count(n)
+        for n in widths
+    }
+    assert re.search(r"setmaxnreg.inc.sync.aligned.u32\s+240", compiled.ptx)
     assert "cp.async.bulk.tensor.2d" in compiled.ptx
 
 
@@ -150,7 +154,8 @@ def test_tiles_that_leave_the_chip_idle_come_later():
         return first.block_m, first.block_n
 
     assert tile(4096, 7168) == (128, 256)
-    assert tile(4096, 2112) == (192, 128)  # 2.8 rounds of 3, not 2.2 of 3 larger ones
+    assert tile(4096, 2112) == (128, 192)  # 2.7 rounds of 3, not 2.2 of 3 larger ones
+    assert tile(1024, 2112) == (128, 192)
     assert tile(132 * 128, 128) == (128, 128)
 
 
@@ -238,7 +243,7 @@ def test_operands_may_begin_in_the_middle_of_a_tensor(is_dynamic):
     for operand in ("A_SCALE", "B_SCALE", "BIAS"):
         lines = [line.strip() for line in source.splitlines()]
         begins = [line for line in lines if line.startswith(f"{operand} = ")]
-        assert len(begins) == 3, begins  # the kernel, the part that loads, the parts that multiply
+        assert len(begins) == 4, begins  # the kernel, the parts that load, multiply and finish
         assert set(begins) == {begins[0]}
         assert " + " in begins[0]
 

@@ -154,10 +154,12 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
     ("rows", "columns", "block", "fast", "codes"),
     [
         (128, 4096, (128, 128), False, []),  # half of the chip would be idle
+        (128, 24576, (128, 128), False, ["many_rows"]),
         (256, 7168, (128, 128), False, ["many_rows"]),
-        (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles
-        (4096, 2112, (128, 128), False, ["many_rows"]),  # 2.1
+        (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles of 256 columns
+        (1024, 2112, (128, 128), False, []),  # two thirds of one, of 192
         (513, 256, None, False, ["many_rows"]),
+        (4096, 4096, None, False, []),
         (513, 256, None, True, []),
     ],
 )
