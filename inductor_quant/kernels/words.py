@@ -257,6 +257,9 @@ def dequantize_byte(words: Words, dtype: torch.dtype) -> Assembly:
     Arguments: the word and, for each of the two numbers, what picks the byte (a selector of
     ``prmt``: 0x4040, and the byte's number twice), b and c. Two numbers that are neighbours along k
     must come together, the even one first: the caller's layout sees to that.
+
+    c is ``parts`` times the scale: one of 2**126 and more, whose products with 4 and more are
+    infinite in bf16 anyway, is infinite itself.
     """
     assert words.width == 4
     low, high = NIBBLES[dtype]
