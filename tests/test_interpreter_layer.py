@@ -14,14 +14,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MARK = "pytest.mark." + "interp"
+PARTS = 3  # of a minute each: one of them all may be what is left to wait for
 
 
 @pytest.mark.compiles  # that is: not from within the interpreter's own process
-def test_the_tests_that_run_in_the_interpreter_pass():
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_tests_that_run_in_the_interpreter_pass(part):
     # Files without the mark are not even imported.
-    files = [
-        str(path) for path in Path(ROOT, "tests").rglob("test_*.py") if MARK in path.read_text()
-    ]
+    paths = sorted(Path(ROOT, "tests").rglob("test_*.py"))
+    files = [str(path) for path in paths if MARK in path.read_text()][part::PARTS]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "interp", "-q", "-x", "--show-capture=no", *files],
         cwd=ROOT,
@@ -33,4 +34,4 @@ def test_the_tests_that_run_in_the_interpreter_pass():
     assert result.returncode == 0, tail
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None, tail
-    assert int(passed[1]) >= 50, f"only {passed[1]} tests ran in the interpreter"
+    assert int(passed[1]) >= 20, f"only {passed[1]} tests ran in the interpreter"
