@@ -26,9 +26,9 @@ from inductor_quant.spec import ScaleSpec
 # With more rows cuBLASLt, which the graph calls, is faster than our kernels in plain Triton: two
 # accumulators an element, in blocks or where sums are moved to fp32 on the way (no fast
 # accumulation), halve the tile. The kernel in Gluon is as fast or faster, and open for an epilogue,
-# where it has many rows and one of its tiles fills the chip. On an H200 it takes 0.81 of cuBLASLt's
-# time in blocks at 1024 x 2112 x 7168, where two thirds of the chip are filled, 0.95 to 1.04 at
-# fuller ones, and 1.17 at 128 x 24576 x 1536; by rows, with sums moved, 0.92 to 0.99.
+# where it has many rows and one of its tiles fills the chip. By trials on an H200 it is ahead of
+# cuBLASLt in blocks at 1024 x 2112 x 7168, where two thirds of the chip are filled, and by rows
+# with sums moved, within a few percent in blocks at fuller sizes, behind at 128 x 24576 x 1536.
 # Up to 256 rows, where tiles leave half of the chip idle, our kernel for few rows splits K.
 MAX_BLOCK_ROWS = 64
 MAX_SPLIT_ROWS = 256

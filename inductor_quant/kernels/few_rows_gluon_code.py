@@ -5,9 +5,8 @@ certain k of certain columns. Which k these are is free, as long as x has the sa
 whole words, straight from memory into registers, and of x the numbers at their k. Nothing of the
 weight passes through shared memory. Of a word two fields that lie 16 bits apart are one register.
 
-A step's words are asked for when those before them have been used, 2 KB a warp. More on their way
-was slower: 1x4096x14336 takes 11.9 us on an H200, with copies to shared memory (``cp.async``) in 3
-stages it took 15.9, in 6 stages 20.6.
+A step's words are asked for when those before them have been used, 2 KB a warp. More on their way,
+by copies to shared memory (``cp.async``) in 3 to 8 stages, was slower on an H200 at every size.
 
 As in few_rows_code all steps within a group of rows are applied to the sum over the group, with
 what unpacking leaves: ``(sum x*u - (bias + z) * sum x) * s``. The sum of x comes from the matrix

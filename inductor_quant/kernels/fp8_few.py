@@ -66,7 +66,7 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
     tiles = math.ceil(problem.n / BLOCK_N) * math.ceil(problem.m / block_m)
     split = _split(problem, block_m, tiles, math.ceil(problem.k / block_k), device)
     # Deep pipelines while they take no program's place: at 128 rows two fit an SM with 4 stages;
-    # with 6 one, which is 6 % faster where there are no more than that (128 x 7168 x 2048).
+    # with 6 one, which is faster where there are no more than that (128 x 7168 x 2048, by trials).
     roomy = {16: 2.0, 32: 2.0, 64: 1.25, 128: 1.0}[block_m] * device.num_sms
     first = 6 if tiles * split <= roomy else 4
     stages = sorted((3, 4, 6), key=lambda count: abs(count - first))

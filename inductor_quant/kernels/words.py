@@ -26,7 +26,6 @@ from inductor_quant.weight_format import Form, WeightFormat
 # Neighbours along k that a thread holds of the first operand of ``tl.dot`` (``kWidth`` in TTGIR):
 # read off the code that Triton 3.7 makes of this kernel, and that 3.8 and 3.9 make.
 NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
-_ONES = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 # Word types, of 32 and 8 bits.
 WORD_BITS = {torch.int32: 32, torch.uint8: 8}
 
@@ -48,6 +47,7 @@ BASES = {
 
 
 FMA_TYPES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+_ONES = {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}
 
 
 @dataclasses.dataclass(frozen=True)

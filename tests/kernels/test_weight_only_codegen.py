@@ -159,6 +159,7 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
             kernels.configs(spec, problem, device(arch)), key=lambda c: c.num_stages
         ):
             deepest[config.block_m, config.block_n, config.block_k, config.num_warps] = config
+        assert len(deepest) >= 2
         for config in sorted(
             deepest.values(), key=lambda c: -c.block_m * c.block_n * c.block_k / c.num_warps
         )[:3]:
