@@ -18,11 +18,13 @@ from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
 from inductor_quant.kernels.many_rows_tma import WEIGHT_ONLY_WORDS_TMA
 from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
+from inductor_quant.kernels.w8a8_gluon import W8A8_GLUON
 from inductor_quant.kernels.weight_bytes import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ONLY_MM
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
 KERNELS: tuple[Kernel, ...] = (
+    W8A8_GLUON,
     W8A8_PERSISTENT,
     W8A8_MM,
     WEIGHT_ONLY_WORDS_TMA,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from importlib import resources
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from inductor_quant.decisions import Rejection
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.spec import QuantGemmSpec
+
+# Inductor's Jinja has no loader.
+_INCLUDE = re.compile(r"\{#- include (\w+) -#\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,10 @@ class Kernel:
         return f"inductor_quant_{self.name}"
 
     def source(self) -> str:
+        """The template's text, with that of ``templates/<name>.jinja`` for ``include <name>``."""
+        folder = resources.files("inductor_quant.kernels") / "templates"
         name = f"{self.template or self.name}.py.jinja"
-        path = resources.files("inductor_quant.kernels") / "templates" / name
-        return path.read_text(encoding="utf-8")
+        return _INCLUDE.sub(
+            lambda found: (folder / f"{found[1]}.jinja").read_text(encoding="utf-8").strip(),
+            (folder / name).read_text(encoding="utf-8"),
+        )

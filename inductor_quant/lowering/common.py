@@ -159,6 +159,7 @@ def _best_kernel(
         if options.numerics == "strict":
             # a multiply-add rounds once where the graph rounds twice
             extra["triton_meta"] = {"enable_fp_fusion": False}
+            extra["BRISK_EPILOGUE"] = False
         if _append_choice(kernel, config, choices, inputs, layout, extra):
             offered.append(f"{kernel.name} {config}")
     if not choices:

@@ -2,13 +2,12 @@
 
 What a layout decides, who holds what, an interpreter does not have. A copy is done when it is
 begun, and so is a product. Of specialised warps the last partition runs first, the one that loads:
-what the tensor memory accelerator brings to a buffer queues there until it is read, once. So
-barriers mean nothing, and nothing is said of races.
+what the tensor memory accelerator brings to a buffer stays there, by the phases of its barrier, and
+a partition reads that of the phase for which it waited last. Nothing is said of races.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import types
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 
 _LAYOUTS = (
     *("BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout"),
@@ -46,15 +46,20 @@ def names() -> dict[str, Any]:
         "limit_registers": _nothing,
         "mma_v2": lambda a, b, acc: tl.dot(a, b, acc),
         "mbarrier": types.SimpleNamespace(
-            **dict.fromkeys(("MBarrierLayout", "init", "expect", "arrive", "wait"), _nothing)
+            **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),
+            expect=_expect,
+            wait=_wait,
         ),
         "tma": types.SimpleNamespace(make_tensor_descriptor=_Tiles),
         "tma_load": _load_tile,
+        "tile_exp": tl.exp,
+        "tile_over": lambda value, divisor: value / divisor,
+        "tile_round": lambda value, dtype: value.to(dtype),
         "tile_load": lambda layout, *args, **how: tl.load(*args, **how),
         "tile_store": lambda *args, **how: tl.store(*args, **how),
-        "warpgroup_mma": lambda a, b, acc, is_async=False: tl.dot(a, b, acc),
+        "warpgroup_mma": _multiply,
         "warpgroup_mma_init": lambda acc: acc,
-        "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+        "warpgroup_mma_wait": lambda outstanding, deps: deps if len(deps) > 1 else deps[0],
     }
 
 
@@ -66,30 +71,87 @@ class _Language(types.SimpleNamespace):
 
 
 class _Buffer:
-    """A tile in shared memory: what was copied there last, or the tiles that queue there."""
+    """A tile in shared memory: what was copied there last, or in each phase of a barrier. Or that
+    barrier."""
 
     def __init__(self) -> None:
         self.value: Any = None
-        self.queue: collections.deque[Any] = collections.deque()
+        self.barrier: _Buffer | None = None
+        self.phases: list[list[Any]] = []  # tiles, one below the other
+        self.expected = self.waited = 0  # phases, of a barrier
 
     def load(self, layout: Any) -> Any:
-        return self.queue.popleft() if self.queue else self.value
+        if self.barrier is None:
+            return self.value
+        tiles = self.phases[self.barrier.waited - 1]
+        return tiles[0] if len(tiles) == 1 else _rows(tiles, 0, None)
 
     def store(self, value: Any) -> None:
         self.value = value
 
+    def receive(self, tile: Any, barrier: _Buffer) -> None:
+        self.barrier = barrier
+        self.phases += [[] for _ in range(barrier.expected - len(self.phases))]
+        self.phases[-1].append(tile)
+
     def permute(self, order: Any) -> Any:
         return tl.permute(self.load(None), order)
 
+    def slice(self, first: Any, size: Any) -> _Slice:
+        return _Slice(self, _integer(first), _integer(size))
+
+
+@dataclasses.dataclass
+class _Slice:
+    """Rows of a buffer. They are received in their order."""
+
+    buffer: _Buffer
+    first: int
+    size: int
+
+    def receive(self, tile: Any, barrier: _Buffer) -> None:
+        self.buffer.receive(tile, barrier)
+
+    def permute(self, order: Any) -> Any:
+        return tl.permute(_rows([self.buffer.load(None)], self.first, self.size), order)
+
+
+def _rows(tiles: Sequence[Any], first: int, size: int | None) -> Any:
+    data = np.concatenate([tile.handle.data for tile in tiles])[first:]
+    data, scalar = data[: len(data) if size is None else size], tiles[0].dtype
+    return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
+
 
 class _Buffers:
-    """A ring of tiles."""
+    """A ring of tiles, or of barriers."""
 
     def __init__(self, count: int) -> None:
         self._buffers = [_Buffer() for _ in range(count)]
 
     def index(self, index: Any) -> _Buffer:
         return self._buffers[_integer(index)]
+
+    def begin(self) -> None:
+        """A partition has waited for no barrier yet."""
+        for buffer in self._buffers:
+            buffer.waited = 0
+
+
+def _expect(barrier: _Buffer, size: Any) -> None:
+    barrier.expected += 1
+
+
+def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
+    if not _integer(pred):
+        return
+    if barrier.expected and _integer(phase) != barrier.waited % 2:
+        raise AssertionError(f"waits for phase {_integer(phase)} after {barrier.waited} others")
+    barrier.waited += 1
+
+
+def _multiply(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+    first = a if isinstance(a, tl.tensor) else a.load(None)
+    return tl.dot(first, b, acc, out_dtype=acc.dtype)
 
 
 def _copy(buffer: _Buffer, pointer: Any, mask: Any = None) -> None:
@@ -107,7 +169,9 @@ class _Tiles:
     layout: Any
 
 
-def _load_tile(tiles: _Tiles, first: Sequence[Any], barrier: Any, buffer: _Buffer) -> None:
+def _load_tile(
+    tiles: _Tiles, first: Sequence[Any], barrier: _Buffer, buffer: _Buffer | _Slice
+) -> None:
     """Two axes; zeros beyond the tensor's end."""
     rows, columns = (
         begin + tl.arange(0, _constant(size))
@@ -116,11 +180,14 @@ def _load_tile(tiles: _Tiles, first: Sequence[Any], barrier: Any, buffer: _Buffe
     rows, columns = rows[:, None], columns[None, :]
     pointer = tiles.base + rows.to(tl.int64) * tiles.strides[0] + columns * tiles.strides[1]
     is_there = (rows < tiles.shape[0]) & (columns < tiles.shape[1])
-    buffer.queue.append(tl.load(pointer, mask=is_there, other=0))
+    buffer.receive(tl.load(pointer, mask=is_there, other=0), barrier)
 
 
 def _run_partitions(partitions: Sequence[Any], warps: Any, registers: Any) -> None:
     for partition, arguments in reversed(partitions):
+        for argument in arguments:
+            if isinstance(argument, _Buffers):
+                argument.begin()
         partition(*arguments)
 
 

@@ -1,4 +1,5 @@
-"""The persistent W8A8 kernel on a real GPU: numerics, fusion, CUDA graphs, dynamic M."""
+"""The persistent W8A8 kernels, Triton's and Gluon's, on a real GPU: numerics, fusion, CUDA graphs,
+dynamic M."""
 
 from __future__ import annotations
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from inductor_quant.kernels import table
+from inductor_quant.kernels import mm_gluon, table, w8a8_gluon
 from inductor_quant.report import collect
 from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
+from tests.support.zero_points import Zeros, meaning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -45,6 +47,22 @@ def run(fn, *inputs, options=OPTIONS, **kwargs):
     return got, choice.chosen
 
 
+PERSISTENT = [f"w8a8_persistent {c.config}" for c in table.load("w8a8_persistent", 90).configs]
+GLUON = [f"w8a8_gluon {config}" for config in w8a8_gluon.CONFIGS]
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Gluon's kernel also for what it is not chosen for."""
+    monkeypatch.setattr(mm_gluon, "MIN_FILL", 0)
+    monkeypatch.setattr(w8a8_gluon, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(w8a8_gluon, "MIN_STEPS", 0)
+
+
+def pinned(kernel):
+    return {**OPTIONS, "inductor_quant.configs": (kernel,)}
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
@@ -54,11 +72,44 @@ def test_result_is_close_to_fp64(case):
     assert_close(got, reference(inputs))
 
 
-CONFIGS = [c.config for c in table.load("w8a8_persistent", 90).configs]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result_of_gluon_is_close_to_fp64(case, any_size):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    [narrow] = [kernel for kernel in GLUON if " 128x96x" in kernel]
+    got, kernel = run(gemm(case), *inputs, options=pinned(narrow))
+    assert kernel == narrow
+    assert_close(got, reference(inputs))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_integers_are_exact_with_every_configuration(config):
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1024, 6144, 4096), (300, 28672, 4112), (4096, 500, 4096)]
+)
+def test_hopper_has_a_kernel_of_its_own(m, n, k):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90")
+    case = Case(m, n, k)
+    inputs = make_inputs(case, "cuda")
+    got, kernel = run(gemm(case), *inputs)
+    assert kernel.startswith("w8a8_gluon ")
+    assert_close(got, reference(inputs))
+
+
+@pytest.mark.parametrize("a", [torch.int8, torch.float32, "const", ""], ids=str)
+@pytest.mark.parametrize("b", [torch.int8, torch.bfloat16, ""], ids=str)
+def test_zero_points_are_exact(a, b, any_size):
+    torch.manual_seed(0)
+    case = Zeros(300, n=200, k=144, a=a, b=b, out_dtype=torch.bfloat16)
+    inputs = case.inputs("cpu")
+    inputs = [None if tensor is None else tensor.cuda() for tensor in inputs]
+    for kernel in GLUON[2:4]:
+        got, chosen = run(case.call(), *inputs, options=pinned(kernel))
+        assert chosen == kernel
+        assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("config", [*PERSISTENT, *GLUON])
+def test_integers_are_exact_with_every_configuration(config, any_size):
     """Scales that are powers of two and sums of few bits: bf16 holds every result exactly."""
     torch.manual_seed(0)
     a = torch.randint(-1, 2, (M, 64), dtype=torch.int8, device="cuda")
@@ -66,16 +117,17 @@ def test_integers_are_exact_with_every_configuration(config):
     a_scale = 2.0 ** torch.randint(-3, 4, (M, 1), device="cuda")
     b_scale = 2.0 ** torch.randint(-3, 4, (N,), device="cuda")
     inputs = (a, w, a_scale, b_scale, None)
-    options = {**OPTIONS, "inductor_quant.configs": (f"w8a8_persistent {config}",)}
+    options = pinned(config)
     fn = gemm(Case(M, N, 64, bias=False))
     got, kernel = run(fn, *inputs, options=options)
-    assert kernel == f"w8a8_persistent {config}"
+    assert kernel == config
     assert torch.equal(got.double(), reference(inputs))
     again, _ = run(fn, *inputs, options=options)
     assert torch.equal(again, got)
 
 
-def test_epilogue_is_fused():
+@pytest.mark.parametrize("options", [OPTIONS, pinned(GLUON[1])], ids=["triton", "gluon"])
+def test_epilogue_is_fused(options, any_size):
     case = Case(M, N, K)
     inputs = make_inputs(case, "cuda")
     residual = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
@@ -83,16 +135,17 @@ def test_epilogue_is_fused():
     def fn(residual, *inputs):
         return F.gelu(gemm(case)(*inputs)) + residual
 
-    got, kernel = run(fn, residual, *inputs)
-    assert kernel.startswith("w8a8_persistent ")
+    got, kernel = run(fn, residual, *inputs, options=options)
+    assert kernel in PERSISTENT + GLUON[1:2]
     assert_close(got, F.gelu(reference(inputs)) + residual.double(), slack=2)
 
 
-def test_cuda_graphs_replay_it():
+@pytest.mark.parametrize("options", [OPTIONS, pinned(GLUON[0])], ids=["triton", "gluon"])
+def test_cuda_graphs_replay_it(options, any_size):
     """Its descriptors are made anew by each launch, in memory that the graph keeps."""
     case = Case(M, N, K)
     inputs = make_inputs(case, "cuda")
-    fn = torch.compile(gemm(case), backend="inductor_quant", options=OPTIONS)
+    fn = torch.compile(gemm(case), backend="inductor_quant", options=options)
     with torch.no_grad():
         fn(*inputs)
         graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,103 @@
+"""What the Gluon kernels for large products of 8-bit operands on Hopper have in common.
+
+A program has the chip's tensor memory accelerator load, by a warp of its own, and two groups of
+four warps multiply 64 rows each of a tile of 128 (``templates/mm_gluon.py.jinja``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.kernels import w8a8
+from inductor_quant.kernels.config import Device, GemmConfig, Problem, refuse_split
+from inductor_quant.kernels.kernel import Kernel
+
+ARCH = 90  # wgmma is Hopper's alone
+STEP = 128  # of K: a row of the 128-byte swizzle
+# With fewer, reading the weight is what takes time.
+MIN_ROWS = 256
+MIN_FILL = 0.6  # of the chip, in the rounds of tiles that the best configuration takes
+# Steps that fit the 227 KB beside the barriers, by the columns of a tile.
+STAGES = {64: 8, 96: 7, 128: 6, 192: 5, 256: 4}
+
+# Time of an element of a tile that is computed, in those of the widest's, by the tile's columns.
+Effort = Mapping[int, float]
+
+
+def tile(columns: int, group_m: int) -> GemmConfig:
+    return GemmConfig(128, columns, STEP, num_warps=4, num_stages=STAGES[columns], group_m=group_m)
+
+
+def misfit(problem: Problem, device: Device) -> Rejection | None:
+    """What of sizes and memory is not for these kernels."""
+    if device.arch != ARCH:
+        return Rejection(RejectionCode.NO_KERNEL, f"written for sm_{ARCH}, this is {device}")
+    if not (problem.has_aligned_rows and problem.k_is_static):
+        return Rejection(
+            RejectionCode.NO_KERNEL,
+            "an operand is not contiguous along K, or its rows do not begin at 16-byte multiples",
+        )
+    if not problem.is_stored_narrow:
+        return Rejection(RejectionCode.NO_KERNEL, "an fp32 result takes twice as long to store")
+    if problem.m < MIN_ROWS:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows are few")
+    return None
+
+
+def leaves_idle(best: GemmConfig, problem: Problem, device: Device) -> Rejection | None:
+    """Whether ``best`` is too coarse for the product."""
+    filled = problem.m * problem.n / _computed(best, problem, device)
+    if filled < MIN_FILL:
+        return Rejection(RejectionCode.NO_KERNEL, f"{filled:.0%} of the chip is used")
+    return None
+
+
+def ranked(
+    offered: Iterable[GemmConfig], effort: Effort, problem: Problem, device: Device
+) -> list[GemmConfig]:
+    """Those first whose rounds of tiles, the last as long as the others, take least."""
+    return sorted(
+        offered, key=lambda config: _computed(config, problem, device) * effort[config.block_n]
+    )
+
+
+def _computed(config: GemmConfig, problem: Problem, device: Device) -> int:
+    """Elements of the output that the chip has time for in the rounds that the tiles take."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    rounds = math.ceil(tiles / device.num_sms)
+    return rounds * device.num_sms * config.block_m * config.block_n
+
+
+def constants(problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
+    return {
+        "STAGES": config.num_stages,
+        "PROGRAMS": device.num_sms,
+        "K_BLOCKS": math.ceil(problem.k / STEP),
+        "BRISK_EPILOGUE": problem.is_stored_narrow,
+    }
+
+
+def kernel(name: str, family: str, offered: tuple[GemmConfig, ...], **parts: Any) -> Kernel:
+    """The kernel of ``family``, legal in the configurations ``offered`` alone."""
+
+    def is_legal(
+        spec: Any, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        split = refuse_split(config)
+        if split is not None or config in offered:
+            return split
+        text = ", ".join(map(str, offered))
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is none of {text}")
+
+    return Kernel(
+        name=name,
+        family=family,
+        grid=w8a8.persistent_grid,
+        legal=is_legal,
+        template="mm_gluon",
+        is_gluon=True,
+        **parts,
+    )

@@ -1,0 +1,78 @@
+"""Numerics of the Gluon kernel for int8, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.kernels import mm_gluon, w8a8_gluon
+from tests.support.generated import generate
+from tests.support.numerics import Case, assert_close, gemm, make_inputs, reference
+from tests.support.zero_points import Zeros, meaning
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+
+
+@pytest.fixture(autouse=True)
+def any_size_and_a_small_chip(monkeypatch):
+    monkeypatch.setattr(mm_gluon, "MIN_FILL", 0)
+    monkeypatch.setattr(w8a8_gluon, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(w8a8_gluon, "MIN_STEPS", 0)
+    small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
+    monkeypatch.setitem(simulate.GPUS, 90, small)  # a program has several tiles
+
+
+def interpreted(fn, make, columns, inputs):
+    config = mm_gluon.tile(columns, group_m=8)
+    generated = generate(fn, make, f"w8a8_gluon {config}")
+    assert any("gl.warp_specialize" in source for source in generated.kernels.values())
+    return simulate.interpret(generated, inputs)
+
+
+@pytest.mark.parametrize("columns", sorted(w8a8_gluon.EFFORT))
+def test_integers_are_exact_in_every_tile(columns):
+    """M, N and K end within a tile; more steps of K than stages."""
+    torch.manual_seed(0)
+    case = Zeros(
+        300, n=2 * columns + 8, k=1200 if columns == 256 else 144, out_dtype=torch.bfloat16
+    )
+    inputs = case.inputs("cpu")
+    got = interpreted(case.call(), case.inputs, columns, inputs)
+    assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [("const", torch.bfloat16), (torch.float32, torch.int8), ("", torch.int8)]
+)
+def test_zero_points_are_exact(a, b):
+    torch.manual_seed(0)
+    case = Zeros(260, n=200, k=144, a=a, b=b, out_dtype=torch.bfloat16)
+    inputs = case.inputs("cpu")
+    got = interpreted(case.call(), case.inputs, 96, inputs)
+    assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
+
+
+def test_scales_bias_and_an_epilogue():
+    case = Case(260, 200, 272)
+    inputs = make_inputs(case, "cpu")
+
+    def residual(device):
+        return torch.empty(case.m, case.n, dtype=torch.bfloat16, device=device)
+
+    def fn(residual, *inputs):
+        return F.gelu(gemm(case)(*inputs)) + residual
+
+    def make(device):
+        return residual(device), *make_inputs(case, device)
+
+    added = residual("cpu").normal_()
+    got = interpreted(fn, make, 192, (added, *inputs))
+    assert_close(got, F.gelu(reference(inputs)) + added.double(), slack=2)
