@@ -25,7 +25,7 @@ from inductor_quant.simulate import generate, virtual_gpu
 pytestmark = pytest.mark.compiles
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = Path("inductor_quant/kernels/templates/w8a8_mm.py.jinja")
+TEMPLATE = Path("inductor_quant/kernels/templates/w8a8_epilogue.jinja")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
@@ -193,10 +193,9 @@ def results(tmp_path_factory):
     cache = folder / "cache"
     cache.mkdir()
     package, edited = copy_package(folder / "package"), copy_package(folder / "edited")
-    template = (edited / TEMPLATE).read_text()
-    assert template.count("out = acc.to(tl.float32)\n") == 1
-    template = template.replace("out = acc.to(tl.float32)", "out = acc.to(tl.float32) * 2")
-    (edited / TEMPLATE).write_text(template)
+    template, line = (edited / TEMPLATE).read_text(), "out = acc.to({{lib}}.float32)"
+    assert template.count(f"{line}\n") == 1
+    (edited / TEMPLATE).write_text(template.replace(line, f"{line} * 2"))
 
     found = {}
     for pair in (
