@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import pytest
 import torch
 
-from inductor_quant import explanation, measure, measure_fp8
+from inductor_quant import explanation, measure, measure_fp8, report
 from inductor_quant.decisions import Match, Site
+from inductor_quant.lowering import timing
 from inductor_quant.ops import weight_only
 from inductor_quant.report import KernelChoice, Report
 from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
@@ -96,3 +100,17 @@ def test_fp8_without_a_scale_of_its_activation_has_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure, "floor_us", lambda *given: 2.0)
     timing = measure.time_gemm(spec(e4m3, e4m3), 16, 256, 512, torch.device("cpu"), None)
     assert timing == measure.Timing(4.0, 8.0, 0.5)
+
+
+def test_a_configuration_must_be_clearly_faster_than_the_best_guess() -> None:
+    def chosen(*times: float | None) -> str:
+        return KernelChoice("w8a8", "spec", ("guess", "second", "third"), times_us=times).chosen
+
+    assert chosen(None, None, None) == "guess"
+    assert chosen(10.0, 9.9, 9.85) == "guess"
+    assert chosen(10.0, 9.9, 9.7) == "third"
+
+    request: Any = types.SimpleNamespace(benchmark=lambda *inputs, out: 3.0)
+    choice, out = types.SimpleNamespace(bmreq=request), torch.empty(1)
+    timing.time_in_graph(choice, report.HANDICAP)
+    assert choice.benchmark(out, out=out) == pytest.approx(3.0 * report.HANDICAP)

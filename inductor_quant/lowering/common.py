@@ -164,9 +164,14 @@ def _best_kernel(
             offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
-    for choice in choices:
-        time_in_graph(choice)
-    result, times = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    handicaps = [1.0] + [report.HANDICAP] * (len(choices) - 1)
+    for choice, handicap in zip(choices, handicaps, strict=True):
+        time_in_graph(choice, handicap)
+    result, found = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    times_us = tuple(
+        None if ms is None else 1000 * ms / handicap
+        for ms, handicap in zip(found, handicaps, strict=True)
+    )
     node = compat.current_node()
     for part in problem.members or (problem,):
         report.add(
@@ -175,7 +180,7 @@ def _best_kernel(
                 str(spec),
                 tuple(offered),
                 node=node.name if node is not None else "",
-                times_us=tuple(None if ms is None else 1000 * ms for ms in times),
+                times_us=times_us,
                 sizes=(part.m, part.n, part.k),
                 weight=packed_weight(part),
                 is_grouped=bool(problem.members),

@@ -20,9 +20,14 @@ REPLAYS = 5
 MAX_CALLS = 24
 
 
-def time_in_graph(choice: Any) -> None:
-    """Let autotuning time ``choice`` (a template's ChoiceCaller) by replaying a CUDA graph."""
-    choice.benchmark = functools.partial(_milliseconds, choice.bmreq)
+def time_in_graph(choice: Any, handicap: float) -> None:
+    """Let autotuning time ``choice`` (a template's ChoiceCaller) by replaying a CUDA graph, and
+    find it slower by a factor of ``handicap``."""
+    choice.benchmark = functools.partial(_handicapped, handicap, choice.bmreq)
+
+
+def _handicapped(handicap: float, request: Any, *inputs: torch.Tensor, out: torch.Tensor) -> float:
+    return handicap * _milliseconds(request, *inputs, out=out)
 
 
 def _milliseconds(request: Any, *inputs: torch.Tensor, out: torch.Tensor) -> float:
