@@ -20,12 +20,12 @@ from inductor_quant.kernels.mm_gluon import STEP, tile
 from inductor_quant.spec import QuantGemmSpec
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-CONFIGS = (
+BLOCK_CONFIGS = (
     *(tile(columns, group_m) for columns in (256, 192) for group_m in (16, 8)),
     tile(128, group_m=8),
 )
 # Rounded from timings of each tile on an H200, 1024 and 4096 rows. Wide tiles read less.
-EFFORT = {256: 1.0, 192: 1.05, 128: 1.3}
+BLOCK_EFFORT = {256: 1.0, 192: 1.05, 128: 1.3}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -33,6 +33,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         fp8.supports(spec, problem, device)
         or (_refuse_blocks(spec) if fp8.is_block_scaled(spec) else None)
         or mm_gluon.misfit(problem, device)
+        or (None if fp8.is_block_scaled(spec) else mm_gluon.is_small(problem))
     )
     if refused is not None:
         return refused
@@ -63,18 +64,22 @@ def constants(
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-    return mm_gluon.ranked(CONFIGS, EFFORT, problem, device)
+    offered = (mm_gluon.CONFIGS, mm_gluon.EFFORT)
+    if fp8.is_block_scaled(spec):
+        offered = (BLOCK_CONFIGS, BLOCK_EFFORT)
+    return mm_gluon.ranked(*offered, problem, device)
 
 
-def _kernel(family: str) -> Kernel:
+def _kernel(family: str, offered: tuple[GemmConfig, ...]) -> Kernel:
     return mm_gluon.kernel(
         f"{family}_gluon",
         family,
-        CONFIGS,
+        offered,
         supports=supports,
         constants=constants,
         configs=configs,
     )
 
 
-FP8_GLUON, FP8_BLOCK_GLUON = _kernel("fp8"), _kernel("fp8_block")
+FP8_GLUON = _kernel("fp8", mm_gluon.CONFIGS)
+FP8_BLOCK_GLUON = _kernel("fp8_block", BLOCK_CONFIGS)

@@ -7,20 +7,8 @@ from typing import Any
 from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.kernels import mm_gluon, w8a8
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
-from inductor_quant.kernels.mm_gluon import tile
 from inductor_quant.spec import QuantGemmSpec
 
-# The widest first: of several that take the same time by ``EFFORT`` it was the fastest.
-CONFIGS = (
-    *(tile(columns, group_m=8) for columns in (256, 192, 128, 96, 64)),
-    *(tile(columns, group_m=16) for columns in (256, 128)),
-)
-# H200, 128 to 4096 rows of the four layers of Llama-3-8B, each tile timed: against the kernels of
-# ``w8a8`` 0.83 to 0.98 of the time from 256 rows on, but for what follows.
-EFFORT = {256: 1.0, 192: 1.0, 128: 1.0, 96: 1.2, 64: 1.6}
-# Multiply-adds. Smaller products are over before it pays that loads are described to the
-# accelerator: 256x4096x4096 takes 12.1 us, by w8a8_mm 11.3; 256x6144x4096 15.5 and 15.7.
-MIN_PRODUCTS = 6 * 10**9
 # Of K. With fewer, stores weigh, which two programs of w8a8_persistent on a multiprocessor overlap
 # with each other's products: 65536 rows of SAM's ViT-H, K = 1280, take 1.04 to 1.06 of its time.
 MIN_STEPS = 32
@@ -36,10 +24,8 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(RejectionCode.NO_KERNEL, "scales of groups along K")
     if problem.k < MIN_STEPS * mm_gluon.STEP:
         return Rejection(RejectionCode.NO_KERNEL, f"K = {problem.k} is short")
-    products = problem.m * problem.n * problem.k
-    if products < MIN_PRODUCTS:
-        return Rejection(RejectionCode.NO_KERNEL, f"{products} products are few")
-    return mm_gluon.leaves_idle(configs(spec, problem, device)[0], problem, device)
+    best, *_ = configs(spec, problem, device)
+    return mm_gluon.is_small(problem) or mm_gluon.leaves_idle(best, problem, device)
 
 
 def constants(
@@ -53,9 +39,9 @@ def constants(
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-    return mm_gluon.ranked(CONFIGS, EFFORT, problem, device)
+    return mm_gluon.ranked(mm_gluon.CONFIGS, mm_gluon.EFFORT, problem, device)
 
 
 W8A8_GLUON = mm_gluon.kernel(
-    "w8a8_gluon", "w8a8", CONFIGS, supports=supports, constants=constants, configs=configs
+    "w8a8_gluon", "w8a8", mm_gluon.CONFIGS, supports=supports, constants=constants, configs=configs
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import inductor_quant
-from inductor_quant.kernels import fp8_gluon
+from inductor_quant.kernels import fp8_gluon, mm_gluon
 from tests.support.fp8 import Case, e5m2, gemm, make_inputs, reference
 from tests.support.numerics import assert_close
 
@@ -62,14 +62,16 @@ def run(fn, *inputs, config=None, **options):
     return got
 
 
-@pytest.mark.parametrize(
-    "config", [config for config in fp8_gluon.CONFIGS if config.group_m == 8], ids=str
-)
+@pytest.mark.parametrize("columns", sorted(mm_gluon.EFFORT))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_result_is_close_to_fp64(case, config):
+def test_result_is_close_to_fp64(case, columns, monkeypatch):
+    if case.block and columns not in fp8_gluon.BLOCK_EFFORT:
+        pytest.skip("a tile for scales of rows")
+    for bound in ("MIN_FILL", "MIN_PRODUCTS"):
+        monkeypatch.setattr(mm_gluon, bound, 0)
     torch.manual_seed(0)
     inputs = make_inputs(case, "cuda")
-    got = run(gemm(case), *inputs, config=config)
+    got = run(gemm(case), *inputs, config=mm_gluon.tile(columns, group_m=8))
     assert_close(got, reference(case, inputs), case.out_dtype, slack=2)
 
 

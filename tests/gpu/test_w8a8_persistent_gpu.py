@@ -48,14 +48,14 @@ def run(fn, *inputs, options=OPTIONS, **kwargs):
 
 
 PERSISTENT = [f"w8a8_persistent {c.config}" for c in table.load("w8a8_persistent", 90).configs]
-GLUON = [f"w8a8_gluon {config}" for config in w8a8_gluon.CONFIGS]
+GLUON = [f"w8a8_gluon {config}" for config in mm_gluon.CONFIGS]
 
 
 @pytest.fixture
 def any_size(monkeypatch):
     """Gluon's kernel also for what it is not chosen for."""
     monkeypatch.setattr(mm_gluon, "MIN_FILL", 0)
-    monkeypatch.setattr(w8a8_gluon, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(mm_gluon, "MIN_PRODUCTS", 0)
     monkeypatch.setattr(w8a8_gluon, "MIN_STEPS", 0)
 
 

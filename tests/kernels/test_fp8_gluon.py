@@ -19,6 +19,7 @@ from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
 from inductor_quant.kernels import fp8_gluon
 from inductor_quant.kernels.config import Device, Problem
+from inductor_quant.kernels.mm_gluon import tile
 from inductor_quant.ops import fp8 as op
 from inductor_quant.report import collect
 from inductor_quant.spec import ScaleSpec
@@ -30,7 +31,7 @@ H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=4096, n=7168, k=16384, is_stored_narrow=True, has_aligned_rows=True)
 NAMES = ("fp8_block_gluon", "fp8_gluon")
 ROWS = Case(4096, 2112, 1536)
-TWO_SUMS = fp8_gluon.CONFIGS[0], fp8_gluon.CONFIGS[2]  # side by side, of one width and of two
+TWO_SUMS = tile(256, group_m=8), tile(192, group_m=8)  # side by side, of one width and of two
 FLOAT = torch.float32
 A_SCALE, B_SCALE = ScaleSpec(FLOAT, (1, 128)), ScaleSpec(FLOAT, (128, 128))
 
@@ -86,9 +87,9 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        *((CASE, config) for config in fp8_gluon.CONFIGS if config.group_m == 8),
+        *((CASE, config) for config in fp8_gluon.BLOCK_CONFIGS if config.group_m == 8),
         *((dataclasses.replace(CASE, k=1408, bias=False), config) for config in TWO_SUMS),
-        *((ROWS, config) for config in TWO_SUMS),
+        *((ROWS, tile(columns, group_m=8)) for columns in (256, 96)),
         (dataclasses.replace(ROWS, fast_accum=True, bias=False), TWO_SUMS[1]),
     ],
     ids=str,
@@ -105,7 +106,7 @@ def test_groups_of_warps_multiply_and_no_register_is_spilled(case, config):
     is_long = config.block_n == 192 and blocks % 4 == 0
     unrolled = 1 if case.fast_accum else 4 if is_long else 2 if case.block else 1
     count = 4 * 2 * (unrolled + blocks % unrolled)
-    widths = {128: [128], 192: [128, 64], 256: [128, 128]}[config.block_n]
+    widths = {96: [64, 32], 128: [128], 192: [128, 64], 256: [128, 128]}[config.block_n]
     assert compiled.matrix_instructions() == {
         f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3": count * widths.count(n)
         for n in widths
@@ -174,7 +175,7 @@ def test_the_epilogue_is_in_the_kernel():
         residual = torch.empty(CASE.m, CASE.n, dtype=torch.bfloat16, device=device)
         return residual, torch.empty((), device=device), *make_inputs(CASE, device)
 
-    small = fp8_gluon.CONFIGS[-1]  # half the code to compile
+    small = fp8_gluon.BLOCK_CONFIGS[-1]  # half the code to compile
     [(name, source)] = generate_gluon(fn, make, small).kernels.items()
     assert "libdevice.tanh" in source
     assert simulate.compile_kernel(name, source).spill_stores <= 128
@@ -192,7 +193,7 @@ def test_values_of_64_bits_change_their_layout_without_shared_memory(dtype):
     def make(device):
         return torch.empty(CASE.n, dtype=dtype, device=device), *make_inputs(CASE, device)
 
-    small = fp8_gluon.CONFIGS[-1]
+    small = fp8_gluon.BLOCK_CONFIGS[-1]
     [(name, source)] = generate_gluon(fn, make, small).kernels.items()
     assert simulate.compile_kernel(name, source).shared_bytes <= H200.shared_memory
 

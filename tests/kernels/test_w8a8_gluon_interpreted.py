@@ -25,7 +25,7 @@ pytestmark = [
 def any_size_and_a_small_chip(monkeypatch):
     monkeypatch.setattr(mm_gluon, "MIN_ROWS", 0)
     monkeypatch.setattr(mm_gluon, "MIN_FILL", 0)
-    monkeypatch.setattr(w8a8_gluon, "MIN_PRODUCTS", 0)
+    monkeypatch.setattr(mm_gluon, "MIN_PRODUCTS", 0)
     monkeypatch.setattr(w8a8_gluon, "MIN_STEPS", 0)
     small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a program has several tiles
@@ -38,7 +38,7 @@ def interpreted(fn, make, columns, inputs):
     return simulate.interpret(generated, inputs)
 
 
-@pytest.mark.parametrize("columns", sorted(w8a8_gluon.EFFORT))
+@pytest.mark.parametrize("columns", sorted(mm_gluon.EFFORT))
 def test_integers_are_exact_in_every_tile(columns):
     """M, N and K end within a tile; more steps of K than stages."""
     torch.manual_seed(0)
