@@ -3,6 +3,7 @@
 Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
 """
 
+from inductor_quant.kernels.few_bytes import FP8_BLOCK_FEW_GLUON, W8A8_FEW_GLUON
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
 from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
 from inductor_quant.kernels.fp8 import (
@@ -24,6 +25,7 @@ from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ON
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
 KERNELS: tuple[Kernel, ...] = (
+    W8A8_FEW_GLUON,
     W8A8_GLUON,
     W8A8_PERSISTENT,
     W8A8_MM,
@@ -38,6 +40,7 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_GLUON,
     FP8_PERSISTENT,
     FP8_MM,
+    FP8_BLOCK_FEW_GLUON,
     FP8_BLOCK_FEW,
     FP8_BLOCK_GLUON,
     FP8_BLOCK_PERSISTENT,

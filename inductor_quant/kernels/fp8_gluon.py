@@ -31,7 +31,7 @@ BLOCK_EFFORT = {256: 1.0, 192: 1.05, 128: 1.3}
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
     refused = (
         fp8.supports(spec, problem, device)
-        or (_refuse_blocks(spec) if fp8.is_block_scaled(spec) else None)
+        or (refuse_blocks(spec) if fp8.is_block_scaled(spec) else None)
         or mm_gluon.misfit(problem, device)
         or (None if fp8.is_block_scaled(spec) else mm_gluon.is_small(problem))
     )
@@ -40,7 +40,7 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
     return mm_gluon.leaves_idle(configs(spec, problem, device)[0], problem, device)
 
 
-def _refuse_blocks(spec: QuantGemmSpec) -> Rejection | None:
+def refuse_blocks(spec: QuantGemmSpec) -> Rejection | None:
     assert spec.a.scale is not None
     assert spec.b.scale is not None
     block_k, block_n = fp8.blocks(spec)

@@ -44,7 +44,7 @@ def names() -> dict[str, Any]:
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
         "limit_registers": _nothing,
-        "mma_v2": lambda a, b, acc: tl.dot(a, b, acc),
+        "mma_v2": lambda a, b, acc: tl.dot(a, b, acc, out_dtype=acc.dtype),
         "mbarrier": types.SimpleNamespace(
             **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),
             expect=_expect,

@@ -144,7 +144,7 @@ def test_a_tile_with_more_rows_than_m_reads_those_that_exist(m, n, is_masked):
     one element of a 1x1 result is stored by the whole tile, which must hold the same value."""
     case = Case(m, n, 512)
     config = GemmConfig(16, 64, 128, num_warps=4, num_stages=4)
-    generated = generate(gemm(case), lambda d: make_inputs(case, d), config)
+    generated = generate(gemm(case), lambda d: make_inputs(case, d), f"w8a8_mm {config}")
     [source] = generated.kernels.values()
     load = source[source.index("a = tl.load(") : source.index("b = tl.load(")]
     assert ("mask=rm[:, None] < M" in load) == is_masked

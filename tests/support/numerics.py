@@ -57,12 +57,18 @@ def _unaligned(rows: int, cols: int, device: str) -> torch.Tensor:
     return _integers(1, rows * cols + 1, device).flatten()[1:].view(rows, cols)
 
 
+def _padded(rows: int, cols: int, device: str) -> torch.Tensor:
+    """Contiguous along the last axis; the rows begin at multiples of 16 where ``cols`` is one."""
+    return _integers(rows, cols + 16, device)[:, :cols]
+
+
 LAYOUTS: dict[str, Callable[[int, int, str], torch.Tensor]] = {
     "rows": _rows,
     "columns": _columns,
     "sliced": _sliced,
     "every_second": _every_second,
     "unaligned": _unaligned,
+    "padded": _padded,
 }
 
 
