@@ -52,6 +52,8 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
             "an operand is not contiguous along K, its rows do not begin at 16-byte multiples, or "
             f"{SLICE} does not divide K",
         )
+    if problem.m * problem.n == 1:
+        return Rejection(RejectionCode.NO_KERNEL, "Inductor stores one element without a layout")
     if problem.n * problem.k > MAX_WEIGHT:
         return Rejection(RejectionCode.NO_KERNEL, f"N={problem.n}, K={problem.k} are large")
     return None

@@ -48,7 +48,7 @@ def run(fn, *inputs, kernel):
         (Int8(1, 6144, 4096), "8x16x2048_w8"),
         (Int8(8, 4099, 1152, out_dtype=torch.float16), "8x16x2048_w8"),
         (Int8(3, 33, 128, a_scale="tensor", bias=False), "8x16x512_w4"),
-        (Int8(1, 1, 1024), "8x16x1024_w8"),  # one element, stored from every place of the tile
+        (Int8(2, 1, 1024), "8x16x1024_w8"),
         (Int8(5, 14336, 4096, a_layout="padded", b_scale="none"), "8x16x2048_w8"),
         (Int8(2, 1024, 4096), "8x16x4096_w16"),
         (Fp8(1, 2112, 7168, block=BLOCK, a_scales="m"), "8x16x4096_w16"),

@@ -60,6 +60,7 @@ def test_a_step_is_not_twice_as_long_as_k(n, k, config):
         dataclasses.replace(PROBLEM, k=4096 + 64),
         dataclasses.replace(PROBLEM, k=16384),
         dataclasses.replace(PROBLEM, n=57344),
+        dataclasses.replace(PROBLEM, m=1, n=1),
         dataclasses.replace(PROBLEM, has_aligned_rows=False),
     ],
     ids=str,
