@@ -31,7 +31,15 @@ from inductor_quant.kernels.gluon_columns import (
 from inductor_quant.kernels.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.weight_code import Hook, Value, arithmetic
 from inductor_quant.kernels.word_tile import WordTile, reordered
-from inductor_quant.kernels.words import BASES, Dim, Words, bits, unpack_pair
+from inductor_quant.kernels.words import (
+    BASES,
+    TINY,
+    Dim,
+    Words,
+    bits,
+    unpack_pair,
+    unpack_pair_shifted,
+)
 from inductor_quant.weight_format import Field, Step
 
 SLICE = 128  # of K, that a warp takes at once
@@ -117,17 +125,23 @@ class FewRowsGluonCode:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether the bias and the zero point are taken off the numbers as they are unpacked, which
-        is exact for small integers: four instructions a word more. With few rows those that sum up
-        x are fewer; with more rows sums of x take the matrix unit longer, and registers lack."""
+        """Whether the zero point is taken off the numbers as they are unpacked, which is exact for
+        small integers and leaves them ``1 / parts`` as large: no shift for half of them, and no
+        sums of x, which would take the matrix unit, and registers."""
         zero, *others = self.plain.loop_steps or (None,)
-        if self.block_m == G[1] or zero is None or zero.kind != "sub":
+        if zero is None or zero.kind != "sub":
             return False
-        field, base = zero.operand, BASES[self.x_dtype]
+        field = zero.operand
         if not isinstance(field, Field) or not field.width or field.float8 or field.size:
             return False
-        highest = abs(self.words.bias(base)) + abs(field.add) + (1 << field.width)
-        return highest <= 2 * base.value and all(each.kind == "mul" for each in others)
+        highest = abs(self.words.bias()) + abs(field.add) + (1 << field.width)
+        is_exact = highest <= 2 * BASES[self.x_dtype].value
+        return is_exact and all(each.kind == "mul" for each in others)
+
+    @property
+    def parts(self) -> int:
+        """What the sums are to be multiplied by in the end."""
+        return TINY[self.x_dtype].parts if self.is_shifted else 1
 
     @property
     def loads_x_early(self) -> bool:
@@ -279,8 +293,8 @@ class FewRowsGluonCode:
         """``shifts``, what is added to the numbers of a column."""
         zero, *_ = self.plain.loop_steps
         value = out.widen(out.operand(zero), 1, COLUMNS)
-        bias = float(self.words.bias(BASES[self.x_dtype]))
-        code = f"(-({value.code}) - {bias}).to({self.plain.x_type})"
+        code = f"((-({value.code}) - {float(self.words.bias())}) * {1 / self.parts})"
+        code = f"{code}.to({self.plain.x_type})"
         dims, target = (self.w, *OF_COLUMNS), (self.w, *COLUMNS_MMA)
         code = reordered(code, dims, target, f"[{self.warps}, {COLUMNS}]")
         sliced = "gl.SliceLayout(2, gl.SliceLayout(3, UNPACKED))"
@@ -295,10 +309,12 @@ class FewRowsGluonCode:
             f"q = gl.convert_layout({q}, gl.SliceLayout(3, UNPACKED), assert_trivial=True)",
             f"q = gl.broadcast(gl.expand_dims(q, 3), {zeros})[0]",
         ]
-        shifted = self.x_dtype if self.is_shifted else None
-        arguments = ["q", "shifts"] if shifted else ["q"]
+        arguments = ["q", "shifts"] if self.is_shifted else ["q"]
         for j in range(4):  # one after the other: fewer of them are in registers at once
-            assembly = unpack_pair(self.words, BASES[self.x_dtype], j, shifted)
+            if self.is_shifted:
+                assembly = unpack_pair_shifted(self.words, self.x_dtype, j)
+            else:
+                assembly = unpack_pair(self.words, BASES[self.x_dtype], j)
             lines += [
                 *assembly.call(["w"], arguments, self.plain.x_type),
                 f"w = gl.reshape(w, [{self.warps}, {COLUMNS}, {SLICE // 4}])",

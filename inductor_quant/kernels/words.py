@@ -203,25 +203,52 @@ def unpack(words: Words, base: Base) -> Assembly:
     return Assembly(text, ",".join([*outputs, *("r" for _ in inputs)]), pack, words.count)
 
 
-def unpack_pair(
-    words: Words, base: Base, pair: int, shifted: torch.dtype | None = None
-) -> Assembly:
+def unpack_pair(words: Words, base: Base, pair: int) -> Assembly:
     """``base + field`` of the fields ``pair`` and ``pair + 4``, which lie 16 bits apart, of words
-    of 32 bits with eight: two numbers, side by side, of a word that comes twice. ``shifted``: plus
-    the second argument, two numbers of this type."""
+    of 32 bits with eight: two numbers, side by side, of a word that comes twice."""
     exponent, table = _exponent(words, base)
     offset, mask = words.offsets[pair], _twice((1 << words.width) - 1)
-    lines = ["{", ".reg .b32 t, one;"]
-    if offset:
-        lines.append(f"shr.u32 t, $1, {offset};")
-    source, target = "t" if offset else "$1", "t" if shifted else "$0"
-    lines.append(f"lop3.b32 {target}, {source}, {mask:#010x}, {exponent:#010x}, {table};")
-    if shifted:
-        # by way of fma: before sm_90 there is no other arithmetic on bf16
-        lines.append(f"mov.b32 one, {_twice(_ONES[shifted]):#010x};")
-        lines.append(f"fma.rn.{FMA_TYPES[shifted]} $0, t, one, $3;")
-    inputs = "r,r,r" if shifted else "r,r"
-    return Assembly("\n".join([*lines, "}"]), f"=r,{inputs}", 2, 1)
+    lines = [f"shr.u32 t, $1, {offset};"] if offset else []
+    source = "t" if offset else "$1"
+    lines.append(f"lop3.b32 $0, {source}, {mask:#010x}, {exponent:#010x}, {table};")
+    return Assembly("\n".join(["{", ".reg .b32 t;", *lines, "}"]), "=r,r,r", 2, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """A field in bits 0 to 3 or 4 to 7 of 16, and nothing beside it, is a float below the normal
+    ones (bit 7 of a bf16 belongs to its exponent, but counts like those below): times the float
+    ``times``, as bits, of the two places it is ``field / parts``."""
+
+    times: tuple[int, int]
+    parts: int
+
+
+TINY = {
+    torch.bfloat16: Tiny((0x7F00, 0x7D00), 64),
+    torch.float16: Tiny((0x7800, 0x6800), 512),
+}
+
+
+def unpack_pair_shifted(words: Words, dtype: torch.dtype, pair: int) -> Assembly:
+    """As ``unpack_pair``, but ``field / parts + b`` with ``TINY[dtype].parts``, of the word, twice,
+    and b. The product takes the place of a shift: of four pairs two need one, and it is the same.
+
+    On Hopper shifts and ``lop3`` run at half the rate of ``fma``, so they are what to save.
+    """
+    assert words.width == 4
+    offset, place = divmod(words.offsets[pair], 8)
+    place //= 4
+    mask, times = _twice(0xF << 4 * place), _twice(TINY[dtype].times[place])
+    lines = [f"shr.u32 t, $1, {8 * offset};"] if offset else []
+    source = "t" if offset else "$1"
+    if words.signed:
+        turned = _twice(0x8 << 4 * place)
+        lines.append(f"lop3.b32 t, {source}, {mask:#010x}, {turned:#010x}, 0x6a;")
+    else:
+        lines.append(f"and.b32 t, {source}, {mask:#010x};")
+    lines += [f"mov.b32 times, {times:#010x};", f"fma.rn.{FMA_TYPES[dtype]} $0, t, times, $3;"]
+    return Assembly("\n".join(["{", ".reg .b32 t, times;", *lines, "}"]), "=r,r,r,r", 2, 1)
 
 
 def scale_and_shift(dtype: torch.dtype) -> Assembly:
