@@ -102,7 +102,8 @@ def is_legal(
 
 
 # By rule from sweeps on an H200 (words of GPTQ, N x K of Llama-3-8B). Programs for 32 columns; all
-# at once, with 16 warps an SM in all, if there are no more than these for an SM.
+# at once, with 16 warps an SM in all, if there are no more than these for an SM, or for 16 rows
+# twice these: what they have of x in the cache at a time is then the same.
 MAX_PROGRAMS = 4
 # With up to 8 rows and as many columns a program keeps its x, a part of K of so many rows, and has
 # one tile after the other; so it is where parts of K are wanted for what is fused behind them.
@@ -144,7 +145,11 @@ def _in_steps(
         warps //= 2
     while warps > 1 and SLICE * warps > problem.k:
         warps //= 2
-    for each in (warps, max(1, warps // 2)):
+    candidates = [warps, max(1, warps // 2)]
+    at_once = [tiles * each <= device.num_sms * MAX_WARPS for each in candidates]
+    if block_m == MAX_M and at_once == [False, True]:
+        candidates.reverse()
+    for each in candidates:
         split = split_k.parts_of_k(
             problem,
             SLICE * each,

@@ -8,8 +8,9 @@ weight passes through shared memory. Of a word two fields that lie 16 bits apart
 A step's words are asked for when those before them have been used, 2 KB a warp. More on their way,
 by copies to shared memory (``cp.async``) in 3 to 8 stages, was slower on an H200 at every size.
 
-As in few_rows_code all steps within a group of rows are applied to the sum over the group, with
-what unpacking leaves: ``(sum x*u - (bias + z) * sum x) * s``. The sum of x comes from the matrix
+A zero point that is a small integer is taken off as numbers are unpacked. All other steps within a
+group of rows are applied to the sum over the group, as in few_rows_code, with what unpacking leaves
+where there is none such: ``(sum x*u - (bias + z) * sum x) * s``. The sum of x comes from the matrix
 instruction too, which multiplies it by ones.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import few_rows_gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.group import together
+from inductor_quant.kernels.words import TINY, Words, unpack_pair_shifted
+from inductor_quant.simulate import _ptx
 from tests.support import formats
 from tests.support.generated import device
 from tests.support.weight_only import Case, described, generate_case
@@ -103,6 +106,30 @@ def test_what_is_not_legal(config):
 def test_how_many_programs_share_the_tiles(config, count):
     _, problem = described(Case("gptq", 1, 28672, 4096))
     assert few_rows_gluon.programs(problem, config, device(90)) == count
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_shifted_nibbles_are_exact(dtype, signed):
+    """Every field in every place, with every zero point of four bits and GPTQ's one more."""
+    words = Words("k", 32, few_rows_gluon.OFFSETS, 4, signed, 0, ())
+    fields, zeros = torch.meshgrid(torch.arange(16), torch.arange(17), indexing="ij")
+    fields, zeros = fields.flatten(), zeros.flatten()
+    parts, bias = TINY[dtype].parts, words.bias()
+    shifts = (-(zeros + bias).double() / parts).to(dtype)
+    assert torch.equal(shifts.double() * parts, -(zeros + bias).double())
+    expected = (fields ^ 8) - 8 - zeros if signed else fields - zeros
+    for pair in range(4):
+        # the other fields of a word, and the second of the pair, have other bits
+        low, high = (fields << 4 * at for at in (pair, pair + 4))
+        for word, place in ((low, 0), (high, 1)):
+            word = word | (0xA5C3_965A & ~(0xF << 4 * (pair + 4 * place)))
+            word = word.to(torch.uint32).numpy().repeat(2)
+            twice = shifts.view(torch.uint16).numpy().repeat(2)
+            assembly = unpack_pair_shifted(words, dtype, pair)
+            [found] = _ptx.run(assembly.text, [word, twice], [np.uint16], assembly.pack)
+            found = torch.from_numpy(found.reshape(-1, 2)[:, place].copy()).view(dtype)
+            assert torch.equal(found.double() * parts, expected.double())
 
 
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
