@@ -103,7 +103,7 @@ def is_legal(
 
 # By rule from sweeps on an H200 (words of GPTQ, N x K of Llama-3-8B). Programs for 32 columns; all
 # at once, with 16 warps an SM in all, if there are no more than these for an SM, or for 16 rows
-# twice these: what they have of x in the cache at a time is then the same.
+# twice these (16x28672x4096: 25.9 us, with 4 warps a program 26.7).
 MAX_PROGRAMS = 4
 # With up to 8 rows and as many columns a program keeps its x, a part of K of so many rows, and has
 # one tile after the other; so it is where parts of K are wanted for what is fused behind them.
