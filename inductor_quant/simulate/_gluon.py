@@ -52,7 +52,7 @@ def names() -> dict[str, Any]:
         ),
         "tma": types.SimpleNamespace(make_tensor_descriptor=_Tiles),
         "tma_load": _load_tile,
-        "tile_exp": tl.exp,
+        "tile_exp": lambda value: tl.exp(value),  # as the interpreter has it by then
         "tile_over": lambda value, divisor: value / divisor,
         "tile_round": lambda value, dtype: value.to(dtype),
         "tile_load": lambda layout, *args, **how: tl.load(*args, **how),
@@ -149,9 +149,9 @@ def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
     barrier.waited += 1
 
 
-def _multiply(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+def _multiply(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     first = a if isinstance(a, tl.tensor) else a.load(None)
-    return tl.dot(first, b, acc, out_dtype=acc.dtype)
+    return tl.dot(first, b, acc if _integer(use_acc) else None, out_dtype=acc.dtype)
 
 
 def _copy(buffer: _Buffer, pointer: Any, mask: Any = None) -> None:
@@ -180,7 +180,8 @@ def _load_tile(
     rows, columns = rows[:, None], columns[None, :]
     pointer = tiles.base + rows.to(tl.int64) * tiles.strides[0] + columns * tiles.strides[1]
     is_there = (rows < tiles.shape[0]) & (columns < tiles.shape[1])
-    buffer.receive(tl.load(pointer, mask=is_there, other=0), barrier)
+    zero = 0.0 if pointer.dtype.element_ty.is_floating() else 0
+    buffer.receive(tl.load(pointer, mask=is_there, other=zero), barrier)
 
 
 def _run_partitions(partitions: Sequence[Any], warps: Any, registers: Any) -> None:

@@ -1,7 +1,8 @@
 """Inline PTX of the kind that our kernels have, run on numpy arrays.
 
 A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``xor``,
-``lop3``, ``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, and rounding to a signed byte. As in
+``lop3``, ``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, arithmetic on fp32, and rounding to a
+signed byte. Every lane is number 0. As in
 ``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time, narrow ones side by side
 in a register; which elements come together is not said, so here they are neighbours.
 """
@@ -66,6 +67,8 @@ def _pack(bits: Array) -> Array:
 def _operand(registers: Registers, text: str) -> Array:
     if text in registers:
         return registers[text]
+    if text == "%laneid":
+        return np.zeros((), np.uint32)
     return np.asarray(int(text, 0) & 0xFFFFFFFF, dtype=np.uint32)
 
 
@@ -124,19 +127,34 @@ def _fma(
     return narrow(x * y + z).view(np.uint32)
 
 
+def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
+    """``compute`` in fp64, rounded once more: exact for a product or a sum of two numbers."""
+
+    def run(*terms: Array) -> Array:
+        wide = (np.ascontiguousarray(term).view(np.float32).astype(np.float64) for term in terms)
+        with np.errstate(all="ignore"):
+            return compute(*wide).astype(np.float32).view(np.uint32)
+
+    return run
+
+
 def _round_to_s8(x: Array) -> Array:
     rounded = np.clip(np.rint(x.view(np.float32)), -128, 127)
     return np.nan_to_num(rounded, nan=0.0).astype(np.int32).view(np.uint32)
 
 
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
+    "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
     "cvt.rni.sat.s8.f32": _round_to_s8,
     "fma.rn.bf16x2": _fma_bf16x2,
     "fma.rn.f16x2": _fma_f16x2,
+    "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
     "lop3.b32": _lop3,
     "mov.b32": np.positive,
+    "mov.u32": np.positive,
     "mul.lo.u32": np.multiply,
+    "mul.rn.f32": _fp32(np.multiply),
     "prmt.b32": _prmt,
     "shr.u32": np.right_shift,
     "xor.b32": np.bitwise_xor,

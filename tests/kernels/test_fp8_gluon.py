@@ -1,8 +1,5 @@
 """The Gluon kernel of ``fp8`` and ``fp8_block``: when it applies, what ptxas makes of it, and its
-epilogue.
-
-Triton's interpreter does not know Gluon: its numerics are tested on a GPU (tests/gpu), and those of
-the persistent kernels, which compute the same in plain Triton, in the interpreter.
+epilogue. Its numerics: test_fp8_gluon_interpreted.py, and tests/gpu.
 """
 
 from __future__ import annotations
