@@ -83,6 +83,7 @@ def constants(
         found = fp8.constants(spec, problem, config, device)
     found |= {name: str(each) for name, each in layouts(config).items()}
     return found | {
+        "K_SIZE": problem.k,
         "WARPS": config.num_warps,
         "SLICES": slices(config),
         "UNROLLED": unrolled(problem, config),

@@ -167,7 +167,9 @@ def _best_kernel(
     handicaps = [1.0] + [report.HANDICAP] * (len(choices) - 1)
     for choice, handicap in zip(choices, handicaps, strict=True):
         time_in_graph(choice, handicap)
-    result, found = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
+    # Times are kept under this name: with the handicaps that they have.
+    name = f"inductor_quant_{family} {offered[0]}"
+    result, found = compat.select(name, choices, inputs, layout)
     times_us = tuple(
         None if ms is None else 1000 * ms / handicap
         for ms, handicap in zip(found, handicaps, strict=True)
