@@ -27,12 +27,13 @@ ARCH = 90  # the one that it was measured on
 # spill in FP8, which is multiplied as fp16.
 STEPS = ((16, 2), (8, 2), (8, 1), (4, 1))
 MAX_REGISTERS = 128  # of a thread, so that 16 warps run at once
-# In bytes. H200, 1 and 8 rows, time in that of w8a8_mm or fp8_block_few, N x K: 1024x4096 0.53 and
-# 0.60, 4096x1024 0.70 and 0.74, 4096x4096 0.80 and 0.78, 6144x4096 0.92 and 0.97, 4096x11008 0.83
-# and 0.84, 14336x4096 0.93, 4096x14336 0.95, 8192x8192 0.99 and 0.96; FP8 576x7168 0.80 and 0.82,
-# 2112x7168 0.83, 32768x512 0.86, 7168x2048 0.88 and 0.89, 4096x7168 0.90, 24576x1536 0.96 and 0.97,
-# 4096x4096 0.76 and 0.80. A larger weight takes its time anyhow: 28672x4096 1.00 and 0.99, FP8
-# 7168x16384 1.00 and 0.98, 57344x8192 1.03 and 1.01, 8192x28672 1.05.
+# In bytes. By trials on an H200 (no command here prints them), 1 and 8 rows, time in that of
+# w8a8_mm or fp8_block_few, N x K: 1024x4096 0.53 and 0.60, 4096x1024 0.70 and 0.74, 4096x4096
+# 0.80 and 0.78, 6144x4096 0.92 and 0.97, 4096x11008 0.83 and 0.84, 14336x4096 0.93, 4096x14336
+# 0.95, 8192x8192 0.99 and 0.96; FP8 576x7168 0.80 and 0.82, 2112x7168 0.83, 32768x512 0.86,
+# 7168x2048 0.88 and 0.89, 4096x7168 0.90, 24576x1536 0.96 and 0.97, 4096x4096 0.76 and 0.80. A
+# larger weight takes its time anyhow: 28672x4096 1.00 and 0.99, FP8 7168x16384 1.00 and 0.98,
+# 57344x8192 1.03 and 1.01, 8192x28672 1.05.
 MAX_WEIGHT = 2**26
 MAX_UNROLLED = 4
 
@@ -98,8 +99,8 @@ def slices(config: GemmConfig) -> int:
 
 def unrolled(problem: Problem, config: GemmConfig) -> int:
     """How many steps are written one after the other: all, if they are few and only the last one
-    has a mask (FP8 4096x7168 10.1 us instead of 10.4, 8 rows 10.4 and 10.9); where none has one
-    that is slower (6144x4096 9.2 us, not 8.5)."""
+    has a mask (by trials, FP8 4096x7168 10.1 us instead of 10.4, 8 rows 10.4 and 10.9); where none
+    has one that is slower (6144x4096 9.2 us, not 8.5)."""
     steps = math.ceil(problem.k / config.block_k)
     return 1 if problem.is_even_k(config) or steps > MAX_UNROLLED else steps
 

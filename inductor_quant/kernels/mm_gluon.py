@@ -24,7 +24,8 @@ MIN_FILL = 0.6  # of the chip, in the rounds of tiles that the best configuratio
 STAGES = {64: 8, 96: 7, 128: 6, 192: 5, 256: 4}
 
 # Multiply-adds. Smaller products are over before it pays that loads are described to the
-# accelerator: 256x4096x4096 int8 takes 12.1 us, by w8a8_mm 11.3; 256x6144x4096 15.5 and 15.7.
+# accelerator: by trials, 256x4096x4096 int8 takes 12.1 us, by w8a8_mm 11.3; 256x6144x4096 15.5 and
+# 15.7.
 MIN_PRODUCTS = 6 * 10**9
 
 # Time of an element of a tile that is computed, in those of the widest's, by the tile's columns.
@@ -37,7 +38,7 @@ def tile(columns: int, group_m: int) -> GemmConfig:
 
 # Where scales come behind the sums over all of K. The widest first: of several that take the same
 # time by ``EFFORT`` it was the fastest. H200, 256 to 4096 rows of the four layers of Llama-3-8B,
-# int8 and FP8, each tile timed.
+# int8 and FP8, each tile timed (trials: no command here prints them).
 CONFIGS = (
     *(tile(columns, group_m=8) for columns in (256, 192, 128, 96, 64)),
     *(tile(columns, group_m=16) for columns in (256, 128)),

@@ -10,7 +10,8 @@ from inductor_quant.kernels.config import Device, GemmConfig, Problem
 from inductor_quant.spec import QuantGemmSpec
 
 # Of K. With fewer, stores weigh, which two programs of w8a8_persistent on a multiprocessor overlap
-# with each other's products: 65536 rows of SAM's ViT-H, K = 1280, take 1.04 to 1.06 of its time.
+# with each other's products: by trials, 65536 rows of SAM's ViT-H, K = 1280, take 1.04 to 1.06 of
+# its time.
 MIN_STEPS = 32
 
 

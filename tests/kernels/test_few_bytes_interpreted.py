@@ -41,8 +41,12 @@ def run(fn, make, inputs, kernel):
 def test_integers_are_close_to_fp64(case, config):
     torch.manual_seed(0)
     inputs = numerics.make_inputs(case, "cpu")
-    make = lambda device: numerics.make_inputs(case, device)  # noqa: E731
-    got = run(numerics.gemm(case), make, inputs, f"w8a8_few_gluon {config}")
+    got = run(
+        numerics.gemm(case),
+        lambda device: numerics.make_inputs(case, device),
+        inputs,
+        f"w8a8_few_gluon {config}",
+    )
     assert_close(got, numerics.reference(inputs))
 
 
