@@ -91,12 +91,15 @@ def test_every_combination_parses_and_uses_what_it_declares(alpha):
             continue
         number = 3 if zeros["HAS_B_SUM"] or zeros["SUM_B"] else 0
         constants = {**flags, **zeros, **NO_GROUPS, "ALPHA": alpha, "A_ZERO": number}
+        constants["LOADS_EARLY"] = is_early = flags["EVEN_K"]
         text, declared = render(kernel.source(), **constants)
         names = names_in(text)
         assert set(declared) <= names
         assert ("ALPHA" in names) == (alpha != 1.0)
         assert ("BIAS" in declared) == flags["HAS_BIAS"]
         assert ("B_SUM" in declared) == zeros["HAS_B_SUM"]
+        if kernel is W8A8_MM and flags["HAS_BIAS"]:
+            assert is_early == (text.index("load(BIAS") < text.index("tl.dot("))
 
 
 @pytest.mark.parametrize("name", FORMATS)
