@@ -6,6 +6,7 @@ Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``
 from inductor_quant.kernels.few_bytes import FP8_BLOCK_FEW_GLUON, W8A8_FEW_GLUON
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
 from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
+from inductor_quant.kernels.few_rows_wgmma import WEIGHT_ONLY_FEW_ROWS_WGMMA
 from inductor_quant.kernels.fp8 import (
     FP8_BLOCK_MM,
     FP8_BLOCK_PERSISTENT,
@@ -31,6 +32,7 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_MM,
     WEIGHT_ONLY_WORDS_TMA,
     WEIGHT_ONLY_WORDS_GLUON,
+    WEIGHT_ONLY_FEW_ROWS_WGMMA,
     WEIGHT_ONLY_FEW_ROWS_GLUON,
     WEIGHT_ONLY_FEW_ROWS,
     WEIGHT_ONLY_WORDS,

@@ -130,14 +130,11 @@ class FewRowsGluonCode:
         small integers and leaves them ``1 / parts`` as large: no shift for half of them, and no
         sums of x, which would take the matrix unit, and registers."""
         zero, *others = self.plain.loop_steps or (None,)
-        if zero is None or zero.kind != "sub":
-            return False
-        field = zero.operand
-        if not isinstance(field, Field) or not field.width or field.float8 or field.size:
-            return False
-        highest = abs(self.words.bias()) + abs(field.add) + (1 << field.width)
-        is_exact = highest <= 2 * BASES[self.x_dtype].value
-        return is_exact and all(each.kind == "mul" for each in others)
+        return (
+            zero is not None
+            and is_taken_off(zero, self.words, self.x_dtype)
+            and all(each.kind == "mul" for each in others)
+        )
 
     @property
     def parts(self) -> int:
@@ -368,3 +365,14 @@ class FewRowsGluonCode:
     def _statements(self, kind: type, i: int, c: int, stride: Hook, size: Hook, **more: Any) -> Any:
         tag = f"{kind.__name__[0].lower()}{self._slot(i, c)}_"
         return kind(self.plain, stride, size, tag=tag, position="k", **more)
+
+
+def is_taken_off(step: Step, words: Words, x_dtype: torch.dtype) -> bool:
+    """Whether ``step`` subtracts small integers, which ``unpack_pair_shifted`` does exactly."""
+    field = step.operand
+    if step.kind != "sub" or not isinstance(field, Field):
+        return False
+    if not field.width or field.float8 or field.size:
+        return False
+    highest = abs(words.bias()) + abs(field.add) + (1 << field.width)
+    return highest <= 2 * BASES[x_dtype].value

@@ -70,7 +70,7 @@ class ColumnStatements(Statements):
             is_same = self.code.rows > 1 and count % (divisor * radix) == 0
             position = "0" if is_same else f"pid_n * {count}"
         if count > 1:
-            layout = f"gl.SliceLayout({'nk'.index(axis)}, {columns_layout(self._columns)})"
+            layout = f"gl.SliceLayout({'nk'.index(axis)}, {self.laid_out(self._columns)})"
             apart = f" * {self.code.rows_apart}" if axis == "k" else ""
             position = f"{position} + gl.arange(0, {count}, {layout}){apart}"
             if axis == "k" and not self.code.is_even:
@@ -79,6 +79,10 @@ class ColumnStatements(Statements):
         if divisor > 1:
             position = f"({position} // {divisor})"
         return self.assign("d", position if first == 0 else f"{position} % {radix}")
+
+    def laid_out(self, columns: int) -> str:
+        """The name of the layout in which positions of [1, columns] are made."""
+        return columns_layout(columns)
 
     def table(self, table: Sequence[int], digit: str) -> str:
         low, bits = min(table), max(1, (max(table) - min(table)).bit_length())
@@ -120,6 +124,20 @@ class Loads(ColumnStatements):
         return [f"{kept(slot, number)} = {word}" for number, word in enumerate(self.words)]
 
 
+class Copies(ColumnStatements):
+    """What the operands are made of is copied to shared memory, in layouts of its own
+    (``copied_layout``)."""
+
+    def laid_out(self, columns: int) -> str:
+        return copied_layout(columns)
+
+    def copy(self, field: Field, buffer: str, mask: str = "") -> None:
+        """Copy what the tile has of ``field`` to ``buffer``, where ``mask`` says so."""
+        pointer, _, _ = self.pointer(field)
+        how = f", mask={mask}" if mask else ""
+        self.lines.append(f"copy_async({buffer}, {pointer}{how})")
+
+
 class Uses(ColumnStatements):
     """Operands are made of what ``Loads`` has read into ``slot``, in the same order."""
 
@@ -153,6 +171,11 @@ def _is_small_table(table: Sequence[int]) -> bool:
 def columns_layout(count: int) -> str:
     """The name of the layout of [1, count] values for the tile's columns."""
     return f"COLUMNS_{count}"
+
+
+def copied_layout(count: int) -> str:
+    """The name of the layout in which [1, count] values are copied to shared memory."""
+    return f"COPIED_{count}"
 
 
 def kept(slot: int, number: int) -> str:

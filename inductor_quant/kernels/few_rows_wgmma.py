@@ -1,0 +1,132 @@
+"""The kernel of the ``weight_only`` family for few rows of x and many columns, for wgmma.
+
+Where warps share out K (few_rows_gluon) every 32 columns read x again, which for 16 rows is twice
+what their words take. Here 64 columns do, from shared memory, and the matrix unit reads it itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inductor_quant.decisions import Rejection, RejectionCode
+from inductor_quant.kernels import few_rows, few_rows_gluon, group, split_k
+from inductor_quant.kernels.config import (
+    INTERPRETER_ARCH,
+    Device,
+    GemmConfig,
+    Problem,
+    legal,
+    refuse_split,
+)
+from inductor_quant.kernels.few_rows_gluon_code import SLICE
+from inductor_quant.kernels.few_rows_wgmma_code import (
+    WARPGROUP,
+    FewRowsWgmmaCode,
+    are_neighbours,
+    fields_of,
+    supports_steps,
+)
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.word_tile import contiguous_axis
+from inductor_quant.spec import QuantGemmSpec
+
+ARCHS = (INTERPRETER_ARCH, 90)  # wgmma is Hopper's alone
+# With 8 rows and fewer those of x are as little as the words of 32 columns: nothing is won.
+MIN_M = 9
+BLOCK_M = few_rows_gluon.MAX_M
+WARPS = (4, 8, 16)
+# Of the tiles of 128 columns there must be enough for two on each multiprocessor.
+WIDE_N = 16384
+# By rule from trials on an H200 (words of GPTQ, 16x28672x4096): (columns, k, warps, stages), best
+# guess first.
+_BLOCKS = ((128, 256, 8, 2), (256, 256, 16, 2), (128, 128, 8, 4), (64, 256, 4, 2))
+
+
+def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    general = few_rows_gluon.supports(spec, problem, device)
+    if general is not None:
+        return general
+    if device.arch not in ARCHS:
+        return Rejection(RejectionCode.NO_KERNEL, f"written for sm_90, this is {device}")
+    if problem.m < MIN_M:
+        return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows, not {MIN_M} or more")
+    if not problem.has_aligned_rows:
+        return Rejection(
+            RejectionCode.NO_KERNEL,
+            "x is not contiguous along K, or its rows do not begin at multiples of 16 bytes",
+        )
+    for member in problem.members or (problem,):
+        weight, words = few_rows.weight_of(member)
+        loop_steps, _ = split_k.steps_of(spec, weight)
+        if contiguous_axis(weight, words) != "n":
+            return Rejection(RejectionCode.NO_KERNEL, "words are not neighbours along N")
+        if not supports_steps(loop_steps, words, spec.a.dtype):
+            return Rejection(
+                RejectionCode.NO_KERNEL, "not a small integer as zero point, if any, and scales"
+            )
+        narrowest = WARPS[0] * 16
+        if not all(are_neighbours(each, weight, narrowest) for each in fields_of(loop_steps)):
+            return Rejection(
+                RejectionCode.NO_KERNEL, "scales or zero points are not neighbours along N"
+            )
+    return None
+
+
+def constants(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> dict[str, Any]:
+    found = split_k.constants_of(code_of(spec, problem, config), spec, config)
+    return found | group.constants(problem, config, shared=("X",))
+
+
+def code_of(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> FewRowsWgmmaCode:
+    weight, words = few_rows.weight_of(problem)
+    loop_steps, _ = split_k.steps_of(spec, weight)
+    return FewRowsWgmmaCode(weight, words, config, x_dtype=spec.a.dtype, loop_steps=loop_steps)
+
+
+def is_legal(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+) -> Rejection | None:
+    weight, _ = few_rows.weight_of(problem)
+    refused = refuse_split(config) or few_rows.misfit(problem, config)
+    if refused is not None:
+        return refused
+    if problem.n % config.block_n or problem.k % (config.num_stages * config.block_k):
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} does not divide N={problem.n}, K={problem.k}"
+        )
+    if split_k.group_of(spec, weight) % SLICE:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"scales change within {SLICE} rows")
+    is_tile = config.block_m == BLOCK_M and config.block_k % SLICE == 0
+    is_tile = is_tile and config.num_warps in WARPS
+    if not is_tile or config.block_n != 16 * config.num_warps:
+        return Rejection(
+            RejectionCode.BLOCK_SHAPE, f"{config} is not 64 columns a warpgroup of {WARPGROUP}"
+        )
+    # x is in order in two buffers, and so that they alternate, by stages.
+    if config.num_stages % 2:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} has an odd number of stages")
+    shared = code_of(spec, problem, config).shared_bytes()
+    return legal(config, device, element_bytes=2, shared_bytes=shared)
+
+
+def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+    """Legal configurations, best guess first."""
+    if problem.n < WIDE_N or group.is_no_gain(problem) is not None:
+        return []
+    listed = [GemmConfig(BLOCK_M, *block) for block in _BLOCKS]
+    return [each for each in listed if is_legal(spec, problem, each, device) is None]
+
+
+WEIGHT_ONLY_FEW_ROWS_WGMMA = Kernel(
+    name="weight_only_few_rows_wgmma",
+    family="weight_only",
+    grid=split_k.grid,
+    supports=supports,
+    constants=constants,
+    configs=configs,
+    legal=is_legal,
+    is_gluon=True,
+    is_grouped=True,
+)

@@ -1,0 +1,137 @@
+"""The wgmma kernel for few rows: what it takes, what is legal, what ptxas makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.decisions import RejectionCode
+from inductor_quant.kernels import few_rows_wgmma
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.group import together
+from tests.support import formats
+from tests.support.generated import device
+from tests.support.weight_only import Case, described, generate_case
+
+bf16, f16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+def problem_of(case):
+    """(spec, problem) as the lowering says it of rows that are aligned."""
+    spec, problem = described(case)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True)
+
+
+def without_zero_points(problem, operand=None):
+    """The same weight with a number taken off instead, or nothing."""
+    weight = problem.weight
+    zero, *others = weight.format.steps
+    first = () if operand is None else (dataclasses.replace(zero, operand=operand),)
+    format = dataclasses.replace(weight.format, steps=(*first, *others))
+    return dataclasses.replace(problem, weight=dataclasses.replace(weight, format=format))
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        (Case("gptq", 16, 28672, 4096), 80),
+        (Case("gptq", 16, 28672, 4096), 100),
+        (Case("gptq", 8, 28672, 4096), 90),
+        (Case("gptq", 17, 28672, 4096), 90),
+        (Case("awq", 16, 28672, 4096), 90),  # words along N
+        (Case("int4_words", 16, 28672, 4096), 90),  # scales of whole columns
+    ],
+    ids=str,
+)
+def test_what_is_for_the_other_kernels(case, arch):
+    rejection = few_rows_wgmma.supports(*problem_of(case), device(arch))
+    assert rejection is not None
+    assert rejection.code == RejectionCode.NO_KERNEL
+
+
+def test_what_it_asks_of_operands():
+    spec, problem = problem_of(Case("gptq", 16, 28672, 4096))
+    assert few_rows_wgmma.supports(spec, problem, device(90)) is None
+    symmetric = without_zero_points(problem)
+    assert few_rows_wgmma.supports(spec, symmetric, device(90)) is None
+    scales = len(problem.weight.tensors) - 1
+    across = dataclasses.replace(problem.weight.tensors[scales], stride=(1, 32))
+    tensors = (*problem.weight.tensors[:scales], across)
+    refused = {
+        "aligned": dataclasses.replace(problem, has_aligned_rows=False),
+        "zero point": without_zero_points(problem, 1.5),
+        "along N": dataclasses.replace(
+            problem, weight=dataclasses.replace(problem.weight, tensors=tensors)
+        ),
+    }
+    refused["multiples of 16"] = refused.pop("aligned")
+    for reason, other in refused.items():
+        rejection = few_rows_wgmma.supports(spec, other, device(90))
+        assert rejection is not None
+        assert reason in rejection.detail
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "is_for_it"),
+    [(28672, 4096, True), (16384, 2560, True), (14336, 4096, False), (28672, 1152, False)],
+)
+def test_configurations_are_legal_and_for_many_columns(n, k, is_for_it):
+    spec, problem = problem_of(Case("gptq", 16, n, k))
+    found = few_rows_wgmma.configs(spec, problem, device(90))
+    assert bool(found) == is_for_it
+    for config in found:
+        assert few_rows_wgmma.is_legal(spec, problem, config, device(90)) is None
+
+
+def test_gemms_in_one_launch():
+    """Not where what is fused behind each would be a kernel of its own: that wants parts of K."""
+    spec, _ = problem_of(Case("gptq", 16, 1024, 4096))
+    members = [problem_of(Case("gptq", 16, 14336, 4096))[1] for _ in range(2)]
+    for lost, is_for_it in ((0, True), (2, False)):
+        problem = together(members, lost_fusions=lost)
+        assert few_rows_wgmma.supports(spec, problem, device(90)) is None
+        assert bool(few_rows_wgmma.configs(spec, problem, device(90))) == is_for_it
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(32, 128, 256, 8, 2),  # more rows than the kernel has
+        GemmConfig(16, 64, 256, 8, 2),  # half a tile of wgmma for each warpgroup
+        GemmConfig(16, 128, 64, 8, 2),  # less than a slice
+        GemmConfig(16, 128, 128, 8, 3),  # the buffers of x do not alternate
+        GemmConfig(16, 128, 256, 8, 8),  # more stages than there are steps
+        GemmConfig(16, 128, 256, 8, 2, split_k=2),
+    ],
+    ids=str,
+)
+def test_what_is_not_legal(config):
+    spec, problem = problem_of(Case("gptq", 9, 1024, 1024))
+    assert few_rows_wgmma.is_legal(spec, problem, config, device(90)) is not None
+
+
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_everything_is_copied_ahead(dtype):
+    case = Case("gptq", 16, 28672, 4096, dtype)
+    config, *_ = few_rows_wgmma.configs(*problem_of(case), device(90))
+    generated = generate_case(case, f"weight_only_few_rows_wgmma {config}")
+    [(name, source)] = [item for item in generated.kernels.items() if "copy_async" in item[1]]
+    kernel = simulate.compile_kernel(name, source)
+    assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
+    assert not kernel.is_serialized
+    assert "m64n16k16" in "".join(kernel.matrix_instructions())
+    assert "ld.global" not in kernel.ptx
