@@ -134,7 +134,9 @@ SPACES: dict[str, Space] = {
         split_k=(1, 2, 4, 7),
         is_sensible=has_registers_for_words,
     ),
-    "weight_only_few_rows_wgmma": Space((16,), (64, 128, 256), (128, 256, 512), (4, 8, 16), (2, 4)),
+    "weight_only_few_rows_wgmma": Space(
+        (16, 32), (64, 128, 256), (128, 256, 512), (4, 8, 16), (2, 4)
+    ),
     "weight_only_words": Space(
         (32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4), split_k=_PARTS
     ),

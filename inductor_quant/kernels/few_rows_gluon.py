@@ -32,6 +32,11 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return Rejection(RejectionCode.NO_KERNEL, f"not seen to run on {device}")
     if problem.m > MAX_M or not problem.m_is_static:
         return Rejection(RejectionCode.NO_KERNEL, f"{problem.m} rows, or any number, not {MAX_M}")
+    return supports_weight(spec, problem)
+
+
+def supports_weight(spec: QuantGemmSpec, problem: Problem) -> Rejection | None:
+    """Whether lanes can take whole words, and what is made of them is the same for a slice."""
     weight, words = few_rows.weight_of(problem)
     if words.axis != "k" or words.width != 4 or words.offsets != OFFSETS:
         return Rejection(RejectionCode.NO_KERNEL, "not eight numbers of 4 bits a word along K")

@@ -63,7 +63,9 @@ INTEGERS = {
 class FewRowsWgmmaCode:
     """The code of one weight in one configuration: what the template's constant ``WEIGHT`` is.
 
-    A tile is BLOCK_N columns, 16 for each warp; a step ``slices`` of 128 of K.
+    A tile is BLOCK_N columns, 16 for each warp; a step ``slices`` of 128 of K. ``has_all_rows``: x
+    has BLOCK_M rows; else those behind the last one are not read. (Read again, the last one takes
+    longer than rows of their own: at 9 rows 26.0 us, at 16 of them 23.3.)
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class FewRowsWgmmaCode:
         *,
         x_dtype: torch.dtype,
         loop_steps: tuple[Step, ...],
+        has_all_rows: bool,
     ) -> None:
+        self.has_all_rows = has_all_rows
         self.words, self.x_dtype = words, x_dtype
         self.warps, self.block_m, self.block_n = config.num_warps, config.block_m, config.block_n
         self.slices, self.stages = config.block_k // SLICE, config.num_stages
@@ -202,17 +206,15 @@ class FewRowsWgmmaCode:
     # what is copied
 
     def offsets(self, stride: Hook, stride_m: str, stride_k: str) -> str:
-        """Statements before the loop: where the words of a slice and x lie. Rows of x behind the
-        last one are it: what comes of them is not stored."""
+        """Statements before the loop: where the words of a slice and x lie."""
         rows = positions("WORDS_COPIED", 2, 0, WORDS)
         columns = positions("WORDS_COPIED", 2, 1, self.block_n)
-        x_rows = f"gl.minimum({positions('X_COPIED', 2, 0, self.block_m)}, M - 1)"
         return "\n".join(
             [
                 *self.tile.steps(stride),
                 f"words = {self.tile.corner(stride)} + ({rows}).to(INDEX_DTYPE) * word_k"
                 f" + ({columns}).to(INDEX_DTYPE) * word_n",
-                f"x_rows = {x_rows}",
+                f"x_rows = {positions('X_COPIED', 2, 0, self.block_m)}",
                 f"x_columns = {positions('X_COPIED', 2, 1, SLICE)}",
                 f"x_at = X + x_rows.to(INDEX_DTYPE) * {stride_m}"
                 f" + x_columns.to(INDEX_DTYPE) * {stride_k}",
@@ -230,7 +232,9 @@ class FewRowsWgmmaCode:
         return gluon(out.lines)
 
     def copy_x(self, stage: int, i: int, stride_k: str, mask: str = "") -> str:
-        how = f", mask={mask}" if mask else ""
+        masks = [mask] if mask else []
+        masks += [] if self.has_all_rows else ["(x_rows < M)"]
+        how = f", mask={' & '.join(masks)}" if masks else ""
         return f"copy_async(raw{stage}_{i}, x_at + k.to(INDEX_DTYPE) * {stride_k}{how})"
 
     # what is made of it
@@ -248,8 +252,7 @@ class FewRowsWgmmaCode:
         )
 
     def products(self, turn: int, stage: int, i: int, stride: Hook, size: Hook) -> str:
-        """Statements that add the scaled sums of slice i to ``acc``, but for those of the last
-        slice: while one is multiplied the next is unpacked."""
+        """Statements that add the scaled sums of slice i to ``acc``."""
         out = Uses(self.plain, stride, size, tag=f"u{stage}_{i}_", position="k", slot=0)
         for number, field in enumerate(self.fields):
             columns = columns_layout(self._columns(field))
@@ -272,24 +275,13 @@ class FewRowsWgmmaCode:
             target = (*self.order_mma, R1, R0, K0, T, PAIR)
             w = reordered("gl.join(w0, w1)", dims, target, f"[BLOCK_N, {SLICE // 2}]")
             x = f"x{turn}_{i}.slice({half * self.block_m}, {self.block_m}).permute((1, 0))"
-            before = f"sums{i}" if half else "no_sums"
+            before = "sums" if half else "no_sums"
             lines += [
                 f"w = gl.convert_layout({w}, W_MMA, assert_trivial=True)",
-                f"sums{i} = warpgroup_mma(w, {x}, {before}, use_acc={bool(half)}, is_async=True)",
+                f"sums = warpgroup_mma(w, {x}, {before}, use_acc={bool(half)}, is_async=True)",
             ]
-            if i and not half:
-                lines += self._added(i - 1, outstanding=1)
-        lines += self._scales(out, i, scales)
-        return gluon([*out.lines, *shifts, *lines])
-
-    def last_added(self) -> str:
-        return gluon(self._added(self.slices - 1, outstanding=0))
-
-    def _added(self, i: int, outstanding: int) -> list[str]:
-        return [
-            f"done = warpgroup_mma_wait({outstanding}, deps=(sums{i},))",
-            f"acc = acc + done * scales{i}",
-        ]
+        after = self._scaled(out, scales)
+        return gluon([*out.lines, *shifts, *lines, *after])
 
     @property
     def _steps(self) -> tuple[Step | None, ...]:
@@ -311,20 +303,19 @@ class FewRowsWgmmaCode:
         code = f"gl.convert_layout({code}, {sliced}, assert_trivial=True)"
         return [f"shifts = gl.expand_dims(gl.expand_dims({code}, 1), 2)"]
 
-    def _scales(self, out: Uses, i: int, scales: list[Step | None]) -> list[str]:
-        """``scales<i>``, what the sums of a column are multiplied by."""
-        code = "1.0"
-        lines = []
+    def _scaled(self, out: Uses, scales: list[Step | None]) -> list[str]:
+        """Statements that add ``sums``, scaled, to ``acc`` when they are there."""
+        lines = ["sums = warpgroup_mma_wait(0, deps=(sums,))"]
         for each in scales:
             assert each is not None
             value = out.widen(out.operand(each), 1, self.block_n)
-            lines.append(f"scale = {arithmetic(each, code, self._of_all(value, value.code))}")
-            code = "scale"
-        if not scales:
-            return [f"scales{i} = 1.0"]
-        code = reordered(f"({code})", self.order, self.order_mma, f"[{self.block_n}]")
-        code = f"gl.convert_layout({code}, gl.SliceLayout(1, MMA), assert_trivial=True)"
-        return [*lines, f"scales{i} = gl.expand_dims({code}, 1)"]
+            code = value.code
+            if value.columns > 1:
+                code = reordered(f"({code})", self.order, self.order_mma, f"[{self.block_n}]")
+                code = f"gl.convert_layout({code}, gl.SliceLayout(1, MMA), assert_trivial=True)"
+                code = f"gl.expand_dims({code}, 1)"
+            lines.append(f"sums = {arithmetic(each, 'sums', code)}")
+        return [*lines, "acc = acc + sums"]
 
     def _of_all(self, value: Value, code: str) -> str:
         """``code``, made of a value for each column or of one for all, for each column."""

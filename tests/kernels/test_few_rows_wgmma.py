@@ -46,7 +46,7 @@ def without_zero_points(problem, operand=None):
         (Case("gptq", 16, 28672, 4096), 80),
         (Case("gptq", 16, 28672, 4096), 100),
         (Case("gptq", 8, 28672, 4096), 90),
-        (Case("gptq", 17, 28672, 4096), 90),
+        (Case("gptq", 33, 28672, 4096), 90),
         (Case("awq", 16, 28672, 4096), 90),  # words along N
         (Case("int4_words", 16, 28672, 4096), 90),  # scales of whole columns
     ],
@@ -92,6 +92,14 @@ def test_configurations_are_legal_and_for_many_columns(n, k, is_for_it):
         assert few_rows_wgmma.is_legal(spec, problem, config, device(90)) is None
 
 
+def test_which_tile_is_first():
+    """The multiprocessor that has most of 22016 columns has four tiles of 64, or three."""
+    for n, columns in ((28672, 128), (22016, 64), (57344, 128)):
+        spec, problem = problem_of(Case("gptq", 16, n, 4096))
+        first, *_ = few_rows_wgmma.configs(spec, problem, device(90))
+        assert first.block_n == columns
+
+
 def test_gemms_in_one_launch():
     """Not where what is fused behind each would be a kernel of its own: that wants parts of K."""
     spec, _ = problem_of(Case("gptq", 16, 1024, 4096))
@@ -105,7 +113,8 @@ def test_gemms_in_one_launch():
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(32, 128, 256, 8, 2),  # more rows than the kernel has
+        GemmConfig(64, 128, 256, 8, 2),  # more rows than the kernel has
+        GemmConfig(8, 128, 256, 8, 2),  # fewer than there are
         GemmConfig(16, 64, 256, 8, 2),  # half a tile of wgmma for each warpgroup
         GemmConfig(16, 128, 64, 8, 2),  # less than a slice
         GemmConfig(16, 128, 128, 8, 3),  # the buffers of x do not alternate
@@ -124,14 +133,16 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 
 @needs_gluon
 @pytest.mark.compiles
-@pytest.mark.parametrize("dtype", [bf16, f16])
-def test_everything_is_copied_ahead(dtype):
-    case = Case("gptq", 16, 28672, 4096, dtype)
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"), [(16, 28672, bf16), (9, 22016, f16), (32, 28672, bf16)]
+)
+def test_everything_is_copied_ahead(m, n, dtype):
+    case = Case("gptq", m, n, 4096, dtype)
     config, *_ = few_rows_wgmma.configs(*problem_of(case), device(90))
     generated = generate_case(case, f"weight_only_few_rows_wgmma {config}")
     [(name, source)] = [item for item in generated.kernels.items() if "copy_async" in item[1]]
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
     assert not kernel.is_serialized
-    assert "m64n16k16" in "".join(kernel.matrix_instructions())
+    assert f"m64n{config.block_m}k16" in "".join(kernel.matrix_instructions())
     assert "ld.global" not in kernel.ptx
