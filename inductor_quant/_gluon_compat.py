@@ -19,7 +19,7 @@ _NAMES = (
     *("copy_async", "mma_v2"),
     *("fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait"),
     *("tile_load", "tile_store", "tile_round", "tile_exp", "tile_over"),
-    "limit_registers",
+    *("limit_registers", "warps"),
 )
 
 
@@ -71,7 +71,10 @@ def runtime() -> dict[str, Any]:
     _compile_gluon_sources()
     _allow_scalar_constants()
     _allow_two_layouts()
-    mine = {"limit_registers": _limit_registers()}
+    mine = {
+        "limit_registers": _limit_registers(),
+        "warps": importlib.import_module("inductor_quant._gluon_warps"),
+    }
     return names | _tile_access() | _brisk_functions() | mine
 
 

@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"errors"},
     "_torch_compat": BASE,
     "_gluon_compat": set(),
+    "_gluon_warps": set(),
     "_group_reduce_compat": set(),
     "report": BASE,
     "ops": BASE | {"_torch_compat", "report"},

@@ -28,6 +28,7 @@ ARCHS = (INTERPRETER_ARCH, 90)  # wgmma is Hopper's alone
 OFFSETS = tuple(range(0, 32, 4))  # of a word's numbers: a byte has two neighbours along k
 MIN_M, MAX_M = 17, 256
 UNROLLED = 2  # steps in the loop's body
+SHARED_STEPS = 2  # of one group's scales, at most
 WARPGROUP = 4
 MAX_SUMS = 128  # registers a thread
 WIDE_N = 16384
@@ -72,11 +73,15 @@ def constants(
 
 
 def code_of(
-    spec: QuantGemmSpec, problem: Problem, config: GemmConfig, *, by_tma: bool = False
+    spec: QuantGemmSpec,
+    problem: Problem,
+    config: GemmConfig,
+    *,
+    by_tma: bool = False,
 ) -> ManyRowsGluonCode:
     weight, words = few_rows.weight_of(problem)
     loop_steps, column_steps = split_k.steps_of(spec, weight)
-    shares = split_k.group_of(spec, weight) % (UNROLLED * config.block_k) == 0
+    shares = split_k.group_of(spec, weight) % (SHARED_STEPS * config.block_k) == 0
     return ManyRowsGluonCode(
         weight,
         words,
@@ -84,7 +89,7 @@ def code_of(
         x_dtype=spec.a.dtype,
         loop_steps=loop_steps,
         column_steps=column_steps,
-        shared_steps=UNROLLED if shares else 1,
+        shared_steps=SHARED_STEPS if shares else 1,
         by_tma=by_tma,
     )
 

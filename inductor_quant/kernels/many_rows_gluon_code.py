@@ -19,6 +19,7 @@ from inductor_quant.kernels.gluon_columns import (
     Uses,
     columns_layout,
     gluon,
+    kept,
 )
 from inductor_quant.kernels.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.many_rows_code import split
@@ -32,6 +33,8 @@ G: Dim = ("g", 8)
 HALF: Dim = ("v0", 2)  # of the instruction's 16 columns of W a warp
 BYTES = 4
 LANES = 32
+LINE = 32  # words of 32 bits
+PREFETCHED = 64  # rows of words: what the stages hold, and somewhat more
 
 
 class ManyRowsGluonCode:
@@ -51,6 +54,7 @@ class ManyRowsGluonCode:
     ) -> None:
         self.words, self.x_dtype = words, x_dtype
         self.warps, self.shared_steps = config.num_warps, shared_steps
+        self.split_k = config.split_k
         self.by_tma = by_tma  # whether words come to shared memory as its tiles lie
         self.block_m, self.block_n, self.block_k = config.block_m, config.block_n, config.block_k
         self.tile = WordTile(weight, words, config.block_k, config.block_n)
@@ -66,13 +70,17 @@ class ManyRowsGluonCode:
         self.sources = self.plain.sources
         self.k, self.n = self.plain.k, self.plain.n
         # A lane's columns are neighbours in memory; of the instruction's operand, blocks of 64.
-        w: Dim = ("w", self.warps)
-        blocks = self.block_n // (8 * self.warps * HALF[1])
+        self.parts = parts_of_steps(config)
+        w: Dim = ("w", self.warps // self.parts)
+        self.part = part = ("part", self.parts)
+        blocks = self.block_n // (8 * w[1] * HALF[1])
         own: tuple[Dim, ...] = (("v1", blocks), HALF)
         self.order: tuple[Dim, ...] = (w, G, *own)
         self.order_mma: tuple[Dim, ...] = (("v1", blocks), w, HALF, G)
-        self.word_dims: tuple[Dim, ...] = (("r", self.rows_of_words),)
-        placed: Any = {"lanes": (T, G), "warps": (w,)}
+        self.rows_mma: tuple[Dim, ...] = (("v1", blocks), part, w, HALF, G)
+        self.word_dims: tuple[Dim, ...] = (part, ("r", self.rows_of_words // self.parts))
+        placed: Any = {"lanes": (T, G), "warps": (w, part)}
+        in_warp: tuple[Dim, ...] = (("m", self.block_m // (8 * self.parts)), T, ("pair", 2))
         self.plain.of_columns = layout(((("s", 1),), self.order), **placed)
         self.layouts: dict[str, Layout | str] = {
             "W_READ": layout((self.word_dims, self.order), **placed),
@@ -80,10 +88,14 @@ class ManyRowsGluonCode:
                 (self.order_mma, self.word_dims, (("t", BYTES),), (("p", 2),)), **placed
             ),
             # a lane's neighbours along n are stored together
-            "STORED": layout(((("m", self.block_m // 8), T, ("pair", 2)), self.order), **placed),
+            "STORED": layout(((part, *in_warp), self.order), **placed),
             "X_COPIED": _blocked(self.block_k, 8, self.warps),
             "W_COPIED": _blocked(self.block_n, 4, self.warps),
         }
+        if self.parts > 1:
+            of: Dim = ("of", self.parts)
+            self.layouts["SUMS"] = layout((self.order_mma, (part, *in_warp)), **placed)
+            self.layouts["EXCHANGED"] = layout(((of,), self.order_mma, (part, *in_warp)), **placed)
 
     def __str__(self) -> str:
         return str(self.plain)
@@ -109,7 +121,7 @@ class ManyRowsGluonCode:
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
             "W_MMA: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)",
             f"X_SHARED: tl.constexpr = gl.NVMMASharedLayout.get_default_for("
-            f"[{self.block_m}, {self.block_k}], {self.x_type})",
+            f"[{self.block_m}, {self.block_k // self.parts}], {self.x_type})",
             f"W_SHARED: tl.constexpr = {self._words_shared}",
         ]
         return gluon(lines)
@@ -120,6 +132,24 @@ class ManyRowsGluonCode:
             return "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
         shape = [self.rows_of_words, self.block_n]
         return f"gl.NVMMASharedLayout.get_default_for({shape}, gl.int32)"
+
+    def prefetch(self, stride: Hook) -> str:
+        """Statements that have the L2 cache fetch a tile's first words, a line of 128 bytes each
+        thread."""
+        count, name = self.words.count, f"W{self.tile.source}"
+        rows = min(PREFETCHED, self.k // (self.split_k * count))
+        rows, lines = 1 << rows.bit_length() - 1, self.block_n // LINE
+        side = min(LANES, lines)
+        layout = f"gl.BlockedLayout([1, 1], [{LANES // side}, {side}], [{self.warps}, 1], [1, 0])"
+        down = f"gl.arange(0, {rows}, gl.SliceLayout(1, {layout}))"
+        across = f"gl.arange(0, {lines}, gl.SliceLayout(0, {layout}))"
+        return "\n".join(
+            [
+                f"down = first // {count} + gl.expand_dims({down}, 1)",
+                f"across = pid_n * {self.block_n} + gl.expand_dims({across}, 0) * {LINE}",
+                f"warps.prefetch({name} + down * {stride(name, 0)} + across)",
+            ]
+        )
 
     def offsets(self, stride: Hook) -> str:
         """Statements before the loop: where the words of the tile lie."""
@@ -141,7 +171,16 @@ class ManyRowsGluonCode:
         for each in self.plain.loop_steps:
             if isinstance(each.operand, Field):
                 out.field(each.operand)
+        self.kept = len(out.words)
         return gluon([*out.lines, *out.keep(slot)])
+
+    def passed_on(self, slots: int) -> str:
+        """Statements that leave in the first ``slots`` what was read into as many behind them."""
+        return "\n".join(
+            f"{kept(slot, number)} = {kept(slots + slot, number)}"
+            for slot in range(slots)
+            for number in range(self.kept)
+        )
 
     def operands(self, slot: int, step: str, stride: Hook, size: Hook) -> str:
         """Statements that leave in ``shifts`` and ``scales`` what was read into ``slot``, for each
@@ -201,24 +240,48 @@ class ManyRowsGluonCode:
         target = (*self.order_mma, *self.word_dims)
         q = reordered("q", dims, target, f"[BLOCK_N, {self.rows_of_words}]")
         sliced = "gl.SliceLayout(2, gl.SliceLayout(3, W_UNPACKED))"
+        rows = self.word_dims[1:]
+        bytes_of: tuple[Dim, ...] = (("t", BYTES), ("p", 2))
+        w = reordered(
+            "w",
+            (*self.order_mma, *self.word_dims, *bytes_of),
+            (*self.rows_mma, *rows, *bytes_of),
+            f"[{self.parts * self.block_n}, {self.block_k // self.parts}]",
+        )
         lines = [
             f"q = gl.convert_layout({q}, {sliced}, assert_trivial=True)",
             "q = gl.expand_dims(gl.expand_dims(q, 2), 3)",
             *self.assembly.call(["w"], ["q", "which", "shifts", "scales"], self.plain.x_type),
-            "w = gl.convert_layout(w.reshape([BLOCK_N, BLOCK_K]), W_MMA, assert_trivial=True)",
+            f"w = gl.convert_layout({w}, W_MMA, assert_trivial=True)",
         ]
         return gluon(lines)
+
+    def sums(self) -> str:
+        """Statements behind the loop that leave in ``acc`` [BLOCK_N, BLOCK_M] the sums over all
+        parts of the steps, each part of the warps with its part of the rows."""
+        if self.parts == 1:
+            return ""
+        m: Dim = ("m", self.block_m)
+        shape = f"[{self.parts}, BLOCK_N, BLOCK_M]"
+        parts = reordered("acc", (*self.rows_mma, m), (self.part, *self.order_mma, m), shape)
+        return gluon(
+            [
+                f"acc = gl.sum(gl.convert_layout({parts}, EXCHANGED), 0)",
+                "acc = gl.convert_layout(acc, SUMS, assert_trivial=True)",
+            ]
+        )
 
     def columns(self, stride: Hook, size: Hook) -> str:
         """Statements behind the loop that apply the scales of whole columns to ``acc``."""
         out = Loads(self.plain, stride, size, tag="c_", position="first")
+        sums = "SUMS" if self.parts > 1 else "MMA"
         lines = []
         for each in self.plain.column_steps:
             value = out.widen(out.operand(each), 1, self.block_n)
             code = value.code
             if value.columns > 1:
                 rows = reordered(f"({code})", self.order, self.order_mma, f"[{self.block_n}]")
-                code = f"gl.expand_dims(gl.convert_layout({rows}, gl.SliceLayout(1, MMA)), 1)"
+                code = f"gl.expand_dims(gl.convert_layout({rows}, gl.SliceLayout(1, {sums})), 1)"
             lines.append(f"acc = {arithmetic(each, 'acc', code)}")
         return gluon([*out.lines, *lines])
 
@@ -228,6 +291,12 @@ class ManyRowsGluonCode:
         return gluon(
             [reordered(value, (*self.order_mma, m), (m, *self.order), "[BLOCK_M, BLOCK_N]")]
         )
+
+
+def parts_of_steps(config: GemmConfig) -> int:
+    """Into how many parts a step's K is divided, each for warps of its own: those that the columns
+    leave over, at 16 columns a warp."""
+    return max(1, 16 * config.num_warps // config.block_n)
 
 
 def _blocked(columns: int, vector: int, warps: int) -> str:

@@ -2,10 +2,11 @@
 descriptors.
 
 ``many_rows_gluon`` with another way to shared memory: there every warp copies, and waits for all
-that it has begun to read before what was copied may be multiplied. Here programs go on from tile to
-tile, and W is never written: on an H200 (GPTQ words, four layers of Llama-3-8B) that takes 1.01 of
-the time of bf16 at 4096 rows (``bench_formal.py --family weight_only --m 4096``); to write W once
-and leave the rest to cuBLAS took 1.05 to 1.07.
+that it has begun to read before what was copied may be multiplied. Here no warp waits for another,
+programs go on from tile to tile, and W is never written: on an H200 (GPTQ words, four layers of
+Llama-3-8B) that takes 1.01 of the time of bf16 at 4096 rows
+(``bench_formal.py --family weight_only --m 4096``); to write W once and leave the rest to cuBLAS
+took 1.05 to 1.07.
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from inductor_quant.decisions import Rejection, RejectionCode
 from inductor_quant.kernels import few_rows, many_rows_gluon, split_k
 from inductor_quant.kernels.config import Device, GemmConfig, Problem, legal
 from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.many_rows_gluon import MAX_SUMS, UNROLLED, WARPGROUP
+from inductor_quant.kernels.many_rows_gluon import MAX_SUMS, UNROLLED, WARPGROUP, WIDE_N
+from inductor_quant.kernels.many_rows_gluon_code import parts_of_steps
 from inductor_quant.spec import QuantGemmSpec
 
-# With fewer rows two blocks of many_rows_gluon share a multiprocessor, and win.
-MIN_M = 129
+# With no more than FEW_M rows two blocks of many_rows_gluon share a multiprocessor, and win, unless
+# there are tiles for all.
+MIN_M, FEW_M = 65, 128
 # Of four warpgroups a thread has 112 registers.
 MAX_SUMS_OF_FOUR = 32
+TURN = 256  # rows of K
+# Bytes of shared memory beside the stages: what _gluon_warps has, and Triton to exchange sums.
+BARRIERS, EXCHANGE = 1024, 8192
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -44,8 +50,16 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
 def constants(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> dict[str, Any]:
+    steps = unrolled(problem, config)
     code = many_rows_gluon.code_of(spec, problem, config, by_tma=True)
-    return split_k.constants_of(code, spec, config) | {"PROGRAMS": device.num_sms}
+    constants = {"UNROLLED": steps, "PROGRAMS": device.num_sms}
+    return split_k.constants_of(code, spec, config) | constants
+
+
+def unrolled(problem: Problem, config: GemmConfig) -> int:
+    """Steps in the loop's body: a turn takes longer than memory to bring scales and zero points."""
+    steps = max(UNROLLED, TURN // config.block_k)
+    return steps if problem.k % (steps * config.split_k * config.block_k) == 0 else UNROLLED
 
 
 def is_legal(
@@ -56,45 +70,54 @@ def is_legal(
     if refused is not None:
         return refused
     groups = config.num_warps / WARPGROUP
-    is_tile = groups in (1, 2, 4) and config.block_n % (16 * config.num_warps) == 0
+    parts = parts_of_steps(config)
+    is_tile = groups in (1, 2, 4) and config.block_n % 64 == 0 and parts in (1, 2)
+    is_tile = is_tile and config.block_k % (64 * parts) == 0
     if not is_tile or config.block_k not in (64, 128) or config.block_m > 256:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} is no tile of wgmma")
     if config.num_stages < 3:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} has too few stages")
-    refused = split_k.too_many_sums(config, MAX_SUMS_OF_FOUR if groups == 4 else MAX_SUMS)
+    most = (MAX_SUMS_OF_FOUR if groups == 4 else MAX_SUMS) // parts
+    refused = split_k.too_many_sums(config, most)
     if refused is not None:
         return refused
     stage = config.block_m * config.block_k * 2
     stage += config.block_n * config.block_k * words.bits // words.count // 8
-    return legal(config, device, element_bytes=2, shared_bytes=config.num_stages * stage)
+    shared = config.num_stages * stage + BARRIERS + (EXCHANGE if parts > 1 else 0)
+    return legal(config, device, element_bytes=2, shared_bytes=shared)
 
 
 # (rows, columns, k, warps, stages) and cycles a step, as measured on an H200. With 128 columns the
-# matrix unit is busy for 1024 of them, with 64 for 512; there shared memory is for 592, to which
-# x is brought and from which it is read for 64 columns only.
+# matrix unit is busy for 1024 of them, with 64 for 512, which is what shared memory takes as well:
+# x is brought there and read from there for 64 columns only. In the last, half of the warps have
+# half of each step.
 _BLOCKS = (
     ((256, 128, 64, 8, 4), 1120),
-    ((256, 128, 64, 8, 5), 1120),
-    ((256, 64, 64, 4, 5), 660),
-    ((256, 64, 64, 4, 4), 660),
+    ((256, 64, 64, 4, 5), 640),
+    ((128, 64, 128, 8, 5), 800),
 )
+_BLOCKS_OF_FEW = (((128, 128, 128, 8, 5), 1300), ((128, 128, 64, 8, 8), 670))
 SPLITS = (1, 2, 4)
 MIN_STEPS = 8  # of a part
 SUMS_A_CYCLE = 150  # of parts of K, to be stored and added up by another kernel
+FINISHING = 1500  # cycles of a tile, beside its steps
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     found: list[tuple[float, GemmConfig]] = []
-    for (block_m, block_n, block_k, warps, stages), cycles in _BLOCKS:
+    blocks = _BLOCKS if problem.m > FEW_M else _BLOCKS_OF_FEW if problem.n >= WIDE_N else ()
+    for (block_m, block_n, block_k, warps, stages), cycles in blocks:
         for split in SPLITS:
             config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
             is_short = split > 1 and problem.k < split * block_k * MIN_STEPS
             if not is_short and is_legal(spec, problem, config, device) is None:
                 tiles = split * math.ceil(problem.m / block_m) * problem.n // block_n
-                steps = math.ceil(tiles / device.num_sms) * problem.k // (split * block_k)
+                steps = problem.k // (split * block_k)
+                tile = steps * cycles + FINISHING
                 sums = split * problem.m * problem.n if split > 1 else 0
-                found.append((steps * cycles + sums / SUMS_A_CYCLE, config))
+                cost = math.ceil(tiles / device.num_sms) * tile + sums / SUMS_A_CYCLE
+                found.append((cost, config))
     found.sort(key=lambda item: item[0])
     return split_k.of_one_split([config for _, config in found])
 

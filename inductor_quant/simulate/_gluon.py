@@ -52,6 +52,13 @@ def names() -> dict[str, Any]:
         ),
         "tma": types.SimpleNamespace(make_tensor_descriptor=_Tiles),
         "tma_load": _load_tile,
+        "warps": types.SimpleNamespace(
+            **dict.fromkeys(("init", "arrive", "prefetch"), _nothing),
+            barriers=_WarpBarriers,
+            wait=lambda among, index, phase: among.wait(index, phase),
+            pass_on=lambda barrier, phase, among, index: among.pass_on(barrier, index),
+            own=lambda buffers, index, parts, count: buffers.parts(index, parts),
+        ),
         "tile_exp": lambda value: tl.exp(value),  # as the interpreter has it by then
         "tile_over": lambda value, divisor: value / divisor,
         "tile_round": lambda value, dtype: value.to(dtype),
@@ -122,6 +129,16 @@ def _rows(tiles: Sequence[Any], first: int, size: int | None) -> Any:
     return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
 
 
+@dataclasses.dataclass
+class _Parts:
+    """Tiles of which each part of a partition's warps has its own."""
+
+    tiles: Sequence[Any]
+
+    def permute(self, order: Any) -> _Parts:
+        return _Parts([tile.permute(order) for tile in self.tiles])
+
+
 class _Buffers:
     """A ring of tiles, or of barriers."""
 
@@ -131,10 +148,31 @@ class _Buffers:
     def index(self, index: Any) -> _Buffer:
         return self._buffers[_integer(index)]
 
+    def parts(self, index: Any, parts: Any) -> _Buffer | _Parts:
+        first, count = _integer(index) * _integer(parts), _integer(parts)
+        tiles = self._buffers[first : first + count]
+        return tiles[0] if count == 1 else _Parts(tiles)
+
     def begin(self) -> None:
         """A partition has waited for no barrier yet."""
         for buffer in self._buffers:
             buffer.waited = 0
+
+
+class _WarpBarriers:
+    """Barriers of single warps: what counts is which of Gluon's are passed on."""
+
+    def __init__(self) -> None:
+        self._passed_on: dict[int, list[_Buffer]] = {}
+
+    def pass_on(self, barrier: _Buffer, index: Any) -> None:
+        barriers = self._passed_on.setdefault(_integer(index), [])
+        if barrier not in barriers:
+            barriers.append(barrier)
+
+    def wait(self, index: Any, phase: Any) -> None:
+        for barrier in self._passed_on.get(_integer(index), ()):
+            _wait(barrier, phase)
 
 
 def _expect(barrier: _Buffer, size: Any) -> None:
@@ -151,7 +189,18 @@ def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
 
 def _multiply(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     first = a if isinstance(a, tl.tensor) else a.load(None)
+    if isinstance(b, _Parts):  # each part of the first's rows with its own
+        return _multiply_parts(first, b.tiles, acc)
     return tl.dot(first, b, acc if _integer(use_acc) else None, out_dtype=acc.dtype)
+
+
+def _multiply_parts(a: Any, tiles: Sequence[Any], acc: Any) -> Any:
+    size = a.shape[0] // len(tiles)
+    products = []
+    for part, tile in enumerate(tiles):
+        rows, sums = (_rows([whole], part * size, size) for whole in (a, acc))
+        products.append(tl.dot(rows, tile, sums, out_dtype=acc.dtype))
+    return _rows(products, 0, None)
 
 
 def _copy(buffer: _Buffer, pointer: Any, mask: Any = None) -> None:

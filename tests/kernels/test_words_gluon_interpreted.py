@@ -46,6 +46,7 @@ def generate_gluon(fn, make, config, kernel=COPIES):
         (Case("gptq", 100, 128, 512, f16), COPIES, "128x128x64_w8_s3_g8"),
         (Case("gptq", 260, 256, 128, f16, bias=True), TMA, "256x128x64_w8_s4_g8"),
         (Case("gptq", 130, 128, 512, f16, column_scale="channel"), TMA, "256x64x64_w4_s3_g8_k2"),
+        (Case("gptq", 140, 128, 512, f16, bias=True), TMA, "128x64x128_w8_s4_g8"),
     ],
     ids=str,
 )
