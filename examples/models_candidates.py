@@ -105,7 +105,8 @@ _PARTS = (1, 2, 4, 8)
 _EIGHT_BIT = functools.partial(
     Space, _TILE, _TILE, (64, 128, 256, 512), (2, 4, 8), (2, 3, 4, 5, 6, 8)
 )
-# Not here: fp8_gluon, w8a8_gluon and few_gluon, which are swept over the lists that they offer.
+# Not here: fp8_gluon, w8a8_gluon, few_gluon and fp8_block_pairs, which are swept over the lists
+# that they offer.
 SPACES: dict[str, Space] = {
     "w8a8_mm": _EIGHT_BIT(is_sensible=is_sensible),
     "w8a8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),

@@ -76,6 +76,61 @@ def value(x: Any, group: int, *, along_rows: bool) -> Any:
     return result
 
 
+# Groups that a program has where a kernel reduces them alone, and its warps. Inductor takes 1, 8 or
+# 32, two warps in any case, whichever its one timing shows as the fastest, which it is not always.
+# H200, us, groups of 128, by trials (no command here prints them):
+#     M x K        1     8    32  these
+#     128x2048   2.4   1.75  2.0   1.8
+#     64x16384   6.2   2.1   2.6   2.2
+#     1024x7168 35.9   6.3   6.2   6.2
+TILE = {"YBLOCK": 1, "XBLOCK": 16, "num_warps": 4}
+
+
+def quantize_in_tiles(buffer: Any, group: int) -> None:
+    """The kernel that computes ``buffer``, if it reduces groups of ``group`` elements, has ``TILE``
+    of them a program: for the compilations of this thread, through the object that Inductor asks.
+    Kernels of other buffers are treated as before."""
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
+    tiled = vars(virtualized.graph).setdefault("inductor_quant_groups", {})
+    tiled[buffer.get_name()] = group
+    before = virtualized.choices
+    if getattr(before, "knows_tiles", False):
+        return
+    fixed_config = importlib.import_module("torch._inductor.codegen.triton").FixedTritonConfig
+
+    class TileChoices(type(before)):  # type: ignore[misc]
+        knows_tiles = True
+
+        def triton_kernel_kwargs(self, kernel: Any, features: Any, groups: Any, given: Any) -> Any:
+            given = super().triton_kernel_kwargs(kernel, features, groups, given)
+            if given.get("fixed_config") is None and _reduces_groups(features, groups[0]):
+                given = given | {
+                    "fixed_config": fixed_config(_tile_of(groups[0])),
+                    "override_persistent_reduction": True,
+                    "override_cooperative_reduction": False,
+                }
+            return given
+
+    after = copy.copy(before)
+    after.__class__ = TileChoices
+    virtualized.set_choices_handler(after)
+
+
+def _reduces_groups(features: Any, tiling: Any) -> bool:
+    """Whether a kernel is one of those, in one dimension or two beside that of a group."""
+    virtualized = importlib.import_module("torch._inductor.virtualized").V
+    tiled = getattr(virtualized.graph, "inductor_quant_groups", {})
+    names = {name for node in features.scheduler_nodes() for name in node.get_buffer_names()}
+    sizes = {tiled[name] for name in names & tiled.keys()}
+    is_known = list(tiling)[-2:] == ["x", "r0_"] and len(tiling) <= 3
+    return is_known and sizes == {features.reduction_numel} and _is_allowed()
+
+
+def _tile_of(tiling: Any) -> dict[str, int]:
+    """Without ``YBLOCK`` where groups have one dimension."""
+    return {name: size for name, size in TILE.items() if name != "YBLOCK" or "y" in tiling}
+
+
 def keep_rows_whole() -> None:
     """Kernels with one of these operations hold whole rows: for the compilations of this thread,
     through the object that Inductor asks. Idempotent."""

@@ -15,6 +15,7 @@ from inductor_quant.kernels.fp8 import (
 )
 from inductor_quant.kernels.fp8_few import FP8_BLOCK_FEW
 from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON, FP8_GLUON
+from inductor_quant.kernels.fp8_pairs import FP8_BLOCK_PAIRS
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
 from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
@@ -43,6 +44,7 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_PERSISTENT,
     FP8_MM,
     FP8_BLOCK_FEW_GLUON,
+    FP8_BLOCK_PAIRS,
     FP8_BLOCK_FEW,
     FP8_BLOCK_GLUON,
     FP8_BLOCK_PERSISTENT,

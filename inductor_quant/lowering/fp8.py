@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import _group_reduce_compat as groups
 from inductor_quant import _torch_compat as compat
 from inductor_quant.kernels.fp8 import decodes
 from inductor_quant.lowering.common import (
@@ -98,6 +99,8 @@ def _lower(
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=spec.out_dtype, device=device)
     inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
+    if family == "fp8_block" and spec.a.scale is not None and compat.runs_triton(device):
+        groups.quantize_in_tiles(inputs[0], spec.a.scale.block[1])
     result = lower_gemm(
         family,
         spec,

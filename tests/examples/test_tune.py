@@ -156,7 +156,8 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
     names = {kernel.name for kernel in KERNELS if kernel.family != "weight_only_dequantize"}
     assert set(models_candidates.SPACES) <= names
     assert names - set(models_candidates.SPACES) == {
-        *("w8a8_gluon", "fp8_gluon", "fp8_block_gluon", "w8a8_few_gluon", "fp8_block_few_gluon")
+        *("w8a8_gluon", "fp8_gluon", "fp8_block_gluon", "w8a8_few_gluon", "fp8_block_few_gluon"),
+        "fp8_block_pairs",
     }
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant import simulate
+from inductor_quant._group_reduce_compat import TILE
 from inductor_quant.decisions import RejectionCode
 from inductor_quant.kernels import KERNELS, fp8, fp8_few
 from inductor_quant.kernels.config import Device, GemmConfig, Problem
@@ -102,9 +103,12 @@ def test_silu_times_up_and_its_quantization_in_blocks_are_one_kernel(along_m):
         _, w, _, w_scale, _ = make_inputs(case, device)
         return *(torch.empty(m, k, dtype=torch.bfloat16, device=device) for _ in "gu"), w, w_scale
 
-    before = [name for name in generate(fn, make).kernels if "tem" not in name]
-    # the last adds up the parts of K
-    assert [name.split("_fused")[0] for name in before] == ["triton_per", "triton_poi"]
+    kernels = generate(fn, make).kernels
+    quantizing, adding = (name for name in kernels if "tem" not in name)
+    tile = TILE if along_m else {name: TILE[name] for name in ("XBLOCK", "num_warps")}
+    assert f"fixed_config(\n    config={tile}" in kernels[quantizing]
+    assert simulate.compile_kernel(quantizing, kernels[quantizing]).spill_stores == 0
+    assert adding.startswith("triton_poi")  # the parts of K
 
 
 def test_sums_are_moved_to_fp32_unless_they_may_be_fast():

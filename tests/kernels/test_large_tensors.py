@@ -47,6 +47,12 @@ def test_a_result_of_more_than_2_31_elements(of, case, kernel):
             torch.float8_e4m3fn,
             "fp8_block_few_gluon",
         ),
+        (
+            fp8,
+            fp8.Case(128, 7168, 2048, block=(128, 128)),
+            torch.float8_e4m3fn,
+            "fp8_block_pairs",
+        ),
     ],
 )
 def test_a_weight_that_lies_far_behind_others(of, case, dtype, kernel):
