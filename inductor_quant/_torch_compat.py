@@ -417,14 +417,24 @@ def has_aligned_rows(node: Any, dim: int) -> bool:
     """Whether the matrix ``node``, a buffer, begins at a multiple of 16 bytes, and so does whatever
     ``dim`` counts, which is contiguous: certainly, also where sizes are symbolic. Not one row that
     is expanded: whether a tensor descriptor may step by 0 is not documented."""
-    itemsize, strides = node.get_dtype().itemsize, node.get_stride()
-    distances = (node.get_layout().offset, strides[dim])
-    known = [known_int(distance) for distance in distances]
+    strides = [known_int(stride) for stride in node.get_stride()]
+    distance = strides[dim]
+    return (
+        is_aligned(node)
+        and strides[1 - dim] == 1
+        and distance is not None
+        and distance * node.get_dtype().itemsize % 16 == 0
+        and distance != 0
+    )
+
+
+def is_aligned(node: Any) -> bool:
+    """Whether ``node``, a buffer, begins at a multiple of 16 bytes, certainly."""
+    offset = known_int(node.get_layout().offset)
     return (
         node.get_name() not in __getattr__("V").graph.unaligned_buffers
-        and known_int(strides[1 - dim]) == 1
-        and all(size is not None and size * itemsize % 16 == 0 for size in known)
-        and known[1] != 0
+        and offset is not None
+        and offset * node.get_dtype().itemsize % 16 == 0
     )
 
 

@@ -80,11 +80,13 @@ class WeightTensor:
     """Type, sizes and strides of one tensor of a packed weight; None: a size is symbolic.
 
     No strides: those of a contiguous tensor. They say what is fast, never what is right.
+    ``is_aligned``: it begins at a multiple of 16 bytes.
     """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     stride: tuple[int | None, ...] | None = None
+    is_aligned: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from inductor_quant.kernels.few_rows_gluon_code import SLICE
 from inductor_quant.kernels.few_rows_wgmma_code import (
     WARPGROUP,
     FewRowsWgmmaCode,
+    are_aligned,
     are_neighbours,
     fields_of,
     supports_steps,
@@ -74,9 +75,16 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
                 RejectionCode.NO_KERNEL, "not a small integer as zero point, if any, and scales"
             )
         narrowest = WARPS[0] * 16
-        if not all(are_neighbours(each, weight, narrowest) for each in fields_of(loop_steps)):
+        fields = fields_of(loop_steps)
+        if not all(are_neighbours(each, weight, narrowest) for each in fields):
             return Rejection(
                 RejectionCode.NO_KERNEL, "scales or zero points are not neighbours along N"
+            )
+        fields = (weight.format.element, *fields)
+        if not all(are_aligned(each, weight, narrowest) for each in fields):
+            return Rejection(
+                RejectionCode.NO_KERNEL,
+                "words, scales or zero points of a tile do not begin at multiples of 16 bytes",
             )
     return None
 

@@ -15,6 +15,7 @@ one allocation, whichever part of it, Triton has all warps wait for each other.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from inductor_quant.kernels.gluon_layout import layout, positions
 from inductor_quant.kernels.weight_code import TRITON_TYPES, Hook, Value, arithmetic
 from inductor_quant.kernels.word_tile import WordTile, reordered
 from inductor_quant.kernels.words import TINY, Dim, Words, bits, unpack_pair_shifted
-from inductor_quant.weight_format import Field, Step
+from inductor_quant.weight_format import Field, Step, WeightFormat
 
 WORDS = SLICE // 8
 WARPGROUP = 4
@@ -155,9 +156,8 @@ class FewRowsWgmmaCode:
             lines.append(f"{name}: gl.constexpr = {text}")
         for field in self.fields:
             columns, itemsize = self._columns(field), self.plain.dtypes[field.source].itemsize
-            lines.append(
-                f"{copied_layout(columns)}: gl.constexpr = {self._copied(columns, 16 // itemsize)}"
-            )
+            name = copied_layout(columns, itemsize)
+            lines.append(f"{name}: gl.constexpr = {self._copied(columns, 16 // itemsize)}")
         lines += [
             "MMA: gl.constexpr = gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
@@ -351,20 +351,46 @@ def are_neighbours(field: Field, weight: Weight, columns: int) -> bool:
     tensor, format = weight.tensors[field.source], weight.format
     if tensor.dtype not in INTEGERS and tensor.dtype not in TRITON_TYPES:
         return False
-    names = [f"n{i}" for i in range(len(format.n))]
-    places: list[tuple[int, ...]] = []
-    for n in range(columns):
-        digits = dict.fromkeys((f"k{i}" for i in range(len(format.k))), 0)
-        for name in names:
-            digits[name] = n // format.weight_of(name) % format.radix(name)
-        places.append(tuple(form.value(digits) for form in field.index))
-    places = list(dict.fromkeys(places))
+    digits = [_digits(format, n) for n in range(columns)]
+    places = list(dict.fromkeys(tuple(form.value(at) for form in field.index) for at in digits))
     *others, last = zip(*places, strict=True)
     is_row = all(len(set(each)) == 1 for each in others)
     is_row = is_row and list(last) == list(range(last[0], last[0] + len(last)))
-    stride = tensor.stride
-    is_row = is_row and (stride is None or stride[-1] == 1)
     return is_row and len(last) * tensor.dtype.itemsize >= 16
+
+
+def are_aligned(field: Field, weight: Weight, columns: int) -> bool:
+    """Whether neighbours along the last axis of a field's tensor are neighbours in memory, and what
+    each ``columns`` columns read begins at a multiple of 16 bytes, whatever k is: ``cp.async``
+    copies 4 bytes at least, and 16 in the least time."""
+    tensor, format = weight.tensors[field.source], weight.format
+    strides = tensor.stride or tuple(
+        None if None in tensor.shape[axis:] else math.prod(tensor.shape[axis:])  # type: ignore[arg-type]
+        for axis in range(1, len(tensor.shape) + 1)
+    )
+    if not tensor.is_aligned or None in strides or strides[-1] != 1:
+        return False
+
+    def is_at_16(digits: dict[str, int]) -> bool:
+        places = [form.value(digits) for form in field.index]
+        elements = sum(place * (stride or 0) for place, stride in zip(places, strides, strict=True))
+        return elements * tensor.dtype.itemsize % 16 == 0
+
+    _, n = format.shape
+    of_k = [
+        _digits(format, 0) | {name: digit}
+        for name in (f"k{i}" for i in range(len(format.k)))
+        for digit in range(format.radix(name))
+    ]
+    return all(map(is_at_16, [_digits(format, first) for first in range(0, n, columns)] + of_k))
+
+
+def _digits(format: WeightFormat, n: int) -> dict[str, int]:
+    """The digits of column n in row 0."""
+    of_n = (f"n{i}" for i in range(len(format.n)))
+    return dict.fromkeys((f"k{i}" for i in range(len(format.k))), 0) | {
+        name: n // format.weight_of(name) % format.radix(name) for name in of_n
+    }
 
 
 def _type(dtype: torch.dtype) -> str:

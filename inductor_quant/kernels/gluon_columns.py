@@ -129,10 +129,11 @@ class Copies(ColumnStatements):
     (``copied_layout``)."""
 
     def laid_out(self, columns: int) -> str:
-        return copied_layout(columns)
+        return copied_layout(columns, self._itemsize)
 
     def copy(self, field: Field, buffer: str, mask: str = "") -> None:
         """Copy what the tile has of ``field`` to ``buffer``, where ``mask`` says so."""
+        self._itemsize = self.code.dtypes[field.source].itemsize
         pointer, _, _ = self.pointer(field)
         how = f", mask={mask}" if mask else ""
         self.lines.append(f"copy_async({buffer}, {pointer}{how})")
@@ -173,9 +174,9 @@ def columns_layout(count: int) -> str:
     return f"COLUMNS_{count}"
 
 
-def copied_layout(count: int) -> str:
+def copied_layout(count: int, itemsize: int) -> str:
     """The name of the layout in which [1, count] values are copied to shared memory."""
-    return f"COPIED_{count}"
+    return f"COPIED_{count}_OF_{itemsize}"
 
 
 def kept(slot: int, number: int) -> str:

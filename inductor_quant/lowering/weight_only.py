@@ -96,6 +96,7 @@ def described(
             t.get_dtype(),
             tuple(map(compat.known_int, t.get_size())),
             tuple(map(compat.known_int, t.get_stride())),
+            is_aligned=compat.is_aligned(t),
         )
         for t in inputs[1 : 1 + len(weight)]
     )

@@ -63,21 +63,49 @@ def test_what_it_asks_of_operands():
     assert few_rows_wgmma.supports(spec, problem, device(90)) is None
     symmetric = without_zero_points(problem)
     assert few_rows_wgmma.supports(spec, symmetric, device(90)) is None
-    scales = len(problem.weight.tensors) - 1
-    across = dataclasses.replace(problem.weight.tensors[scales], stride=(1, 32))
-    tensors = (*problem.weight.tensors[:scales], across)
-    refused = {
-        "aligned": dataclasses.replace(problem, has_aligned_rows=False),
-        "zero point": without_zero_points(problem, 1.5),
-        "along N": dataclasses.replace(
-            problem, weight=dataclasses.replace(problem.weight, tensors=tensors)
-        ),
-    }
-    refused["multiples of 16"] = refused.pop("aligned")
-    for reason, other in refused.items():
+    refused = [
+        ("zero point", without_zero_points(problem, 1.5)),
+        ("multiples of 16", dataclasses.replace(problem, has_aligned_rows=False)),
+        *(("multiples of 16", with_scales(problem, **how)) for how in MISPLACED),
+    ]
+    for reason, other in refused:
         rejection = few_rows_wgmma.supports(spec, other, device(90))
         assert rejection is not None
         assert reason in rejection.detail
+
+
+def test_views_of_a_wider_tensor():
+    spec, problem = problem_of(Case("gptq", 16, 28672, 4096))
+    wider = with_scales(problem, stride=(28672 + 8, 1))
+    assert few_rows_wgmma.supports(spec, wider, device(90)) is None
+
+
+# along K; rows that begin at odd places; all of them do
+MISPLACED = ({"stride": (1, 32)}, {"stride": (28672 + 1, 1)}, {"is_aligned": False})
+
+
+def with_scales(problem, **how):
+    """The same weight, its scales placed otherwise in memory."""
+    *others, scales = problem.weight.tensors
+    tensors = (*others, dataclasses.replace(scales, **how))
+    return dataclasses.replace(problem, weight=dataclasses.replace(problem.weight, tensors=tensors))
+
+
+def test_fields_of_two_sizes_have_layouts_of_their_own():
+    """Zero points of a byte beside scales of two: as many, but not in 16 bytes."""
+    spec, problem = problem_of(Case("gptq", 16, 28672, 4096, f16))
+    scale = problem.weight.format.steps[-1].operand
+    zeros = dataclasses.replace(scale, source=len(problem.weight.tensors), width=8)
+    problem = without_zero_points(problem, zeros)
+    bytes_of = dataclasses.replace(problem.weight.tensors[-1], dtype=torch.uint8)
+    tensors = (*problem.weight.tensors, bytes_of)
+    weight = dataclasses.replace(problem.weight, tensors=tensors)
+    problem = dataclasses.replace(problem, weight=weight)
+    config = GemmConfig(16, 128, 256, 8, 2)
+    text = few_rows_wgmma.code_of(spec, problem, config).constants()
+    names = [line.split(":")[0] for line in text.splitlines()]
+    assert [name for name in names if names.count(name) > 1] == []
+    assert sum(name.startswith("COPIED_") for name in names) == 2
 
 
 @pytest.mark.parametrize(
