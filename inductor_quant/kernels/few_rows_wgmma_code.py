@@ -15,6 +15,7 @@ one allocation, whichever part of it, Triton has all warps wait for each other.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -359,6 +360,7 @@ def are_neighbours(field: Field, weight: Weight, columns: int) -> bool:
     return is_row and len(last) * tensor.dtype.itemsize >= 16
 
 
+@functools.cache  # layers of a model are alike, and this counts through all columns
 def are_aligned(field: Field, weight: Weight, columns: int) -> bool:
     """Whether neighbours along the last axis of a field's tensor are neighbours in memory, and what
     each ``columns`` columns read begins at a multiple of 16 bytes, whatever k is: ``cp.async``
