@@ -99,7 +99,8 @@ def _lower(
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=spec.out_dtype, device=device)
     inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
-    if family == "fp8_block" and spec.a.scale is not None and compat.runs_triton(device):
+    is_seen = compat.runs_triton(device) and not compat.uses_cpp_wrapper()  # to run so
+    if family == "fp8_block" and spec.a.scale is not None and is_seen:
         groups.quantize_in_tiles(inputs[0], spec.a.scale.block[1])
     result = lower_gemm(
         family,
