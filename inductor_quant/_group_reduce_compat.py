@@ -93,27 +93,14 @@ def quantize_in_tiles(buffer: Any, group: int) -> None:
     virtualized = importlib.import_module("torch._inductor.virtualized").V
     tiled = vars(virtualized.graph).setdefault("inductor_quant_groups", {})
     tiled[buffer.get_name()] = group
-    before = virtualized.choices
-    if getattr(before, "knows_tiles", False):
-        return
     fixed_config = importlib.import_module("torch._inductor.codegen.triton").FixedTritonConfig
 
-    class TileChoices(type(before)):  # type: ignore[misc]
-        knows_tiles = True
+    def tile(features: Any, tiling: Any, given: Any) -> dict[str, Any]:
+        if given.get("fixed_config") is not None or not _reduces_groups(features, tiling):
+            return {}
+        return {"fixed_config": fixed_config(_tile_of(tiling)), **PERSISTENT}
 
-        def triton_kernel_kwargs(self, kernel: Any, features: Any, groups: Any, given: Any) -> Any:
-            given = super().triton_kernel_kwargs(kernel, features, groups, given)
-            if given.get("fixed_config") is None and _reduces_groups(features, groups[0]):
-                given = given | {
-                    "fixed_config": fixed_config(_tile_of(groups[0])),
-                    "override_persistent_reduction": True,
-                    "override_cooperative_reduction": False,
-                }
-            return given
-
-    after = copy.copy(before)
-    after.__class__ = TileChoices
-    virtualized.set_choices_handler(after)
+    _choose_also("tiles", tile)
 
 
 def _reduces_groups(features: Any, tiling: Any) -> bool:
@@ -134,25 +121,35 @@ def _tile_of(tiling: Any) -> dict[str, int]:
 def keep_rows_whole() -> None:
     """Kernels with one of these operations hold whole rows: for the compilations of this thread,
     through the object that Inductor asks. Idempotent."""
+
+    def whole(features: Any, tiling: Any, given: Any) -> dict[str, Any]:
+        is_ours = any(map(features.contains_op, (VALUE, *(REDUCE + kind for kind in _REDUCTIONS))))
+        return PERSISTENT if is_ours else {}
+
+    _choose_also("rows", whole)
+
+
+PERSISTENT = {"override_persistent_reduction": True, "override_cooperative_reduction": False}
+
+
+def _choose_also(name: str, more: Callable[[Any, Any, Any], dict[str, Any]]) -> None:
+    """For the compilations of this thread, Inductor makes a kernel with what ``more`` (features of
+    it, its tiling, what is chosen) says beside what it chooses. Once for each ``name``."""
     virtualized = importlib.import_module("torch._inductor.virtualized").V
     before = virtualized.choices
-    if getattr(before, "knows_groups", False):
+    known = getattr(before, "inductor_quant_knows", ())
+    if name in known:
         return
 
-    class GroupChoices(type(before)):  # type: ignore[misc]
-        knows_groups = True
+    class Choices(type(before)):  # type: ignore[misc]
+        inductor_quant_knows = (*known, name)
 
         def triton_kernel_kwargs(self, kernel: Any, features: Any, groups: Any, given: Any) -> Any:
             given = super().triton_kernel_kwargs(kernel, features, groups, given)
-            if any(map(features.contains_op, (VALUE, *(REDUCE + kind for kind in _REDUCTIONS)))):
-                given = given | {
-                    "override_persistent_reduction": True,
-                    "override_cooperative_reduction": False,
-                }
-            return given
+            return given | more(features, groups[0], given)
 
     after = copy.copy(before)
-    after.__class__ = GroupChoices
+    after.__class__ = Choices
     virtualized.set_choices_handler(after)
 
 

@@ -81,7 +81,7 @@ def bytes_of(weight: Weight) -> tuple[Weight, Bytes] | None:
     width = element.width or 8
     is_signed = element.signed if element.width else tensor.dtype == torch.int8
     add = element.add - (1 << width - 1 if is_signed else 0)
-    strides = tensor.stride or _row_major(tensor.shape)
+    strides = tensor.strides
     known = tuple(stride for stride in strides if stride is not None)
     if len(known) < len(strides) or not -MAX_ADD <= add <= 0:
         return None
@@ -188,14 +188,6 @@ def _with_last(format: WeightFormat, count: int) -> WeightFormat:
         of_field(format.element),
         tuple(map(of_step, format.steps)),
     )
-
-
-def _row_major(shape: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    strides: list[int | None] = [1]
-    for size in reversed(shape[1:]):
-        last = strides[0]
-        strides.insert(0, None if last is None or size is None else last * size)
-    return tuple(strides[: len(shape)])
 
 
 # ------------------------------------------------------------------------------------------

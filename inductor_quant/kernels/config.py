@@ -79,14 +79,25 @@ class Device:
 class WeightTensor:
     """Type, sizes and strides of one tensor of a packed weight; None: a size is symbolic.
 
-    No strides: those of a contiguous tensor. They say what is fast, never what is right.
-    ``is_aligned``: it begins at a multiple of 16 bytes.
+    No strides: those of a contiguous tensor. ``is_aligned``: it begins at a multiple of 16 bytes.
+    They say what is fast, and what can be copied at once, never what is right.
     """
 
     dtype: torch.dtype
     shape: tuple[int | None, ...]
     stride: tuple[int | None, ...] | None = None
     is_aligned: bool = True
+
+    @property
+    def strides(self) -> tuple[int | None, ...]:
+        """In elements; None: symbolic."""
+        if self.stride is not None:
+            return self.stride
+        strides: list[int | None] = [1]
+        for size in reversed(self.shape[1:]):
+            last = strides[0]
+            strides.insert(0, None if last is None or size is None else last * size)
+        return tuple(strides[: len(self.shape)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,6 @@ one allocation, whichever part of it, Triton has all warps wait for each other.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -366,16 +365,13 @@ def are_aligned(field: Field, weight: Weight, columns: int) -> bool:
     each ``columns`` columns read begins at a multiple of 16 bytes, whatever k is: ``cp.async``
     copies 4 bytes at least, and 16 in the least time."""
     tensor, format = weight.tensors[field.source], weight.format
-    strides = tensor.stride or tuple(
-        None if None in tensor.shape[axis:] else math.prod(tensor.shape[axis:])  # type: ignore[arg-type]
-        for axis in range(1, len(tensor.shape) + 1)
-    )
-    if not tensor.is_aligned or None in strides or strides[-1] != 1:
+    strides = [stride for stride in tensor.strides if stride is not None]
+    if not tensor.is_aligned or len(strides) < len(tensor.shape) or strides[-1] != 1:
         return False
 
     def is_at_16(digits: dict[str, int]) -> bool:
         places = [form.value(digits) for form in field.index]
-        elements = sum(place * (stride or 0) for place, stride in zip(places, strides, strict=True))
+        elements = sum(place * stride for place, stride in zip(places, strides, strict=True))
         return elements * tensor.dtype.itemsize % 16 == 0
 
     _, n = format.shape

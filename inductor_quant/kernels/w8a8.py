@@ -35,8 +35,8 @@ MIN_ARCH = 80
 DESCRIPTOR_ARCH = 90
 MIN_GROUP = 32  # of K, what the matrix unit takes at once
 # Of a thread, with which registers are left for what the epilogue loads. H200, by trials, time in
-# that of loading it behind the products, where memory's answer is waited for: 16 to 256 rows of
-# Llama-3-8B 0.96 to 0.99 in 14 GEMMs, 0.99 to 1.00 in 4 with N=28672, 1.03 in one (16x4096x4096).
+# that of loading it behind the products, where memory's answer is waited for: with 16 to 256 rows
+# 0.96 to 0.99 in 13 GEMMs, 0.99 to 1.00 in three with N=28672, 1.03 in one (16x4096x4096).
 EARLY_SUMS = 32
 
 

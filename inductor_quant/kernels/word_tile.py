@@ -86,17 +86,9 @@ def contiguous_axis(weight: Weight, words: Words) -> str:
     """The axis of W along which neighbouring words are neighbours in memory; n if it is not known:
     then only speed suffers."""
     tensor = weight.tensors[weight.format.element.source]
-    strides = tensor.stride or _row_major(tensor.shape)
+    strides = tensor.strides
     along_k = sum(k * s for (k, _, _), s in zip(words.steps, strides, strict=True) if s is not None)
     return "k" if along_k == 1 else "n"
-
-
-def _row_major(shape: Sequence[int | None]) -> tuple[int | None, ...]:
-    strides: list[int | None] = [1]
-    for size in reversed(shape[1:]):
-        last = strides[0]
-        strides.insert(0, None if last is None or size is None else last * size)
-    return tuple(strides[: len(shape)])
 
 
 def reordered(value: str, dims: Sequence[Dim], target: Sequence[Dim], shape: str) -> str:
