@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.fx_passes import pad_mm
 
 import inductor_quant
 from inductor_quant.prepack import PrepackedLinear
@@ -61,6 +63,16 @@ def test_layers_are_repacked_in_place_and_compute_the_same():
             assert layer.qdata.nbytes == K * K * layer.bits // 8
             assert layer.bits == (8 if i == 3 else 4)
     assert inductor_quant.prepack_(model, x) == []  # once
+
+
+@pytest.mark.compiles
+def test_what_inductor_would_pad_is_repacked(monkeypatch):
+    """On a GPU it pads a product's rows where a benchmark wants it; here always."""
+    monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: True)
+    monkeypatch.setattr(pad_mm, "has_triton", lambda: True)
+    model = nn.Sequential(HqqLike())
+    with inductor_config.patch(force_shape_pad=True):
+        assert inductor_quant.prepack_(model, torch.randn(3, K, dtype=bf16)) == ["0"]
 
 
 class OfThreeDimensions(HqqLike):
