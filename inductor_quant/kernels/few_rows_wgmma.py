@@ -33,18 +33,23 @@ from inductor_quant.spec import QuantGemmSpec
 
 ARCHS = (INTERPRETER_ARCH, 90)  # wgmma is Hopper's alone
 # With 8 rows and fewer those of x are as little as the words of 32 columns: nothing is won.
-MIN_M, BLOCK_M = 9, few_rows_gluon.MAX_M
+MIN_M, MAX_M = 9, 32
 WARPS = (4, 8, 16)
-# By rule from trials on an H200 (words of GPTQ, 16 rows, K = 4096), best guess first: (columns, k,
-# warps, stages).
-_BLOCKS = ((128, 256, 8, 2), (64, 256, 4, 2), (256, 256, 16, 2), (128, 128, 8, 4))
+# By rule from trials on an H200 (words of GPTQ, K = 4096), best guess first. For so many rows at
+# most: (columns, k, warps, stages).
+_BLOCKS = {
+    16: ((128, 256, 8, 2), (64, 256, 4, 2), (256, 256, 16, 2), (128, 128, 8, 4)),
+    32: ((256, 256, 16, 2), (128, 256, 8, 2)),
+}
 # The smaller of the first two tiles, where the multiprocessor that has most of them has so many
 # columns less: of 22016 a quarter (20.2 us, not 22.6), but none of 28672 (25.4, not 23.3).
 FEWER_COLUMNS = 0.8
-# The fewest for which it was faster; of 14336, 15.9 us where warps that share out K take 14.9.
-WIDE_N = 22016
-# That multiprocessor may have no more than the others by far: the rest of them wait.
-MIN_FILL = 0.8
+# The fewest columns for which it was faster: of 14336, 16 rows take 15.9 us where warps that share
+# out K take 14.9; 32 rows 17.9, and 22.7 in many_rows_gluon.
+WIDE_N = {16: 22016, 32: 14336}
+# That multiprocessor may have no more than the others by far: the rest of them wait. (32 rows of
+# 22016, 86 tiles of 256: 26.3 us, 34.5 in many_rows_gluon.)
+MIN_FILL = {16: 0.8, 32: 0.55}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -53,9 +58,9 @@ def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection
         return general
     if device.arch not in ARCHS:
         return Rejection(RejectionCode.NO_KERNEL, f"written for sm_90, this is {device}")
-    if not MIN_M <= problem.m <= BLOCK_M or not problem.m_is_static:
+    if not MIN_M <= problem.m <= MAX_M or not problem.m_is_static:
         return Rejection(
-            RejectionCode.NO_KERNEL, f"{problem.m} rows, or any number, not {MIN_M} to {BLOCK_M}"
+            RejectionCode.NO_KERNEL, f"{problem.m} rows, or any number, not {MIN_M} to {MAX_M}"
         )
     refused = few_rows_gluon.supports_weight(spec, problem)
     if refused is not None:
@@ -122,8 +127,8 @@ def is_legal(
         )
     if split_k.group_of(spec, weight) % SLICE:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"scales change within {SLICE} rows")
-    is_tile = config.block_m == BLOCK_M and config.block_k % SLICE == 0
-    is_tile = is_tile and config.num_warps in WARPS
+    is_tile = config.block_m in _BLOCKS and problem.m <= config.block_m
+    is_tile = is_tile and config.block_k % SLICE == 0 and config.num_warps in WARPS
     if not is_tile or config.block_n != 16 * config.num_warps:
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} is not 64 columns a warpgroup of {WARPGROUP}"
@@ -137,15 +142,16 @@ def is_legal(
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first."""
-    if problem.n < WIDE_N or group.is_no_gain(problem) is not None:
+    block_m = next(rows for rows in _BLOCKS if problem.m <= rows)
+    if problem.n < WIDE_N[block_m] or group.is_no_gain(problem) is not None:
         return []
-    first, second, *others = _BLOCKS
+    first, second, *others = _BLOCKS[block_m]
     most = _most_columns(problem, first, device)
     if _most_columns(problem, second, device) <= FEWER_COLUMNS * most:
         first, second = second, first
-    if problem.n < MIN_FILL * device.num_sms * _most_columns(problem, first, device):
+    if problem.n < MIN_FILL[block_m] * device.num_sms * _most_columns(problem, first, device):
         return []
-    listed = [GemmConfig(BLOCK_M, *block) for block in (first, second, *others)]
+    listed = [GemmConfig(block_m, *block) for block in (first, second, *others)]
     return [each for each in listed if is_legal(spec, problem, each, device) is None]
 
 

@@ -22,9 +22,7 @@ from inductor_quant.kernels.many_rows_gluon import MAX_SUMS, UNROLLED, WARPGROUP
 from inductor_quant.kernels.many_rows_gluon_code import parts_of_steps
 from inductor_quant.spec import QuantGemmSpec
 
-# With no more than FEW_M rows two blocks of many_rows_gluon share a multiprocessor, and win, unless
-# there are tiles for all.
-MIN_M, FEW_M = 65, 128
+MIN_M, FEW_M = 17, 128
 # Of four warpgroups a thread has 112 registers.
 MAX_SUMS_OF_FOUR = 32
 TURN = 256  # rows of K
@@ -87,32 +85,44 @@ def is_legal(
     return legal(config, device, element_bytes=2, shared_bytes=shared)
 
 
-# (rows, columns, k, warps, stages) and cycles a step, as measured on an H200. With 128 columns the
-# matrix unit is busy for 1024 of them, with 64 for 512, which is what shared memory takes as well:
-# x is brought there and read from there for 64 columns only. In the last, half of the warps have
-# half of each step.
-_BLOCKS = (
-    ((256, 128, 64, 8, 4), 1120),
-    ((256, 64, 64, 4, 5), 640),
-    ((128, 64, 128, 8, 5), 800),
-)
-_BLOCKS_OF_FEW = (((128, 128, 128, 8, 5), 1300), ((128, 128, 64, 8, 8), 670))
+# For so many rows at most: (rows, columns, k, warps, stages) and cycles a step, as measured on an
+# H200. Where 256 rows have 128 columns the matrix unit is busy for 1024 of them, with 64 for 512,
+# which is what shared memory takes as well: x is brought there and read from there for 64 columns
+# only. In the last, half of the warps have half of each step. Fewer rows take nearly as long:
+# products of 64 leave no time to dequantize. (Three tensors of 64 columns and 64 rows, of which all
+# multiprocessors would have one at 256 x 6144: products alone 20.7 us, dequantizing alone 22.9,
+# both 32.6. Of 256 rows, on 96 of 132: 22.8, 19.8, 23.5.)
+_BLOCKS = {
+    32: (((32, 128, 64, 8, 8), 460),),
+    64: (((64, 128, 64, 8, 8), 560),),
+    FEW_M: (((128, 128, 128, 8, 5), 1300), ((128, 128, 64, 8, 8), 670)),
+    math.inf: (
+        ((256, 128, 64, 8, 4), 1120),
+        ((256, 64, 64, 4, 5), 640),
+        ((128, 64, 128, 8, 5), 800),
+    ),
+}
 SPLITS = (1, 2, 4)
 MIN_STEPS = 8  # of a part
 SUMS_A_CYCLE = 150  # of parts of K, to be stored and added up by another kernel
 FINISHING = 1500  # cycles of a tile, beside its steps
+# Of multiprocessors with a tile, and rows of K that it has. On an H200 64 rows of 8192 x 28672 take
+# 71 us (gluon: 87), 3584 x 18944 29.4 (31.6), 128 of 14336 x 4096 27.7 (32.0), but 64 of
+# 12288 x 4096, 96 tiles, 21.6 (20.4), and of 4096 x 4096 in four parts 10.8 (9.9).
+MIN_FILL, MIN_K = 0.8, 3072
 
 
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first; those of one selection share ``split_k``."""
     found: list[tuple[float, GemmConfig]] = []
-    blocks = _BLOCKS if problem.m > FEW_M else _BLOCKS_OF_FEW if problem.n >= WIDE_N else ()
+    blocks = next(blocks for most, blocks in _BLOCKS.items() if problem.m <= most)
     for (block_m, block_n, block_k, warps, stages), cycles in blocks:
         for split in SPLITS:
             config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
+            tiles = split * math.ceil(problem.m / block_m) * problem.n // block_n
             is_short = split > 1 and problem.k < split * block_k * MIN_STEPS
-            if not is_short and is_legal(spec, problem, config, device) is None:
-                tiles = split * math.ceil(problem.m / block_m) * problem.n // block_n
+            is_behind = problem.m <= FEW_M and not _is_ahead(problem, split, tiles, device)
+            if not (is_short or is_behind) and is_legal(spec, problem, config, device) is None:
                 steps = problem.k // (split * block_k)
                 tile = steps * cycles + FINISHING
                 sums = split * problem.m * problem.n if split > 1 else 0
@@ -120,6 +130,15 @@ def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmC
                 found.append((cost, config))
     found.sort(key=lambda item: item[0])
     return split_k.of_one_split([config for _, config in found])
+
+
+def _is_ahead(problem: Problem, split: int, tiles: int, device: Device) -> bool:
+    """Whether it takes less time than ``many_rows_gluon``, two blocks of which share a
+    multiprocessor with FEW_M rows or fewer: if nearly all have one long tile here, or with more
+    than 64 rows enough of them."""
+    is_one_round = MIN_FILL * device.num_sms <= tiles <= device.num_sms
+    is_long = problem.k >= MIN_K * split
+    return (is_one_round and is_long) or (problem.m > 64 and problem.n >= WIDE_N)
 
 
 WEIGHT_ONLY_WORDS_TMA = Kernel(

@@ -103,10 +103,12 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, module, m):
         *((WEIGHT_ONLY_FEW_ROWS_GLUON, 1, n, f16) for n in (1024, 8192)),
         *((WEIGHT_ONLY_FEW_ROWS_GLUON, m, n, bf16) for m, n in ((7, 16384), (13, 6144))),
         *((WEIGHT_ONLY_FEW_ROWS_WGMMA, m, 22016, dtype) for m, dtype in ((9, f16), (16, bf16))),
+        *((WEIGHT_ONLY_FEW_ROWS_WGMMA, m, 14336, dtype) for m, dtype in ((19, bf16), (32, f16))),
         *((WEIGHT_ONLY_WORDS_GLUON, m, 1024, dtype) for m, dtype in ((17, f16), (64, bf16))),
         *((WEIGHT_ONLY_WORDS_GLUON, m, n, f16) for m, n in ((100, 1024), (200, 16384))),
         *((WEIGHT_ONLY_WORDS_TMA, m, n, bf16) for m, n in ((200, 1024), (256, 6144))),
         *((WEIGHT_ONLY_WORDS_TMA, m, 16384, f16) for m in (100, 300)),  # several tiles a program
+        *((WEIGHT_ONLY_WORDS_TMA, m, 14336, bf16) for m in (20, 64, 65)),  # one
     ],
     ids=lambda given: getattr(given, "name", str(given)),
 )
@@ -115,14 +117,17 @@ def test_every_configuration_in_gluon_gives_the_weight_bit_for_bit(
 ):
     """Rows of the identity; then random rows, where a race would show."""
     monkeypatch.setattr(formats, "f16", dtype)  # of scales
-    case = Case("gptq", m, n, 2048, dtype)
+    k = 4096
+    case = Case("gptq", m, n, k, dtype)
     x, _, _, *weight = make_inputs(case, "cuda")
     want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     spec, problem = described(case)
-    for config in kernel.configs(spec, problem, device(90)):
+    configs = kernel.configs(spec, problem, device(90))
+    assert configs
+    for config in configs:
         pinned = {"inductor_quant.configs": (f"{kernel.name} {config}",)}
-        rows = torch.zeros(m, 2048, dtype=dtype, device="cuda")
-        at = 7 * torch.arange(m, device="cuda") % 2048
+        rows = torch.zeros(m, k, dtype=dtype, device="cuda")
+        at = 7 * torch.arange(m, device="cuda") % k
         rows[torch.arange(m), at] = 1
         got, chosen = run(case, (rows, None, None, *weight), **pinned)
         assert chosen == f"{kernel.name} {config}"

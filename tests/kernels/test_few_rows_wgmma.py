@@ -46,7 +46,7 @@ def without_zero_points(problem, operand=None):
         (Case("gptq", 16, 28672, 4096), 80),
         (Case("gptq", 16, 28672, 4096), 100),
         (Case("gptq", 8, 28672, 4096), 90),
-        (Case("gptq", 17, 28672, 4096), 90),
+        (Case("gptq", 33, 28672, 4096), 90),
         (Case("awq", 16, 28672, 4096), 90),  # words along N
         (Case("int4_words", 16, 28672, 4096), 90),  # scales of whole columns
     ],
@@ -109,17 +109,20 @@ def test_fields_of_two_sizes_have_layouts_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "is_for_it"),
+    ("m", "n", "k", "is_for_it"),
     [
-        (28672, 4096, True),
-        (22016, 2560, True),
-        (14336, 4096, False),  # too few
-        (25600, 4096, False),  # a few multiprocessors would have a tile more than the others
-        (28672, 1152, False),
+        (16, 28672, 4096, True),
+        (16, 22016, 2560, True),
+        (16, 14336, 4096, False),  # too few
+        (17, 14336, 4096, True),
+        (32, 12288, 4096, False),
+        (16, 25600, 4096, False),  # a few multiprocessors would have a tile more than the others
+        (32, 17408, 4096, False),
+        (16, 28672, 1152, False),
     ],
 )
-def test_configurations_are_legal_and_for_many_columns(n, k, is_for_it):
-    spec, problem = problem_of(Case("gptq", 16, n, k))
+def test_configurations_are_legal_and_for_many_columns(m, n, k, is_for_it):
+    spec, problem = problem_of(Case("gptq", m, n, k))
     found = few_rows_wgmma.configs(spec, problem, device(90))
     assert bool(found) == is_for_it
     for config in found:
@@ -127,9 +130,12 @@ def test_configurations_are_legal_and_for_many_columns(n, k, is_for_it):
 
 
 def test_which_tile_is_first():
-    """The multiprocessor that has most of 22016 columns has four tiles of 64, or three."""
-    for n, columns in ((28672, 128), (22016, 64), (57344, 128)):
-        spec, problem = problem_of(Case("gptq", 16, n, 4096))
+    """The multiprocessor that has most of 22016 columns has two tiles of 128, or three of 64."""
+    for m, n, columns in (
+        *((16, 28672, 128), (16, 22016, 64), (16, 57344, 128)),
+        *((32, 28672, 256), (32, 22016, 256), (32, 14336, 128)),
+    ):
+        spec, problem = problem_of(Case("gptq", m, n, 4096))
         first, *_ = few_rows_wgmma.configs(spec, problem, device(90))
         assert first.block_n == columns
 
@@ -147,7 +153,7 @@ def test_gemms_in_one_launch():
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(32, 128, 256, 8, 2),  # more rows than the kernel has
+        GemmConfig(64, 128, 256, 8, 2),  # more rows than the kernel has
         GemmConfig(8, 128, 256, 8, 2),  # fewer than there are
         GemmConfig(16, 64, 256, 8, 2),  # half a tile of wgmma for each warpgroup
         GemmConfig(16, 128, 64, 8, 2),  # less than a slice
@@ -167,7 +173,9 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 
 @needs_gluon
 @pytest.mark.compiles
-@pytest.mark.parametrize(("m", "n", "dtype"), [(16, 28672, bf16), (9, 22016, f16)])
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"), [(16, 28672, bf16), (9, 22016, f16), (32, 28672, bf16)]
+)
 def test_everything_is_copied_ahead(m, n, dtype):
     case = Case("gptq", m, n, 4096, dtype)
     config, *_ = few_rows_wgmma.configs(*problem_of(case), device(90))
@@ -176,5 +184,5 @@ def test_everything_is_copied_ahead(m, n, dtype):
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
     assert not kernel.is_serialized
-    assert "m64n16k16" in "".join(kernel.matrix_instructions())
+    assert f"m64n{config.block_m}k16" in "".join(kernel.matrix_instructions())
     assert "ld.global" not in kernel.ptx

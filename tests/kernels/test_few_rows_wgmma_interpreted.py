@@ -41,6 +41,7 @@ def run(fn, make, inputs, config):
         (Case("gptq", 16, 128, 1024, bias=True), "16x64x256_w4_s2_g8"),
         (Case("gptq", 13, 128, 1024, f16, column_scale="channel"), "16x128x128_w8_s4_g8"),
         (Case("gptq", 9, 128, 512, column_scale="tensor"), "16x128x256_w8_s2_g8"),
+        (Case("gptq", 21, 64, 512), "32x64x128_w4_s2_g8"),
     ],
     ids=str,
 )

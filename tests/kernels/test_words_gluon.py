@@ -148,6 +148,10 @@ def test_what_tensor_descriptors_are_made_of():
         (4096, 6144, 4096, "256x128x64_w8_s4_g8"),
         (130, 256, 512, "128x64x128_w8_s5_g8"),
         (128, 28672, 4096, "128x128x128_w8_s5_g8"),
+        (128, 8192, 28672, "128x128x128_w8_s5_g8_k2"),
+        (64, 8192, 28672, "64x128x64_w8_s8_g8_k2"),
+        (33, 14336, 4096, "64x128x64_w8_s8_g8"),
+        (32, 4096, 14336, "32x128x64_w8_s8_g8_k4"),
     ],
 )
 def test_configurations_for_tma_are_legal_and_share_the_split(m, n, k, first):
@@ -159,6 +163,22 @@ def test_configurations_for_tma_are_legal_and_share_the_split(m, n, k, first):
     assert len({config.split_k for config in found}) == 1
     for config in found:
         assert many_rows_tma.is_legal(spec, problem, config, device(90)) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (64, 12288, 4096),  # tiles for 96 of 132 multiprocessors
+        (64, 28672, 4096),  # for more than there are
+        (64, 4096, 4096),  # short parts of K
+        (128, 6144, 4096),
+    ],
+)
+def test_few_rows_are_for_two_blocks_a_multiprocessor(m, n, k):
+    """Unless nearly all have one long tile."""
+    spec, problem = described_for_tma(Case("gptq", m, n, k, f16))
+    assert many_rows_tma.configs(spec, problem, device(90)) == []
+    assert many_rows_gluon.configs(spec, problem, device(90))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +220,13 @@ def test_more_rows_multiply_from_registers(m):
 
 @needs_gluon
 @pytest.mark.compiles
-@pytest.mark.parametrize(("m", "n", "k"), [(256, 16384, 1024), (256, 8192, 1024), (256, 4096, 512)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        *((256, 16384, 1024), (256, 8192, 1024), (256, 4096, 512)),
+        *((128, 14336, 3072), (64, 14336, 3072), (32, 4096, 14336)),
+    ],
+)
 def test_warps_load_and_products_follow_each_other(m, n, k):
     case = Case("gptq", m, n, k, f16)
     config, *_ = many_rows_tma.configs(*described_for_tma(case), device(90))
