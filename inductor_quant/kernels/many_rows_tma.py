@@ -55,9 +55,12 @@ def constants(
 
 
 def unrolled(problem: Problem, config: GemmConfig) -> int:
-    """Steps in the loop's body: a turn takes longer than memory to bring scales and zero points."""
-    steps = max(UNROLLED, TURN // config.block_k)
-    return steps if problem.k % (steps * config.split_k * config.block_k) == 0 else UNROLLED
+    """Steps in the loop's body: a turn takes longer than memory to bring scales and zero points,
+    and goes through all stages if it can."""
+    turn = max(UNROLLED, TURN // config.block_k)
+    most = config.num_stages if config.num_stages % turn == 0 else turn
+    part = problem.k // config.split_k
+    return next((n for n in (most, turn) if part % (n * config.block_k) == 0), UNROLLED)
 
 
 def is_legal(
@@ -95,7 +98,7 @@ def is_legal(
 _BLOCKS = {
     32: (((32, 128, 64, 8, 8), 460),),
     64: (((64, 128, 64, 8, 8), 560),),
-    FEW_M: (((128, 128, 128, 8, 5), 1300), ((128, 128, 64, 8, 8), 670)),
+    FEW_M: (((128, 128, 128, 8, 4), 1250), ((128, 128, 64, 8, 8), 670)),
     math.inf: (
         ((256, 128, 64, 8, 4), 1120),
         ((256, 64, 64, 4, 5), 640),
