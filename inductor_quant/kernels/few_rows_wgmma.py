@@ -127,7 +127,9 @@ def is_legal(
         )
     if split_k.group_of(spec, weight) % SLICE:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"scales change within {SLICE} rows")
-    is_tile = config.block_m in _BLOCKS and problem.m <= config.block_m
+    if problem.m > config.block_m:
+        return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} has not all of {problem.m} rows")
+    is_tile = config.block_m in _BLOCKS
     is_tile = is_tile and config.block_k % SLICE == 0 and config.num_warps in WARPS
     if not is_tile or config.block_n != 16 * config.num_warps:
         return Rejection(

@@ -40,6 +40,7 @@ from inductor_quant.weight_format import Field, Step, WeightFormat
 WORDS = SLICE // 8
 WARPGROUP = 4
 MAX_WARPS = 16  # of a multiprocessor at once
+MAX_REGISTERS = 255  # that a thread can have
 # The words of a slice by row: t counts lanes. Not r1, r0, t: of 8 lanes of a warp, that read words
 # at once, those of two rows would read the same banks.
 R1: Dim = ("r1", 2)
@@ -130,7 +131,9 @@ class FewRowsWgmmaCode:
 
     @property
     def max_registers(self) -> int:
-        return REGISTERS // (32 * MAX_WARPS)
+        """Of a thread: blocks of 16 rows share a multiprocessor, one of 32 rows has it alone."""
+        warps = MAX_WARPS if self.block_m == 16 else self.warps
+        return min(MAX_REGISTERS, REGISTERS // (32 * warps))
 
     def _x_put(self) -> str:
         """The layout in which x is read to be put in order: 16 bytes a lane. Neither those nor the

@@ -92,9 +92,9 @@ def is_legal(
 # H200. Where 256 rows have 128 columns the matrix unit is busy for 1024 of them, with 64 for 512,
 # which is what shared memory takes as well: x is brought there and read from there for 64 columns
 # only. In the last, half of the warps have half of each step. Fewer rows take nearly as long:
-# products of 64 leave no time to dequantize. (Three tensors of 64 columns and 64 rows, of which all
-# multiprocessors would have one at 256 x 6144: products alone 20.7 us, dequantizing alone 22.9,
-# both 32.6. Of 256 rows, on 96 of 132: 22.8, 19.8, 23.5.)
+# products of 64 rows leave no time to dequantize. So tiles of 64 rows and 192 columns are no gain
+# at 256 x 6144, where nearly all multiprocessors have one: their products alone take 20.7 us,
+# dequantizing alone 22.9, both 32.6; of 256 rows and 64 columns, on 96 of 132, 22.8, 19.8, 23.5.
 _BLOCKS = {
     32: (((32, 128, 64, 8, 8), 460),),
     64: (((64, 128, 64, 8, 8), 560),),
@@ -110,7 +110,7 @@ MIN_STEPS = 8  # of a part
 SUMS_A_CYCLE = 150  # of parts of K, to be stored and added up by another kernel
 FINISHING = 1500  # cycles of a tile, beside its steps
 # Of multiprocessors with a tile, and rows of K that it has. On an H200 64 rows of 8192 x 28672 take
-# 71 us (gluon: 87), 3584 x 18944 29.4 (31.6), 128 of 14336 x 4096 27.7 (32.0), but 64 of
+# 71 us (gluon: 87), 3584 x 18944 29.4 (31.6), 128 of 14336 x 4096 26.3 (32.0), but 64 of
 # 12288 x 4096, 96 tiles, 21.6 (20.4), and of 4096 x 4096 in four parts 10.8 (9.9).
 MIN_FILL, MIN_K = 0.8, 3072
 

@@ -10,7 +10,7 @@ import torch
 from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
 from inductor_quant.decisions import RejectionCode
-from inductor_quant.kernels import few_rows_wgmma
+from inductor_quant.kernels import KERNELS, few_rows_wgmma
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.group import together
 from tests.support import formats
@@ -168,13 +168,33 @@ def test_what_is_not_legal(config):
     assert few_rows_wgmma.is_legal(spec, problem, config, device(90)) is not None
 
 
+def test_a_tile_has_all_rows():
+    spec, problem = problem_of(Case("gptq", 17, 1024, 1024))
+    for rows, is_enough in ((16, False), (32, True)):
+        config = GemmConfig(rows, 128, 256, 8, 2)
+        assert (few_rows_wgmma.is_legal(spec, problem, config, device(90)) is None) == is_enough
+
+
+def test_it_is_preferred_to_the_kernels_for_more_rows():
+    spec, problem = problem_of(Case("gptq", 32, 28672, 4096, f16))
+    able = [
+        kernel.name
+        for kernel in KERNELS
+        if kernel.family == "weight_only"
+        and kernel.supports(spec, problem, device(90)) is None
+        and kernel.configs(spec, problem, device(90))
+    ]
+    assert able[0] == "weight_only_few_rows_wgmma"
+    assert "weight_only_words_gluon" in able
+
+
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("m", "n", "dtype"), [(16, 28672, bf16), (9, 22016, f16), (32, 28672, bf16)]
+    ("m", "n", "dtype"), [(16, 28672, bf16), (9, 22016, f16), (32, 28672, bf16), (32, 14336, f16)]
 )
 def test_everything_is_copied_ahead(m, n, dtype):
     case = Case("gptq", m, n, 4096, dtype)

@@ -204,6 +204,13 @@ def test_what_is_not_legal_for_tma(config):
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
+def test_the_body_of_the_loop_goes_through_all_stages_if_it_can():
+    config = GemmConfig(64, 128, 64, 8, 8)
+    for k, steps in ((4096, 8), (768, 4), (384, 2)):
+        _, problem = described_for_tma(Case("gptq", 64, 4096, k, f16))
+        assert many_rows_tma.unrolled(problem, config) == steps
+
+
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize("m", [32, 64, 128, 256])
@@ -229,13 +236,18 @@ def test_more_rows_multiply_from_registers(m):
 )
 def test_warps_load_and_products_follow_each_other(m, n, k):
     case = Case("gptq", m, n, k, f16)
-    config, *_ = many_rows_tma.configs(*described_for_tma(case), device(90))
+    spec, problem = described_for_tma(case)
+    config, *_ = many_rows_tma.configs(spec, problem, device(90))
     kernels = generate_case(case).kernels  # it is the default
     [(name, source)] = [item for item in kernels.items() if "gl.inline_asm" in item[1]]
     assert "gl.warp_specialize" in source
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
     assert not kernel.is_serialized
+    stages, steps = config.num_stages, many_rows_tma.unrolled(problem, config)
+    if steps % stages == 0:  # places are numbers: a step frees that of the one before
+        freed = re.findall(r"STAGES \+ (\d+), step > 0", source)
+        assert freed == [str((step - 1) % stages) for step in range(steps)]
     loop = kernel.ptx[kernel.ptx.index("wgmma.mma_async") : kernel.ptx.rindex("wgmma.mma_async")]
     assert re.search(r"wgmma\.wait_group\.sync\.aligned\s+1;", loop)
     assert "fence.proxy.async" not in loop
