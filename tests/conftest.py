@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
 # Before torch or triton read them: a cache left by another run would hide what this one compiles.
 for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ[_variable] = tempfile.mkdtemp(prefix="inductor_quant_tests_")
+# As many processes as there are cores: threads of theirs would wait for one another. (What a worker
+# starts inherits it.)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch._dynamo import guards  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
@@ -43,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_collection_finish() -> None:
+    """What was imported stays, and a compilation allocates a lot and gives it back: at its own pace
+    the collector looks at both for a seventh of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """On a GPU machine, GPU tests that were all skipped are a failure, not a pass."""
     if IS_INTERPRETER or not torch.cuda.is_available():
@@ -63,6 +77,15 @@ def _plain_cpp():
     few headers, and not to find out what the CPU knows."""
     scalar = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
     with inductor_config.patch(scalar):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _guards_are_not_timed():
+    """Dynamo times the guards of what it compiles, for its log, and empties the CPU's caches for
+    that: 20 to 30 ms a compilation, and what runs next begins cold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
 
 
