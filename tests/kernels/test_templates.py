@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 
 import jinja2
@@ -49,6 +50,10 @@ ZEROS = [
 WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS", "FEW_ROWS")
 
 
+# A template is parsed once, not for each combination.
+template = functools.cache(functools.partial(jinja2.Template, undefined=jinja2.StrictUndefined))
+
+
 def render(source: str, **constants: object) -> tuple[str, list[str]]:
     """The template with stubs for Inductor's hooks; and the inputs that it declared."""
     declared: list[str] = []
@@ -57,7 +62,7 @@ def render(source: str, **constants: object) -> tuple[str, list[str]]:
         declared.extend(names)
         return f"def kernel({', '.join(names)}):"
 
-    text = jinja2.Template(source, undefined=jinja2.StrictUndefined).render(
+    text = template(source).render(
         def_kernel=def_kernel,
         size=lambda name, dim: f"{name}_size{dim}",
         stride=lambda name, dim: f"{name}_stride{dim}",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -186,6 +187,13 @@ def compressed_dense(layer: Any) -> Tensor:
 
 def quanto(qtype: str, dtype: torch.dtype, k: int, n: int, bias: bool) -> nn.Module:
     from optimum import quanto as package
+    from optimum.quanto.library.extensions.cpp import ext
+
+    # Its C++ for a CPU is built where it is first called, for half a minute. Its op in Python, for
+    # other devices, says the same.
+    unpack = torch.ops.quanto.unpack.default
+    anywhere = torch._C.DispatchKey.CompositeExplicitAutograd
+    ext._lib = types.SimpleNamespace(unpack=functools.partial(unpack._op_dk, anywhere))
 
     model = nn.Sequential(source(dtype, k, n, bias))
     package.quantize(model, weights=getattr(package, qtype))
