@@ -30,7 +30,7 @@ def _capability() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Minutes long: begun last, they would be what the other process of ``-n 2`` waits for.
+    # Minutes long: begun last, it would be what the other process of ``-n 2`` waits for.
     items.sort(key=lambda item: "test_interpreter_layer" not in item.nodeid)
     arch = _capability()
     for item in items:
