@@ -66,12 +66,16 @@ def test_a_group_that_changes_at_any_k_is_left_to_the_kernel_for_all_formats():
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "arch"), [("gptq", 80), ("gptq", 90), ("awq", 90)])
 def test_configurations_do_not_spill(name, arch):
+    compiled = set()
     for m in (64, 128):
         case = Case(name, m, 1024, 2048, f16)
         spec, problem = described(case)
         found = many_rows.configs(spec, problem, device(arch))
         assert found
         for config in found:
+            if config in compiled:  # with 128 rows there are more programs of the same
+                continue
+            compiled.add(config)
             generated = generate_case(case, f"weight_only_words {config}", arch=arch)
             [text] = [name for name, s in generated.kernels.items() if "inline_asm" in s]
             kernel = simulate.compile_kernel(text, generated.kernels[text])
