@@ -145,32 +145,38 @@ def scaled(a, b, a_scale):
 a = torch.arange(32 * 64).remainder(17).sub(8).reshape(32, 64).to(torch.int8)
 b = torch.arange(64 * 48).remainder(13).sub(6).reshape(64, 48).to(torch.int8)
 a_scale = torch.arange(1.0, 33.0).reshape(32, 1)
-with interpreted_cpu(), config.patch(force_disable_caches=False, fx_graph_cache=True):
-    out = torch.compile(scaled, backend=sys.argv[1])(a, b, a_scale)
 exact = a.double() @ b.double() * a_scale
-print(json.dumps({
-    "factor": 1 if torch.equal(out.double(), exact) else out.sum().item() / exact.sum().item(),
-    "hits": counters["inductor"]["fxgraph_cache_hit"],
-    "misses": counters["inductor"]["fxgraph_cache_miss"],
-    "package": os.path.dirname(os.path.dirname(inductor_quant.__file__)),
-}))
+results = {}
+for name in sys.argv[1:]:
+    torch._dynamo.reset()
+    counters.clear()
+    os.environ["INDUCTOR_QUANT_DISABLE"] = "01"[name == "disabled"]
+    backend = "inductor" if name == "inductor" else "inductor_quant"
+    with interpreted_cpu(), config.patch(force_disable_caches=False, fx_graph_cache=True):
+        out = torch.compile(scaled, backend=backend)(a, b, a_scale)
+    is_exact = torch.equal(out.double(), exact)
+    results[name] = {
+        "factor": 1 if is_exact else out.sum().item() / exact.sum().item(),
+        "hits": counters["inductor"]["fxgraph_cache_hit"],
+        "misses": counters["inductor"]["fxgraph_cache_miss"],
+    }
+print(json.dumps([os.path.dirname(os.path.dirname(inductor_quant.__file__)), results]))
 """
 
 
 class Run:
-    """PROGRAM in a process of its own, started at once and waited for by ``result``."""
+    """PROGRAM in a process of its own, started at once and waited for by ``results``."""
 
-    def __init__(self, cache, package, backend="inductor_quant", **environment):
+    def __init__(self, cache, package, *names):
         self.package = package
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, backend],
+            [sys.executable, "-c", PROGRAM, *names],
             env={
                 **os.environ,
                 "PYTHONPATH": str(package),
                 "TRITON_INTERPRET": "1",
                 "OMP_NUM_THREADS": "1",
                 "TORCHINDUCTOR_CACHE_DIR": str(cache),
-                **environment,
             },
             cwd=cache,
             stdout=subprocess.PIPE,
@@ -178,12 +184,12 @@ class Run:
             text=True,
         )
 
-    def result(self):
+    def results(self):
         output, errors = self.process.communicate(timeout=300)
         assert self.process.returncode == 0, errors
-        result = json.loads(output.splitlines()[-1])
-        assert result.pop("package") == str(self.package)
-        return result
+        used, results = json.loads(output.splitlines()[-1])
+        assert used == str(self.package)
+        return results
 
 
 @pytest.fixture(scope="module")
@@ -198,16 +204,13 @@ def results(tmp_path_factory):
     (edited / TEMPLATE).write_text(template.replace(line, f"{line} * 2"))
 
     found = {}
-    for pair in (
-        {"cold": (package,), "cold too": (package,)},
-        {"warm": (package,), "edited": (edited,)},
-        {"disabled": (edited,), "inductor": (edited, "inductor")},
+    for together in (
+        ((package, "cold"), (package, "cold too")),
+        ((package, "warm"), (edited, "edited")),
+        ((edited, "inductor", "disabled"),),
     ):
-        runs = {}
-        for name, arguments in pair.items():
-            environment = {"INDUCTOR_QUANT_DISABLE": "1"} if name == "disabled" else {}
-            runs[name] = Run(cache, *arguments, **environment)
-        found.update({name: run.result() for name, run in runs.items()})
+        for run in [Run(cache, *arguments) for arguments in together]:
+            found.update(run.results())
     return found
 
 
