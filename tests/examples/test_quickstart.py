@@ -59,7 +59,8 @@ def test_saved_weights_are_bf16_and_bring_the_tokenizer(weights):
 
 
 def test_without_a_gpu_the_job_runs_and_each_part_says_how(weights):
-    output = run("--cpu", "--weights", str(weights), "--virtual-layers", "6")
+    # the first layer reads embeddings, the second what a layer gave, as all the others do
+    output = run("--cpu", "--weights", str(weights), "--virtual-layers", "2")
     least, mean = checked(r"48 embeddings: cosine to fp32 ([\d.]+) at least, ([\d.]+)", output)
     assert 0.99 <= float(least) <= float(mean) < 1
     [same] = checked(r"search: (\d) of 8 queries find what they find in fp32", output)
@@ -67,9 +68,10 @@ def test_without_a_gpu_the_job_runs_and_each_part_says_how(weights):
     assert "Aphids on the roses" in output
     checked(r"(the plugin left the CPU's graph as it was)", output)
     [matched] = checked(
-        rf"virtual sm_90: (\d+) of {LINEARS} linear layers matched, _int_mm is not in", output
+        r"virtual sm_90: (\d+) of 12 linear layers matched, _int_mm is not in", output
     )
-    assert int(matched) == LINEARS
+    assert int(matched) == 12
+    assert f"quantized {LINEARS} linear layers" in output
     assert "wgmma.mma_async" in output
     error, eager = checked(
         r"interpreter: .* by w8a8_mm .*fp32 ([\d.]+), eager torchao's is ([\d.]+)", output
