@@ -51,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays, and a compilation allocates a lot and gives it back: at its own pace
-    the collector looks at both for a seventh of the time."""
+    the collector looks at both for a seventh of the time. On a GPU a cycle may hold its memory."""
+    if torch.cuda.is_available():
+        return
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)

@@ -534,9 +534,9 @@ print(json.dumps(results))
 def test_a_warm_cache_does_not_serve_another_table(tmp_path):
     """Nor does the same process; another process finds what this one left."""
     results = []
-    for tables in (("first", "other"), ("first",)):
+    for chosen in (("first", "other"), ("first",)):
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *tables],
+            [sys.executable, "-c", PROGRAM, *chosen],
             env={
                 **os.environ,
                 "TRITON_INTERPRET": "1",
