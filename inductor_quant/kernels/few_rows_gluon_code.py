@@ -24,6 +24,7 @@ import torch
 from inductor_quant.kernels.config import GemmConfig, Weight
 from inductor_quant.kernels.gluon_columns import (
     ColumnCode,
+    GluonCode,
     Loads,
     Uses,
     columns_layout,
@@ -59,7 +60,7 @@ OF_COLUMNS, COLUMNS_MMA = (G, *OWN), (*OWN, G)
 OF_PAIRS: tuple[Dim, ...] = (("f1", 2), ("f0", 2))  # pairs of fields in a word
 
 
-class FewRowsGluonCode:
+class FewRowsGluonCode(GluonCode):
     """The code of one weight in one configuration: what the template's constant ``WEIGHT`` is.
 
     A tile is ``blocks`` of 32 columns, a step along K ``slices`` of 128 for each warp;
@@ -109,15 +110,6 @@ class FewRowsGluonCode:
             "X_SUMS": self._x_sums(),
             **dict(zip(("PARTS", "STORED"), self._outputs(), strict=True)),
         }
-
-    def __str__(self) -> str:
-        return str(self.plain)
-
-    __repr__ = __str__
-
-    @property
-    def x_type(self) -> str:
-        return self.plain.x_type.replace("tl.", "gl.")
 
     @property
     def buffers(self) -> int:

@@ -39,17 +39,16 @@ WARPS = (4, 8, 16)
 # most: (columns, k, warps, stages).
 _BLOCKS = {
     16: ((128, 256, 8, 2), (64, 256, 4, 2), (256, 256, 16, 2), (128, 128, 8, 4)),
-    32: ((256, 256, 16, 2), (128, 256, 8, 2)),
+    32: ((256, 256, 16, 2),),
 }
 # The smaller of the first two tiles, where the multiprocessor that has most of them has so many
 # columns less: of 22016 a quarter (20.2 us, not 22.6), but none of 28672 (25.4, not 23.3).
 FEWER_COLUMNS = 0.8
-# The fewest columns for which it was faster: of 14336, 16 rows take 15.9 us where warps that share
-# out K take 14.9; 32 rows 17.9, and 22.7 in many_rows_gluon.
-WIDE_N = {16: 22016, 32: 14336}
+# The fewest for which it was faster; of 14336, 15.9 us where warps that share out K take 14.9.
+WIDE_N = 22016
 # That multiprocessor may have no more than the others by far: the rest of them wait. (32 rows of
-# 22016, 86 tiles of 256: 26.3 us, 34.5 in many_rows_gluon.)
-MIN_FILL = {16: 0.8, 32: 0.55}
+# 22016, for 0.65 of them: 26.3 us, 34.5 in many_rows_gluon.)
+MIN_FILL = {16: 0.8, 32: 0.65}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -129,8 +128,8 @@ def is_legal(
         return Rejection(RejectionCode.BLOCK_SHAPE, f"scales change within {SLICE} rows")
     if problem.m > config.block_m:
         return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} has not all of {problem.m} rows")
-    is_tile = config.block_m in _BLOCKS
-    is_tile = is_tile and config.block_k % SLICE == 0 and config.num_warps in WARPS
+    is_tile = config.block_m in _BLOCKS and config.block_k % SLICE == 0
+    is_tile = is_tile and config.num_warps in WARPS
     if not is_tile or config.block_n != 16 * config.num_warps:
         return Rejection(
             RejectionCode.BLOCK_SHAPE, f"{config} is not 64 columns a warpgroup of {WARPGROUP}"
@@ -145,15 +144,15 @@ def is_legal(
 def configs(spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
     """Legal configurations, best guess first."""
     block_m = next(rows for rows in _BLOCKS if problem.m <= rows)
-    if problem.n < WIDE_N[block_m] or group.is_no_gain(problem) is not None:
+    if problem.n < WIDE_N or group.is_no_gain(problem) is not None:
         return []
-    first, second, *others = _BLOCKS[block_m]
-    most = _most_columns(problem, first, device)
-    if _most_columns(problem, second, device) <= FEWER_COLUMNS * most:
-        first, second = second, first
-    if problem.n < MIN_FILL[block_m] * device.num_sms * _most_columns(problem, first, device):
+    blocks = list(_BLOCKS[block_m])
+    most = [_most_columns(problem, block, device) for block in blocks]
+    if len(most) > 1 and most[1] <= FEWER_COLUMNS * most[0]:
+        blocks[:2], most[:2] = blocks[1::-1], most[1::-1]
+    if problem.n < MIN_FILL[block_m] * device.num_sms * most[0]:
         return []
-    listed = [GemmConfig(block_m, *block) for block in (first, second, *others)]
+    listed = [GemmConfig(block_m, *block) for block in blocks]
     return [each for each in listed if is_legal(spec, problem, each, device) is None]
 
 

@@ -25,6 +25,7 @@ from inductor_quant.kernels.few_rows_gluon_code import REGISTERS, SLICE, is_take
 from inductor_quant.kernels.gluon_columns import (
     ColumnCode,
     Copies,
+    GluonCode,
     Uses,
     columns_layout,
     copied_layout,
@@ -40,7 +41,6 @@ from inductor_quant.weight_format import Field, Step, WeightFormat
 WORDS = SLICE // 8
 WARPGROUP = 4
 MAX_WARPS = 16  # of a multiprocessor at once
-MAX_REGISTERS = 255  # that a thread can have
 # The words of a slice by row: t counts lanes. Not r1, r0, t: of 8 lanes of a warp, that read words
 # at once, those of two rows would read the same banks.
 R1: Dim = ("r1", 2)
@@ -62,7 +62,7 @@ INTEGERS = {
 }
 
 
-class FewRowsWgmmaCode:
+class FewRowsWgmmaCode(GluonCode):
     """The code of one weight in one configuration: what the template's constant ``WEIGHT`` is.
 
     A tile is BLOCK_N columns, 16 for each warp; a step ``slices`` of 128 of K. ``has_all_rows``: x
@@ -115,15 +115,6 @@ class FewRowsWgmmaCode:
             "X_COPIED": self._copied(SLICE, 8),
         }
 
-    def __str__(self) -> str:
-        return str(self.plain)
-
-    __repr__ = __str__
-
-    @property
-    def x_type(self) -> str:
-        return self.plain.x_type.replace("tl.", "gl.")
-
     @property
     def parts(self) -> int:
         """What the sums are to be multiplied by in the end."""
@@ -131,9 +122,7 @@ class FewRowsWgmmaCode:
 
     @property
     def max_registers(self) -> int:
-        """Of a thread: blocks of 16 rows share a multiprocessor, one of 32 rows has it alone."""
-        warps = MAX_WARPS if self.block_m == 16 else self.warps
-        return min(MAX_REGISTERS, REGISTERS // (32 * warps))
+        return REGISTERS // (32 * MAX_WARPS)
 
     def _x_put(self) -> str:
         """The layout in which x is read to be put in order: 16 bytes a lane. Neither those nor the

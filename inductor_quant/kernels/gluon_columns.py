@@ -33,6 +33,22 @@ class ColumnCode(WeightCode):
         return self.rows if is_used else 1
 
 
+class GluonCode:
+    """The code of one weight in one configuration, for a template in Gluon; as a constant of the
+    kernel it reads as that of the weight's columns, ``plain``."""
+
+    plain: ColumnCode
+
+    def __str__(self) -> str:
+        return str(self.plain)
+
+    __repr__ = __str__
+
+    @property
+    def x_type(self) -> str:
+        return self.plain.x_type.replace("tl.", "gl.")
+
+
 class ColumnStatements(Statements):
     """Statements about the columns of a tile at the k that ``position`` says.
 

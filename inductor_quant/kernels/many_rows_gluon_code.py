@@ -15,6 +15,7 @@ import torch
 from inductor_quant.kernels.config import GemmConfig, Weight
 from inductor_quant.kernels.gluon_columns import (
     ColumnCode,
+    GluonCode,
     Loads,
     Uses,
     columns_layout,
@@ -37,7 +38,7 @@ LINE = 32  # words of 32 bits
 PREFETCHED = 64  # rows of words: what the stages hold, and somewhat more
 
 
-class ManyRowsGluonCode:
+class ManyRowsGluonCode(GluonCode):
     """The code of one weight in one configuration: what the template's constant ``WEIGHT`` is."""
 
     def __init__(
@@ -96,15 +97,6 @@ class ManyRowsGluonCode:
             of: Dim = ("of", self.parts)
             self.layouts["SUMS"] = layout((self.order_mma, (part, *in_warp)), **placed)
             self.layouts["EXCHANGED"] = layout(((of,), self.order_mma, (part, *in_warp)), **placed)
-
-    def __str__(self) -> str:
-        return str(self.plain)
-
-    __repr__ = __str__
-
-    @property
-    def x_type(self) -> str:
-        return self.plain.x_type.replace("tl.", "gl.")
 
     @property
     def assembly(self) -> Assembly:

@@ -109,7 +109,7 @@ SPLITS = (1, 2, 4)
 MIN_STEPS = 8  # of a part
 SUMS_A_CYCLE = 150  # of parts of K, to be stored and added up by another kernel
 FINISHING = 1500  # cycles of a tile, beside its steps
-# Of multiprocessors with a tile, and rows of K that it has. On an H200 64 rows of 8192 x 28672 take
+# Of multiprocessors with a tile, and rows of K that it has. By trials 64 rows of 8192 x 28672 take
 # 71 us (gluon: 87), 3584 x 18944 29.4 (31.6), 128 of 14336 x 4096 26.3 (32.0), but 64 of
 # 12288 x 4096, 96 tiles, 21.6 (20.4), and of 4096 x 4096 in four parts 10.8 (9.9).
 MIN_FILL, MIN_K = 0.8, 3072
