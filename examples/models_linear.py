@@ -138,12 +138,15 @@ class Entry:
     families: tuple[str, ...] = ("w8a8", "w8a8_fp16", "fp8", "fp8_block")
 
 
-def compiled(backend: str, mode: str | None = None) -> Entry:
-    def build(problem: W8A8) -> list[Call]:
-        fn = torch.compile(problem.function, backend=backend, mode=mode, dynamic=False)
-        return problem.calls(fn)
+def compiled(backend: str, mode: str | None = None, **how: Any) -> Entry:
+    """``how``: fields of ``Entry``, and ``options`` of the compilation."""
+    options = how.pop("options", None)
 
-    return Entry(build)
+    def build(problem: W8A8) -> list[Call]:
+        given: dict[str, Any] = {"backend": backend, "mode": mode, "options": options}
+        return problem.calls(torch.compile(problem.function, dynamic=False, **given))
+
+    return Entry(build, **how)
 
 
 def bf16(mode: str | None) -> Entry:
@@ -215,6 +218,13 @@ W8A8S = ("w8a8", "w8a8_fp16")
 SYSTEMS: dict[str, Entry] = {
     "ours": compiled("inductor_quant"),
     "ours-autotune": compiled("inductor_quant", MAX_AUTOTUNE),
+    # the quantization in a kernel before the GEMM, whatever the number of rows
+    "ours-apart": compiled(
+        "inductor_quant",
+        options={"inductor_quant.fuse_quantization": False},
+        measures=("linear",),
+        families=W8A8S,
+    ),
     "stock": compiled("inductor"),
     "stock-autotune": compiled("inductor", MAX_AUTOTUNE),
     "bf16": bf16(None),  # cuBLAS

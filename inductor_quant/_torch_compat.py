@@ -85,9 +85,7 @@ def problems() -> tuple[str, ...]:
             found.append(f"{module}.{name} is missing ({error})")
             continue
         found += _missing_parameters(f"{module}.{name}", symbol, _PARAMETERS.get(name, ()))
-        if (
-            name == "AlgorithmSelectorCache"
-        ):  # what autotune_select_algorithm(*args, **kwargs) calls
+        if name == "AlgorithmSelectorCache":  # which autotune_select_algorithm(*args, **how) calls
             found += _missing_parameters(f"{module}.{name}", symbol.__call__, _SELECT)
     wrapper = getattr(torch, "_TorchCompileInductorWrapper", None)
     if wrapper is None or not {"mode", "options", "dynamic"} <= set(_parameters(wrapper)):
@@ -245,9 +243,8 @@ def slot_value(passes: Sequence[Any]) -> Any:
     """
     if len(passes) <= 1:
         return passes[0] if passes else None
-    if hasattr(
-        importlib.import_module("torch._inductor.custom_graph_pass"), "get_custom_graph_passes"
-    ):
+    module = importlib.import_module("torch._inductor.custom_graph_pass")
+    if hasattr(module, "get_custom_graph_passes"):
         return tuple(passes)
     return _chain(tuple(passes))
 
@@ -391,6 +388,14 @@ def realize(node: Any) -> Any:
     buffer = __getattr__("ExternKernel").realize_input(node)
     buffer.freeze_layout()
     return buffer
+
+
+def is_in_memory(box: Any) -> bool:
+    """Whether ``box``, or what it views, is no result of a kernel that Inductor could fuse into."""
+    ir = importlib.import_module("torch._inductor.ir")
+    while isinstance(box, (ir.MutableBox, ir.BaseView)):
+        box = box.data
+    return isinstance(box, ir.Buffer) and not isinstance(box, ir.ComputedBuffer)
 
 
 def compute_at_each_reader(box: Any) -> None:

@@ -46,6 +46,9 @@ class Options:
                       cached; a copy of each result. For tests
     group_gemms       GEMMs of one activation (q, k and v; gate and up) with few rows in one launch,
                       where a kernel takes them; False: one each
+    fuse_quantization
+                      quantize an activation of up to four rows in the GEMM that alone reads it,
+                      where a kernel does both and is faster; False: in a kernel before it
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 
@@ -64,6 +67,7 @@ class Options:
     numerics: Literal["default", "strict"] = "default"
     verify: bool = False
     group_gemms: bool = True
+    fuse_quantization: bool = True
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -90,7 +94,7 @@ class Options:
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
             raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
-        for name in ("read_tables", "verify", "group_gemms"):
+        for name in ("read_tables", "verify", "group_gemms", "fuse_quantization"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):

@@ -34,6 +34,7 @@ from inductor_quant.patterns.grouping import group_gemms
 from inductor_quant.patterns.padding import unpadded
 from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 from inductor_quant.patterns.quantize import simplify_quantization
+from inductor_quant.patterns.quantize_in_gemm import quantize_in_gemms
 from inductor_quant.patterns.readers import repeat_casts
 from inductor_quant.patterns.repack import make_weights_k_major
 from inductor_quant.patterns.sharing import share
@@ -247,6 +248,8 @@ def _finish(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
             log.info("%d quantizations in groups move into the kernel of a norm", joined)
         if options.group_gemms:  # last: the others look for GEMMs alone
             log.info("%d GEMMs may go into the launch of another", group_gemms(graph))
+        if options.fuse_quantization:  # of what is round_to_int8 by now
+            log.info("%d GEMMs may quantize what they read", quantize_in_gemms(graph))
         log.info("%d nodes more behind GEMMs, casts for a reader each", repeat_casts(graph))
     except Exception as error:
         if options.on_error == "raise":

@@ -31,10 +31,48 @@ _BOUNDS = {
 
 def simplify_quantization(gm: fx.Graph) -> None:
     """Wherever a canonical op reads an activation that the graph quantizes to int8."""
+    for node in gm.find_nodes(op="call_function", target=aten.maximum.default):
+        _reduce_once(node)
     for node in gm.find_nodes(op="call_function", target=w8a8.op):
         quantized = _behind_reshapes(node.args[0])
         if quantized.target == CAST and graph.value(quantized).dtype == torch.int8:
             _simplify(quantized)
+
+
+def _reduce_once(node: fx.Node) -> None:
+    """``max(-min(amin(x), 0), max(amax(x), 0))``, as torchao writes it, is the largest absolute
+    value, by one reduction instead of two."""
+    negative, positive = node.args[:2]
+    lowest, highest = _limited(_negated(negative), aten.minimum), _limited(positive, aten.maximum)
+    if lowest is None or highest is None:
+        return
+    reductions = (lowest, highest)
+    if any(r.target != row_reduce.op or graph.is_mutated(r.args[0]) for r in reductions):  # type: ignore[arg-type]
+        return
+    same = (lowest.args[0], lowest.args[2]) == (highest.args[0], highest.args[2])
+    if not same or (lowest.args[1], highest.args[1]) != ("amin", "amax"):
+        return
+    source, _, keepdim = lowest.args
+    if graph.value(source).dtype not in FLOATS:  # type: ignore[arg-type]
+        return
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(row_reduce.op, (source, "absmax", keepdim))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    erase_if_dead(node)
+
+
+def _negated(node: Any) -> Any:
+    return node.args[0] if graph.is_tensor_node(node) and node.target == aten.neg.default else None
+
+
+def _limited(node: Any, op: Any) -> fx.Node | None:
+    """``y`` of ``op(y, 0)``."""
+    if not graph.is_tensor_node(node) or node.target != op.default or constant(node.args[1]) != 0:
+        return None
+    y = node.args[0]
+    is_alike = graph.is_tensor_node(y) and graph.value(y).shape == graph.value(node).shape
+    return y if is_alike else None
 
 
 def _behind_reshapes(node: Any) -> fx.Node:
@@ -127,7 +165,7 @@ def _is_held_by_int8(quotient: fx.Node) -> bool:
         return False
     x, scale = quotient.args
     if quotient.target == aten.mul.Tensor:
-        x, scale = (x, _inverted(scale)) if _inverted(scale) else (scale, _inverted(x))
+        x, scale = (x, inverted(scale)) if inverted(scale) else (scale, inverted(x))
     elif quotient.target != aten.div.Tensor:
         return False
     if not graph.is_tensor_node(x) or not graph.is_tensor_node(scale):
@@ -141,11 +179,11 @@ def _is_held_by_int8(quotient: fx.Node) -> bool:
         scale, divisor = step[0], divisor * step[1]
     source, is_absolute = _reduced(scale)
     is_aligned = graph.value(scale).dim() in (0, graph.value(source).dim())
-    is_same = _exact(source) is _exact(x) and not graph.is_mutated(source)
+    is_same = before_casts(source) is before_casts(x) and not graph.is_mutated(source)
     return is_absolute and is_aligned and is_same and divisor <= _MOST
 
 
-def _inverted(node: Any) -> Any:
+def inverted(node: Any) -> Any:
     """``y`` of ``1 / y``, which the graph writes as ``reciprocal(y) * 1``."""
     if isinstance(node, fx.Node) and node.target == aten.mul.Tensor and node.args[1] == 1:
         node = node.args[0]
@@ -183,7 +221,7 @@ def _reduced(node: fx.Node) -> tuple[fx.Node, bool]:
     return source, False
 
 
-def _exact(node: Any) -> Any:
+def before_casts(node: Any) -> Any:
     """Before casts to fp32 and to itself."""
     while node.target == CAST and graph.value(node).dtype == torch.float32:
         node = node.args[0]

@@ -3,7 +3,11 @@
 Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
 """
 
-from inductor_quant.kernels.few_bytes import FP8_BLOCK_FEW_GLUON, W8A8_FEW_GLUON
+from inductor_quant.kernels.few_bytes import (
+    FP8_BLOCK_FEW_GLUON,
+    W8A8_FEW_GLUON,
+    W8A8_FEW_QUANTIZING,
+)
 from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
 from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
 from inductor_quant.kernels.few_rows_wgmma import WEIGHT_ONLY_FEW_ROWS_WGMMA
@@ -27,6 +31,7 @@ from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ON
 
 # Within a family in order of preference: a later one is for what the earlier do not support.
 KERNELS: tuple[Kernel, ...] = (
+    W8A8_FEW_QUANTIZING,
     W8A8_FEW_GLUON,
     W8A8_GLUON,
     W8A8_PERSISTENT,

@@ -133,6 +133,8 @@ class Problem:
     is_stored_narrow: bool = True
     # A tile has to have a row beyond the last one, which is used for the sums of the columns of b.
     needs_spare_row: bool = False
+    # Bytes of an element of the activation, where the kernel quantizes it; 0: somebody else does.
+    quantized_bytes: int = 0
     # GEMMs of one activation in one launch, each as if it were alone; ``n`` counts their columns.
     members: tuple[Problem, ...] = ()
     # Kernels more for what is fused into those of GEMMs alone, where no parts of K are added up.

@@ -36,6 +36,21 @@ MAX_REGISTERS = 128  # of a thread, so that 16 warps run at once
 # 57344x8192 1.03 and 1.01, 8192x28672 1.05.
 MAX_WEIGHT = 2**26
 MAX_UNROLLED = 4
+# Where the kernel quantizes x. Each program does so for all rows, rounded up to 1, 2 or 4, so that
+# a warp has at most MAX_SLICES_OF_X times SLICE of K.
+# H200, by trials (no command here prints them), 1, 2 and 4 rows, time in that of the quantization's
+# kernel and w8a8_few_gluon, N x K: 1024x4096 0.73, 0.80, 0.87, 4096x1024 0.73, 0.74, 0.76,
+# 2048x2048 0.71, 0.74, 0.74, 4096x4096 0.82, 0.85, 0.85, 6144x4096 0.87, 0.90, 1.00, 4096x11008
+# 0.87, 0.93, 1.4, 4096x14336 0.89, 0.96, 1.5, 8192x8192 0.92, 0.94, 1.04, 14336x4096 0.96, 1.00,
+# 1.04; 8 rows of 4096x4096 1.00.
+MAX_QUANTIZED_ROWS = 4
+MAX_WEIGHT_OF_FOUR_ROWS = 2**24
+MAX_SLICES_OF_X = 28
+# With so many registers a third program runs on a multiprocessor (6144x4096 8.8 us, not 9.5).
+FEW_REGISTERS = 80
+MAX_SLICES_IN_FEW_REGISTERS = 8
+# More slices than these are read again, from the cache, when the scale is known: they would spill.
+KEPT_SLICES = {FEW_REGISTERS: 4, MAX_REGISTERS: 16}
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -71,6 +86,31 @@ def _refuse_spec(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejec
     return refused
 
 
+def quantizing_supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    general = supports(spec, problem, device)
+    if general is not None:
+        return general
+    rows = rows_of_x(problem)
+    if rows > MAX_QUANTIZED_ROWS or (
+        rows == MAX_QUANTIZED_ROWS and problem.n * problem.k > MAX_WEIGHT_OF_FOUR_ROWS
+    ):
+        return Rejection(
+            RejectionCode.NO_KERNEL, f"{problem.m} rows, N={problem.n}, K={problem.k}: no gain"
+        )
+    return None
+
+
+def rows_of_x(problem: Problem) -> int:
+    """A power of two."""
+    return 1 << (problem.m - 1).bit_length()
+
+
+def slices_of_x(problem: Problem, config: GemmConfig) -> int:
+    """How many slices of all rows a warp quantizes; one of fp32 counts for two."""
+    slices = rows_of_x(problem) * math.ceil(problem.k / (SLICE * config.num_warps))
+    return slices * problem.quantized_bytes // 2
+
+
 def is_int8(spec: QuantGemmSpec) -> bool:
     return spec.a.dtype == torch.int8
 
@@ -83,13 +123,26 @@ def constants(
     else:
         found = fp8.constants(spec, problem, config, device)
     found |= {name: str(each) for name, each in layouts(config).items()}
+    if problem.quantized_bytes:
+        found |= {name: str(each) for name, each in layouts_of_x(problem, config).items()}
+        found["ROWS"] = rows_of_x(problem)
+        kept = KEPT_SLICES[registers(problem, config, device)]
+        found["KEEPS_X"] = slices_of_x(problem, config) <= kept
     return found | {
         "K_SIZE": problem.k,
         "WARPS": config.num_warps,
         "SLICES": slices(config),
         "UNROLLED": unrolled(problem, config),
-        "MAX_REGISTERS": MAX_REGISTERS,
+        "MAX_REGISTERS": registers(problem, config, device),
     }
+
+
+def registers(problem: Problem, config: GemmConfig, device: Device) -> int:
+    """The most of a thread: few where three programs at once have fewer rounds than two."""
+    if not 0 < slices_of_x(problem, config) <= MAX_SLICES_IN_FEW_REGISTERS:
+        return MAX_REGISTERS
+    per_sm = problem.n / (COLUMNS * device.num_sms)
+    return FEW_REGISTERS if math.ceil(per_sm / 3) < math.ceil(per_sm / 2) else MAX_REGISTERS
 
 
 def slices(config: GemmConfig) -> int:
@@ -126,6 +179,29 @@ def layouts(config: GemmConfig) -> dict[str, Layout]:
     return found
 
 
+def layouts_of_x(problem: Problem, config: GemmConfig) -> dict[str, Layout]:
+    """Which lane quantizes what of rows of x, ``STEP`` of K at a time, and which one reads what of
+    the integers: as of A, the rows as often as there are places for them."""
+    rows = ("row", rows_of_x(problem))
+    again = ("again", ROWS // rows[1])
+    warp: Dim = ("warp", config.num_warps)
+    words, byte, half, four, word = (
+        ("words", 32),
+        ("byte", 4),
+        ("half", 2),
+        ("four", 4),
+        ("word", 4),
+    )
+    return {
+        "X": layout(((rows,), (warp, words, byte)), lanes=(words,), warps=(warp,)),
+        "A_ROWS": layout(
+            ((again,), (rows,), (warp, half, four, word, byte)),
+            lanes=(four, rows, again),
+            warps=(warp,),
+        ),
+    }
+
+
 def _bits(name: str, size: int) -> tuple[Dim, ...]:
     """A dimension as one of 2 for each bit, from high to low."""
     return tuple((f"{name}{bit}", 2) for bit in reversed(range(size.bit_length() - 1)))
@@ -153,6 +229,9 @@ def is_legal(
     spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
 ) -> Rejection | None:
     if config in CONFIGS:
+        if problem.quantized_bytes and slices_of_x(problem, config) > MAX_SLICES_OF_X:
+            detail = f"{config} has more than {MAX_SLICES_OF_X} slices of x for a warp"
+            return Rejection(RejectionCode.REGISTERS, detail)
         return group.misfit(problem, config)
     offered = ", ".join(map(str, CONFIGS))
     return refuse_split(config) or Rejection(
@@ -160,19 +239,21 @@ def is_legal(
     )
 
 
-def _kernel(family: str) -> Kernel:
+def _kernel(family: str, *, quantizes: bool = False) -> Kernel:
     return Kernel(
-        name=f"{family}_few_gluon",
+        name=f"{family}_few_quantizing" if quantizes else f"{family}_few_gluon",
         family=family,
         grid=w8a8.grid,
-        supports=supports,
+        supports=quantizing_supports if quantizes else supports,
         constants=constants,
         configs=configs,
         legal=is_legal,
         template="few_bytes",
         is_gluon=True,
-        is_grouped=family == "w8a8",
+        is_grouped=family == "w8a8" and not quantizes,
+        quantizes=quantizes,
     )
 
 
 W8A8_FEW_GLUON, FP8_BLOCK_FEW_GLUON = _kernel("w8a8"), _kernel("fp8_block")
+W8A8_FEW_QUANTIZING = _kernel("w8a8", quantizes=True)

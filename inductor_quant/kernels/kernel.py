@@ -32,6 +32,7 @@ class Kernel:
     is_gluon   it is written in Gluon, which not every Triton has
     is_grouped
                its template takes a ``GROUP``: GEMMs of one activation in one launch
+    quantizes  it quantizes its activation, and takes no other
 
     With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
     to add them and to do what follows (scales, bias) is the lowering's part.
@@ -47,6 +48,7 @@ class Kernel:
     template: str = ""
     is_gluon: bool = False
     is_grouped: bool = False
+    quantizes: bool = False
 
     @property
     def template_name(self) -> str:

@@ -7,7 +7,17 @@ from inductor_quant.lowering import (
     quantize,
     row_reduce,
     w8a8,
+    w8a8_linear,
     weight_only,
 )
 
-__all__ = ["fp8", "group", "group_reduce", "quantize", "row_reduce", "w8a8", "weight_only"]
+__all__ = [
+    "fp8",
+    "group",
+    "group_reduce",
+    "quantize",
+    "row_reduce",
+    "w8a8",
+    "w8a8_linear",
+    "weight_only",
+]

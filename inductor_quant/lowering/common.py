@@ -255,6 +255,8 @@ def _is_usable(kernel: Kernel, spec: QuantGemmSpec, problem: Problem, device: De
         return False  # never seen to run there
     if problem.members and not kernel.is_grouped:
         return False
+    if kernel.quantizes != (problem.quantized_bytes > 0):
+        return False
     return kernel.supports(spec, problem, device) is None
 
 

@@ -44,7 +44,7 @@ def lower(
     a, b = compat.realize(a), compat.realize(b)
     spec = _spec(a, b, a_scale, b_scale, bias, a_zero_point, b_zero_point, a_zero, out_dtype)
     problem = describe_problem(a, b, out_dtype)
-    constants = _constants(spec, alpha, a_zero, a_zero_point, b_zero_point, b_sum)
+    found = _constants(spec, alpha, a_zero, a_zero_point, b_zero_point, b_sum)
     a_sum = None
     if b_zero_point is not None:
         a_sum = _sum_of_rows(a, a_zero_point if a_zero_point is not None else a_zero)
@@ -52,7 +52,7 @@ def lower(
     def attempt(column_sum: Any, problem: Any) -> Any | None:
         parts = (a, b, a_scale, b_scale, bias, a_zero_point, column_sum, b_zero_point, a_sum)
         inputs = [compat.realize(t) for t in parts if t is not None]
-        given = constants | {"HAS_B_SUM": column_sum is not None}
+        given = found | {"HAS_B_SUM": column_sum is not None}
         return lower_gemm("w8a8", spec, problem, inputs, layout, given)
 
     result = None
@@ -90,8 +90,12 @@ def described(
         [compat.realize(t) for t in tensors if t is not None]
         for tensors in ((a, a_scale), (b, b_scale, bias))
     )
-    constants = _constants(spec, alpha, 0, None, None, None) | {"HAS_B_SUM": False}
-    return Gemm(spec, describe_problem(a, b, out_dtype), shared, own, constants)
+    return Gemm(spec, describe_problem(a, b, out_dtype), shared, own, constants(spec, alpha))
+
+
+def constants(spec: QuantGemmSpec, alpha: float) -> dict[str, Any]:
+    """Of a GEMM without zero points."""
+    return _constants(spec, alpha, 0, None, None, None) | {"HAS_B_SUM": False}
 
 
 def _spec(

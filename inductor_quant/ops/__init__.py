@@ -13,6 +13,7 @@ from inductor_quant.ops import (
     row_reduce,
     verify,
     w8a8,
+    w8a8_linear,
     weight_only,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "row_reduce",
     "verify",
     "w8a8",
+    "w8a8_linear",
     "weight_only",
 ]

@@ -41,12 +41,13 @@ def run(fn, make, inputs, config=None):
 
 def run_case(case, config=None):
     """fp32 sums hold ``base + field``: a few bits are lost to the base, 128 or 1024, beside fields
-    of 4 bits."""
+    of 4 bits. How many depends on the order in which NumPy's library adds, which is another on
+    another CPU: with AVX2 alone the largest errors are 4.6e-6 and 1.0e-4."""
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     got = run(gemm(case), lambda device: make_inputs(case, device), inputs, config)
     assert_close(
-        got, exact(case, inputs), slack={bf16: 8, f16: 128}[case.dtype] if got.dtype == f32 else 1
+        got, exact(case, inputs), slack={bf16: 16, f16: 256}[case.dtype] if got.dtype == f32 else 1
     )
 
 

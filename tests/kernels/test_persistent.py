@@ -148,7 +148,9 @@ def test_a_pin_may_name_its_kernel():
     for name in ("w8a8_mm", "w8a8_persistent"):
         pinned = f"{name} {config}"
         assert chosen(Case(4096, 4096, 256), pinned)[0] == pinned
-    with pytest.raises(Exception, match="names no kernel; they are w8a8_few_gluon, w8a8_gluon, "):
+    with pytest.raises(
+        Exception, match="names no kernel; they are w8a8_few_quantizing, w8a8_few_gluon, "
+    ):
         chosen(Case(64, 64, 64), f"w8a8_nn {config}")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from inductor_quant.ops import w8a8
+from inductor_quant.options import Options
 from tests.support.graphs import CAST, W8A8, EagerBackend, Rewrite, count, snapshot
 from tests.support.producers import need_package
 from tests.support.producers_activation import (
@@ -78,7 +79,7 @@ def compiled(
     for dim in range(len(lead)) if is_dynamic else ():
         torch._dynamo.mark_dynamic(x, dim)
     module = producer.make(x)
-    backend = EagerBackend()
+    backend = EagerBackend(Options(on_error="raise", fuse_quantization=False))
     return torch.compile(module, backend=backend), backend, x
 
 

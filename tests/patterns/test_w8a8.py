@@ -11,6 +11,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from inductor_quant.options import Options
 from inductor_quant.report import collect
 from tests.support.cases import SPELLINGS, Spelling, bf16, f32, integers, mm
 from tests.support.generated import generate
@@ -144,7 +145,8 @@ def test_a_quantized_layer_is_matched(
     if layer is GptFastLinear and len(lead) > 1:
         lead = (18,)
     x = torch.randn(*lead, 40, dtype=bf16)
-    result, [rewrite] = capture(layer(40, 24, bias=bias), [x])
+    apart = Options(on_error="raise", fuse_quantization=False)
+    result, [rewrite] = capture(layer(40, 24, bias=bias), [x], options=apart)
     assert_one_op(rewrite)
     rows = x.numel() // 40
     a_scale = "/token:f32" if rows > 1 else "/tensor:f32"
@@ -182,7 +184,8 @@ def test_torchao_itself_is_matched(shape: tuple[int, ...] | None) -> None:
         mock.patch("torchao.kernel.intmm._cpu_is_amx_tile_supported", return_value=False),
         mock.patch("torchao.kernel.intmm._cpu_is_vnni_supported", return_value=shape is None),
     ):
-        result, [rewrite] = capture(linear, [x])
+        apart = Options(on_error="raise", fuse_quantization=False)
+        result, [rewrite] = capture(linear, [x], options=apart)
     if shape is None:
         assert rewrite.codes == ["dtype"]
         assert rewrite.is_untouched

@@ -16,12 +16,14 @@ def generate(
     *configs: object,
     arch: int = 90,
     group_gemms: bool = True,
+    fuse_quantization: bool = True,
     **simulated: Any,
 ) -> simulate.Generated:
     """``fn(*make(device))`` as compiled for ``arch``; errors of ours are raised.
 
     ``configs``: configurations to choose from instead of the kernels' own, as the option takes
-    them; ``group_gemms``: the option. ``simulated``: what else ``simulate.generate`` takes.
+    them; ``group_gemms``, ``fuse_quantization``: the options. ``simulated``: what else
+    ``simulate.generate`` takes.
     """
     return simulate.generate(
         fn,
@@ -32,6 +34,7 @@ def generate(
             "inductor_quant.on_error": "raise",
             "inductor_quant.configs": tuple(map(str, configs)),
             "inductor_quant.group_gemms": group_gemms,
+            "inductor_quant.fuse_quantization": fuse_quantization,
         },
         **simulated,
     )

@@ -1,0 +1,114 @@
+"""``torch.ops.inductor_quant.w8a8_linear``: ``w8a8`` of an activation that is quantized here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from inductor_quant import scale_recipe
+from inductor_quant.errors import SpecError
+from inductor_quant.ops import quantize, row_reduce, w8a8
+from inductor_quant.spec import dtype_name
+
+SCHEMA = (
+    "w8a8_linear(Tensor x, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, *, "
+    "str[] recipe, int low=-128, int high=127, float alpha=1.0, ScalarType out_dtype) -> Tensor"
+)
+# No kernel takes more: each of its programs quantizes all rows by itself.
+MAX_ROWS = 4
+aten, prims = torch.ops.aten, torch.ops.prims
+_STEPS = {
+    "add": aten.add.Tensor,
+    "clamp_min": aten.clamp_min.default,
+    "div": aten.div.Tensor,
+    "mul": aten.mul.Tensor,
+}
+
+
+def quantized(
+    x: Any,
+    a_scale: Any,
+    recipe: Sequence[str],
+    low: int,
+    high: int,
+    *,
+    call: Callable[..., Any] = lambda op, *args: op(*args),
+) -> tuple[Any, Any]:
+    """(a, its scale): see ``reference``. ``call(op, *args)`` is what the op gives: of tensors, or
+    of what stands for them in a compiler."""
+    if a_scale is None:
+        a_scale = call(row_reduce.op, x, "absmax", True)
+        for step in map(scale_recipe.parse, recipe):
+            if step.kind == "to":
+                a_scale = call(prims.convert_element_type.default, a_scale, step.dtype)
+            else:
+                a_scale = call(_STEPS[step.kind], a_scale, step.number)
+    return call(quantize.op, x, a_scale, low, high), a_scale
+
+
+def reference(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    recipe: Sequence[str],
+    low: int = -128,
+    high: int = 127,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``w8a8(a, b, a_scale, b_scale, bias)`` of ``a = round_to_int8(x, a_scale, low, high)``.
+
+    x [M, K]: bf16, fp16 or fp32. a_scale, fp32 [M, 1] or [1, 1]; None: of each row what the steps
+    of ``recipe`` (``scale_recipe``) make of its largest absolute value, the last one in fp32. The
+    rest is as for ``w8a8``. Raises SpecError where that does, and for a step that is none.
+    """
+    _check(x, a_scale, recipe)
+    a, scale = quantized(x, a_scale, recipe, low, high)
+    return w8a8.reference(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
+
+
+def fake(
+    x: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    recipe: Sequence[str],
+    low: int = -128,
+    high: int = 127,
+    alpha: float = 1.0,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    _check(x, a_scale, recipe)
+    a = x.new_empty(x.shape, dtype=torch.int8)
+    scale = x.new_empty((x.shape[0], 1), dtype=torch.float32) if a_scale is None else a_scale
+    return w8a8.fake(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
+
+
+def _check(x: torch.Tensor, a_scale: torch.Tensor | None, recipe: Sequence[str]) -> None:
+    if x.dim() != 2 or x.dtype not in scale_recipe.FLOATS:
+        raise SpecError(
+            f"w8a8_linear: x is {x.dtype} {list(x.shape)}, it must be [M, K] of one of "
+            f"{scale_recipe.FLOATS}"
+        )
+    steps = [scale_recipe.parse(text) for text in recipe]
+    casts = [x.dtype, *(step.dtype for step in steps if step.kind == "to")]
+    given = casts[-1] if a_scale is None else a_scale.dtype
+    if given != torch.float32 or (steps and a_scale is not None):
+        raise SpecError(
+            f"w8a8_linear: a scale in {dtype_name(given)}, {len(steps)} steps of a recipe; either "
+            "a_scale in f32 is given, or steps that end in f32"
+        )
+
+
+_library = torch.library.Library("inductor_quant", "FRAGMENT")
+_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
+_library.impl("w8a8_linear", reference, "CompositeExplicitAutograd")
+torch.library.register_fake("inductor_quant::w8a8_linear", fake, lib=_library)
+op = torch.ops.inductor_quant.w8a8_linear.default

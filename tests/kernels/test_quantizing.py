@@ -1,0 +1,160 @@
+"""Quantization inside the GEMM: when its kernel applies, where it is chosen, and what is in it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import _gluon_compat as gluon
+from inductor_quant import simulate
+from inductor_quant.kernels import few_bytes
+from inductor_quant.kernels.config import Device, Problem
+from inductor_quant.kernels.quantization import RowQuantization
+from inductor_quant.ops import w8a8
+from inductor_quant.report import collect
+from inductor_quant.spec import ScaleSpec
+from tests.support.generated import generate
+from tests.support.quantizing import ROUNDED, Case
+
+H200 = Device(arch=90, num_sms=132, shared_memory=232448)
+PROBLEM = Problem(m=1, n=4096, k=4096, has_aligned_rows=True, quantized_bytes=2)
+TENSOR, CHANNEL = ScaleSpec(torch.float32, (-1, -1)), ScaleSpec(torch.float32, (-1, 1))
+SPEC = w8a8.make_spec(a_scale=TENSOR, b_scale=CHANNEL, out_dtype=torch.bfloat16, bias=True)
+KERNEL = "w8a8_few_quantizing"
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "is_taken"),
+    [
+        (1, 8192, 4096, True),
+        (2, 14336, 4096, True),
+        (3, 4096, 4096, True),
+        (4, 4096, 4096, True),
+        (4, 6144, 4096, False),
+        (5, 1024, 1024, False),
+        (1, 28672, 4096, False),
+    ],
+)
+def test_few_rows_and_weights_that_are_read_quickly(m, n, k, is_taken):
+    problem = dataclasses.replace(PROBLEM, m=m, n=n, k=k)
+    assert (few_bytes.quantizing_supports(SPEC, problem, H200) is None) == is_taken
+
+
+def test_x_that_is_too_long_for_a_configuration():
+    problem = dataclasses.replace(PROBLEM, m=2, n=1024, k=16384)
+    legal = [
+        config
+        for config in few_bytes.configs(SPEC, problem, H200)
+        if few_bytes.is_legal(SPEC, problem, config, H200) is None
+    ]
+    assert {config.num_warps for config in legal} == {16}
+    wide = dataclasses.replace(problem, quantized_bytes=4)
+    assert few_bytes.is_legal(SPEC, wide, legal[0], H200) is not None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "want"),
+    [
+        (["to f32", "div 127.0"], ["scale = gl.div_rn(scale, 127.0)"]),
+        (
+            ["mul 0.0078125", "to f32", "add 1e-06"],
+            [
+                "scale = (scale * 0.0078125).to(gl.bfloat16).to(gl.float32)",
+                "scale = scale + 1e-06",
+            ],
+        ),
+        (["to f16", "to f32"], ["scale = (scale).to(gl.float16).to(gl.float32)"]),
+        ([], []),
+    ],
+)
+def test_statements_round_as_the_steps_do(recipe, want):
+    assert list(RowQuantization(torch.bfloat16, recipe, -128, 127).statements()) == want
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("case", "registers"),
+    [
+        (Case(1, 4096, 4096), 128),
+        (Case(1, 6144, 4096, recipe=ROUNDED), 80),
+        (Case(2, 6144, 4096), 80),
+        (Case(1, 4096, 14336), 128),
+        (Case(2, 4096, 14336), 128),
+        (Case(4, 2048, 7168), 128),
+        (Case(4, 4096, 4096), 128),
+        (Case(1, 8192, 8192, dtype=torch.float32), 128),
+        (Case(2, 4096, 14336, recipe=None, low=-127), 128),
+    ],
+    ids=str,
+)
+def test_nothing_spills(case, registers):
+    with collect() as report:
+        generated = generate(case.call(), case.inputs)
+    assert report.kernels[0].chosen.startswith(KERNEL)
+    [(name, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(name, source)
+    assert compiled.spill_stores == compiled.spill_loads == 0
+    assert f".maxnreg {registers}" in compiled.ptx
+
+
+def layer(x, w, b_scale, bias):
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    a = (x / scale).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * scale * b_scale + bias).to(x.dtype)
+
+
+def make(device):
+    x, w, _, b_scale, bias = Case(2, 512, 1024).inputs(device)
+    return x, w, b_scale, bias
+
+
+def activated(x, *given):
+    return layer(torch.nn.functional.silu(x), *given)
+
+
+def normalized(x, *given):
+    return layer(torch.nn.functional.rms_norm(x, (1024,)), *given)
+
+
+def of_a_product(x, *given):
+    return layer(x @ torch.eye(1024, dtype=x.dtype, device=x.device), *given)
+
+
+def chosen(fn, **options):
+    with collect() as report:
+        generated = generate(fn, make, **options)
+    return [choice.chosen.partition(" ")[0] for choice in report.kernels], generated.kernels
+
+
+@needs_gluon
+@pytest.mark.parametrize("fn", [layer, of_a_product])
+def test_an_activation_in_memory_is_quantized_by_the_gemm(fn):
+    found, kernels = chosen(fn)
+    assert found == [KERNEL]
+    assert sum("cvt.rni.sat.s8" in source for source in kernels.values()) == 1
+
+
+@pytest.mark.parametrize("fn", [activated, normalized])
+def test_one_that_a_kernel_computes_is_quantized_there(fn):
+    found, kernels = chosen(fn)
+    assert found == ["w8a8_few_gluon" if gluon.available() else "w8a8_mm"]
+    assert len(kernels) == 2
+    [quantizing] = [source for source in kernels.values() if "cvt.rni.sat.s8" in source]
+    assert "rsqrt(" in quantizing or "exp(" in quantizing
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"arch": 80}, {"arch": 100}, {"configs": "w8a8_mm 64x64x128_w4_s4_g8"}],
+    ids=str,
+)
+def test_elsewhere_it_is_what_it_was(options):
+    config = options.pop("configs", None)
+    with collect() as report:
+        generated = generate(layer, make, *([config] if config else []), **options)
+    assert [choice.chosen.partition(" ")[0] for choice in report.kernels] == ["w8a8_mm"]
+    assert len(generated.kernels) == 2
