@@ -211,10 +211,7 @@ def values_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def is_of_module(placeholder: torch.fx.Node) -> bool:
-    """Whether Dynamo found this input of a graph in a module: a parameter, a buffer, an attribute.
-
-    Private to Dynamo; where it says nothing, False.
-    """
+    """Whether Dynamo found this input of a graph in a module; False where it does not say."""
     source = getattr(placeholder.meta.get("grapharg"), "source", None)
     where = getattr(source, "guard_source", None)
     where = where() if callable(where) else where
@@ -390,12 +387,14 @@ def realize(node: Any) -> Any:
     return buffer
 
 
-def is_in_memory(box: Any) -> bool:
-    """Whether ``box``, or what it views, is no result of a kernel that Inductor could fuse into."""
+def is_in_memory(box: Any, *, reduces: bool) -> bool:
+    """Whether ``box``, or what it views, is no result of a kernel into which Inductor could fuse a
+    reduction (``reduces``), or what is computed element by element: into a template's as well."""
     ir = importlib.import_module("torch._inductor.ir")
     while isinstance(box, (ir.MutableBox, ir.BaseView)):
         box = box.data
-    return isinstance(box, ir.Buffer) and not isinstance(box, ir.ComputedBuffer)
+    fused = ir.ComputedBuffer if reduces else (ir.ComputedBuffer, ir.TemplateBuffer)
+    return isinstance(box, ir.Buffer) and not isinstance(box, fused)
 
 
 def compute_at_each_reader(box: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from inductor_quant.ops import row_reduce
+from inductor_quant.ops import row_reduce, w8a8_linear
 
 aten = torch.ops.aten
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -77,7 +77,10 @@ def _readers(result: fx.Node) -> set[fx.Node]:
 
 
 def _is_reduced(node: fx.Node) -> bool:
-    return any(user.target in _REDUCTIONS for user in node.users)
+    return any(
+        user.target in _REDUCTIONS or (user.target is w8a8_linear.op and user.args[2] is None)
+        for user in node.users
+    )
 
 
 def _is_elementwise(node: fx.Node) -> bool:

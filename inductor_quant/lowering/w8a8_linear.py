@@ -1,7 +1,7 @@
 """Lowering of ``inductor_quant::w8a8_linear``: one kernel, or the quantization and the GEMM.
 
-One kernel is for an activation that is in memory anyhow. One that a kernel of Inductor's computes
-(a norm, SiLU * up) is quantized by that kernel, which costs nothing.
+One kernel is for an activation that is in memory anyhow. What another kernel computes is quantized
+there, which costs nothing: a norm, SiLU * up, and where the scale is stored the GEMM before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lower(
     alpha: float = 1.0,
     out_dtype: torch.dtype,
 ) -> Any:
-    if compat.is_in_memory(x):
+    if compat.is_in_memory(x, reduces=a_scale is None):
         steps = recipe if a_scale is None else None
         quantization = RowQuantization(x.get_dtype(), steps, low, high)
         result = _in_one_kernel(x, b, a_scale, b_scale, bias, quantization, alpha, out_dtype)

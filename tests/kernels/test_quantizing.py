@@ -35,7 +35,9 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
         (4, 4096, 4096, True),
         (4, 6144, 4096, False),
         (5, 1024, 1024, False),
-        (1, 28672, 4096, False),
+        (1, 28672, 4096, True),
+        (1, 57344, 8192, False),
+        (2, 28672, 4096, False),
     ],
 )
 def test_few_rows_and_weights_that_are_read_quickly(m, n, k, is_taken):
@@ -112,6 +114,11 @@ def make(device):
     return x, w, b_scale, bias
 
 
+def stored_scale(x, w, b_scale, bias, scale):
+    a = (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * scale * b_scale + bias).to(x.dtype)
+
+
 def activated(x, *given):
     return layer(torch.nn.functional.silu(x), *given)
 
@@ -145,6 +152,45 @@ def test_one_that_a_kernel_computes_is_quantized_there(fn):
     assert len(kernels) == 2
     [quantizing] = [source for source in kernels.values() if "cvt.rni.sat.s8" in source]
     assert "rsqrt(" in quantizing or "exp(" in quantizing
+
+
+@needs_gluon
+def test_a_gemm_stores_integers_where_the_scale_is_known():
+    """Nothing is to be gained then: the first GEMM quantizes as it stores."""
+
+    def make_more(device):
+        return *make(device), torch.empty(1, device=device)
+
+    def twice(x, w, b_scale, bias, scale):
+        first = stored_scale(x, w, b_scale, bias, scale)
+        return stored_scale(first, w.reshape(1024, 512)[:512], b_scale, bias, scale)
+
+    with collect() as report:
+        generated = generate(twice, make_more)
+    found = [choice.chosen.partition(" ")[0] for choice in report.kernels]
+    assert found == [KERNEL, "w8a8_few_gluon"]
+    first, _ = generated.kernels.values()
+    assert "'out_ptr1': '*i8'" in first or "'out_ptr0': '*i8'" in first
+    assert len(generated.kernels) == 2
+
+
+@needs_gluon
+def test_gate_and_up_stay_one_launch():
+    """What follows is a reduction of rows, which is fused into no GEMM."""
+
+    def mlp(x, gate, up, down, column_scale, bias):
+        parts = [layer(x, w, column_scale, bias) for w in (gate, up)]
+        return layer(torch.nn.functional.silu(parts[0]) * parts[1], down, column_scale, bias)
+
+    def make_all(device):
+        weight = [torch.empty(1024, 1024, dtype=torch.int8, device=device) for _ in "gud"]
+        row = torch.empty(2, 1024, dtype=torch.bfloat16, device=device)
+        return row, *weight, torch.empty(1, 1024, device=device), row[0]
+
+    with collect() as report:
+        generated = generate(mlp, make_all)
+    assert [choice.is_grouped for choice in report.kernels] == [True, True, False]
+    assert len(generated.kernels) == 4
 
 
 @pytest.mark.parametrize(
