@@ -48,7 +48,8 @@ class Options:
                       where a kernel takes them; False: one each
     fuse_quantization
                       quantize an activation of up to four rows in the GEMM that alone reads it,
-                      where a kernel does both and is faster; False: in a kernel before it
+                      where a kernel does both and is faster; False, and with ``verify``: in a
+                      kernel before it
     require           family -> how many GEMMs of it each compiled graph with matrix products must
                       match at least; fewer raise RequirementError, whatever on_error (for a CI)
 

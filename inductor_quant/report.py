@@ -52,8 +52,9 @@ class KernelChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Grouped:
-    """GEMMs that became one op, by the FX nodes of the canonical ops: ``call`` in the place of
-    ``members``. Whether they go in one launch a ``KernelChoice`` says."""
+    """GEMMs that became one op, or one that quantizes its activation as well, by the FX nodes of
+    the canonical ops: ``call`` in the place of ``members``. Whether GEMMs go in one launch a
+    ``KernelChoice`` says."""
 
     call: str
     members: tuple[str, ...]

@@ -15,13 +15,14 @@ from inductor_quant.errors import SpecError
 from inductor_quant.spec import dtype_name
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NORMAL = torch.finfo(torch.float32)
 _DTYPES = {dtype_name(dtype): dtype for dtype in FLOATS}
 KINDS = ("add", "clamp_min", "div", "mul")
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One of ``KINDS``, with a finite number; or "to", a cast to ``dtype``."""
+    """One of ``KINDS``, with a number that ``holds``; or "to", a cast to ``dtype``."""
 
     kind: str
     number: float = 0.0
@@ -29,6 +30,11 @@ class Step:
 
     def __str__(self) -> str:
         return f"{self.kind} {dtype_name(self.dtype) if self.kind == 'to' else repr(self.number)}"
+
+
+def holds(number: float) -> bool:
+    """Whether it is 0 or a normal number of fp32: as text, others are fp64 to Triton."""
+    return number == 0 or _NORMAL.tiny <= abs(number) <= _NORMAL.max
 
 
 def parse(text: str) -> Step:
@@ -40,9 +46,9 @@ def parse(text: str) -> Step:
         number = float(operand)
     except ValueError:
         number = math.nan
-    if kind not in KINDS or not math.isfinite(number):
+    if kind not in KINDS or not holds(number):
         raise SpecError(
             f"{text!r} is no step from a row's largest value to its scale; one reads "
-            f"'div 127.0', with {', '.join(KINDS)}, or 'to {dtype_name(torch.float32)}'"
+            f"'div 127.0', with {', '.join(KINDS)} and a normal number, or 'to f32'"
         )
     return Step(kind, number)

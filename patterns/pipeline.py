@@ -248,7 +248,8 @@ def _finish(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
             log.info("%d quantizations in groups move into the kernel of a norm", joined)
         if options.group_gemms:  # last: the others look for GEMMs alone
             log.info("%d GEMMs may go into the launch of another", group_gemms(graph))
-        if options.fuse_quantization:  # of what is round_to_int8 by now
+        # of what is round_to_int8 by now; what is verified starts with the integers
+        if options.fuse_quantization and not options.verify:
             log.info("%d GEMMs may quantize what they read", quantize_in_gemms(graph))
         log.info("%d nodes more behind GEMMs, casts for a reader each", repeat_casts(graph))
     except Exception as error:

@@ -50,6 +50,7 @@ def _reduce_once(node: fx.Node) -> None:
     if any(r.target != row_reduce.op or graph.is_mutated(r.args[0]) for r in reductions):  # type: ignore[arg-type]
         return
     same = (lowest.args[0], lowest.args[2]) == (highest.args[0], highest.args[2])
+    same &= _is_alike(lowest, node) and _is_alike(highest, node)
     if not same or (lowest.args[1], highest.args[1]) != ("amin", "amax"):
         return
     source, _, keepdim = lowest.args
@@ -62,6 +63,12 @@ def _reduce_once(node: fx.Node) -> None:
     erase_if_dead(node)
 
 
+def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+    """In shape and type: nothing was expanded or promoted between the two."""
+    x, y = graph.value(a), graph.value(b)
+    return x.shape == y.shape and x.dtype == y.dtype
+
+
 def _negated(node: Any) -> Any:
     return node.args[0] if graph.is_tensor_node(node) and node.target == aten.neg.default else None
 
@@ -71,8 +78,7 @@ def _limited(node: Any, op: Any) -> fx.Node | None:
     if not graph.is_tensor_node(node) or node.target != op.default or constant(node.args[1]) != 0:
         return None
     y = node.args[0]
-    is_alike = graph.is_tensor_node(y) and graph.value(y).shape == graph.value(node).shape
-    return y if is_alike else None
+    return y if graph.is_tensor_node(y) and _is_alike(y, node) else None
 
 
 def _behind_reshapes(node: Any) -> fx.Node:

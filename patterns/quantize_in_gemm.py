@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant import report
+from inductor_quant import report, scale_recipe
 from inductor_quant.ops import quantize, row_reduce, w8a8, w8a8_linear
 from inductor_quant.patterns import graph
 from inductor_quant.patterns.bounds import constant
@@ -61,8 +61,7 @@ def _read(call: fx.Node) -> _Quantized | None:
         return None
     a, _, a_scale, b_scale, *rest = call.args
     has_zeros = any(zero is not None for zero in rest[1:]) or call.kwargs.get("a_zero")
-    has_groups = b_scale is not None and not graph.is_one(graph.value(b_scale).shape[0])  # type: ignore[arg-type]
-    if a_scale is None or has_zeros or has_groups:
+    if a_scale is None or has_zeros or _has_groups(a_scale, 1) or _has_groups(b_scale, 0):
         return None
     q: Any = a
     while graph.single_user(q) is not None and q.target in graph.RESHAPES:
@@ -75,7 +74,8 @@ def _read(call: fx.Node) -> _Quantized | None:
     is_divided = graph.is_tensor_node(x) and graph.is_tensor_node(scale)
     if not is_divided or _same_values(scale) is not _same_values(a_scale):
         return None
-    if graph.value(scale).dtype != torch.float32 or not _is_of_rows(scale, x):
+    is_row = graph.same_size(graph.value(x).shape[-1], graph.value(a).shape[-1])  # type: ignore[arg-type]
+    if graph.value(scale).dtype != torch.float32 or not is_row or not _is_of_rows(scale, x):
         return None
     x, recipe = before_casts(x), _recipe(scale, x)
     is_stored = _same_values(scale).op in ("placeholder", "get_attr")
@@ -84,6 +84,11 @@ def _read(call: fx.Node) -> _Quantized | None:
     if any(map(graph.is_mutated, (x, scale))):  # they are read where the GEMM stands
         return None
     return _Quantized(x, recipe, low, high)
+
+
+def _has_groups(scale: Any, dim: int) -> bool:
+    """Whether a scale of the GEMM varies along K."""
+    return scale is not None and not graph.is_one(graph.value(scale).shape[dim])
 
 
 def _product_with_inverse(product: fx.Node) -> tuple[Any, Any]:
@@ -140,7 +145,7 @@ def _step(node: fx.Node) -> Step | None:
         return Step("to", dtype=dtype)
     number = constant(rest[0]) if len(rest) == 1 and not node.kwargs else None
     is_plain = node.target in _STEPS and graph.value(before).dtype == dtype  # type: ignore[arg-type]
-    if number is None or not is_plain or abs(number) == float("inf"):
+    if number is None or not is_plain or not scale_recipe.holds(number):
         return None
     return Step(_STEPS[node.target], float(number))  # type: ignore[index]
 

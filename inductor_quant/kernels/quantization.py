@@ -19,7 +19,7 @@ _NAMES = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 
 class RowQuantization:
     """A template's constant ``QUANTIZATION``, in Gluon; as a constant of the kernel it reads as its
-    bounds.
+    bounds. (``repr`` has all of it: of constants caches see that.)
 
     recipe      of the scale; None: it is given, and ``is_dynamic`` is False
     low, high   bounds of the integers
@@ -34,7 +34,8 @@ class RowQuantization:
     def __str__(self) -> str:
         return repr((self.low, self.high))
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return repr((self.low, self.high, str(self._dtype), self.is_dynamic, self._recipe))
 
     def statements(self) -> Iterator[str]:
         """They make the scale of ``scale``, a row's largest absolute value, in fp32 throughout:

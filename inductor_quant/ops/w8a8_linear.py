@@ -10,6 +10,7 @@ import torch
 from inductor_quant import scale_recipe
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import quantize, row_reduce, w8a8
+from inductor_quant.ops.checks import check
 from inductor_quant.spec import dtype_name
 
 SCHEMA = (
@@ -64,10 +65,11 @@ def reference(
     """``w8a8(a, b, a_scale, b_scale, bias)`` of ``a = round_to_int8(x, a_scale, low, high)``.
 
     x [M, K]: bf16, fp16 or fp32. a_scale, fp32 [M, 1] or [1, 1]; None: of each row what the steps
-    of ``recipe`` (``scale_recipe``) make of its largest absolute value, the last one in fp32. The
-    rest is as for ``w8a8``. Raises SpecError where that does, and for a step that is none.
+    of ``recipe`` (``scale_recipe``) make of its largest absolute value, the last one in fp32.
+    b_scale [1, N] or [1, 1]. The rest is as for ``w8a8``. Raises SpecError where that does, and for
+    a step that is none.
     """
-    _check(x, a_scale, recipe)
+    _check(x, a_scale, b_scale, recipe)
     a, scale = quantized(x, a_scale, recipe, low, high)
     return w8a8.reference(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
 
@@ -85,18 +87,31 @@ def fake(
     alpha: float = 1.0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    _check(x, a_scale, recipe)
+    _check(x, a_scale, b_scale, recipe)
     a = x.new_empty(x.shape, dtype=torch.int8)
     scale = x.new_empty((x.shape[0], 1), dtype=torch.float32) if a_scale is None else a_scale
     return w8a8.fake(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
 
 
-def _check(x: torch.Tensor, a_scale: torch.Tensor | None, recipe: Sequence[str]) -> None:
+def _check(
+    x: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor | None,
+    recipe: Sequence[str],
+) -> None:
     if x.dim() != 2 or x.dtype not in scale_recipe.FLOATS:
         raise SpecError(
             f"w8a8_linear: x is {x.dtype} {list(x.shape)}, it must be [M, K] of one of "
             f"{scale_recipe.FLOATS}"
         )
+    columns = () if b_scale is None else ((1, b_scale.shape[-1]),)
+    check(
+        "w8a8_linear",
+        {
+            "a_scale": (a_scale, ((x.shape[0], 1), (1, 1)), ()),
+            "b_scale": (b_scale, columns, ()),  # no groups of K
+        },
+    )
     steps = [scale_recipe.parse(text) for text in recipe]
     casts = [x.dtype, *(step.dtype for step in steps if step.kind == "to")]
     given = casts[-1] if a_scale is None else a_scale.dtype

@@ -114,6 +114,23 @@ def test_torchao_s_two_reductions_are_one():
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
 
+def test_two_reductions_of_promoted_types_stay():
+    """The zeros make fp32 of bf16."""
+
+    def fn(x, w):
+        zero = torch.zeros(5, 1)
+        low = torch.minimum(x.amin(-1, keepdim=True), zero)
+        high = torch.maximum(x.amax(-1, keepdim=True), zero)
+        scale = (torch.maximum(-low, high) / 127.5).clamp_min(1e-7)
+        return product(integers(x, scale), w) * scale, scale
+
+    x, w = of_rows(5)
+    got, after = rewritten(fn, x, w)
+    assert {call.args[1] for call in calls(after, row_reduce.op)} == {"amin", "amax"}
+    assert got[1].dtype == torch.float32
+    assert torch.equal(got[1], fn(x, w)[1])
+
+
 @pytest.mark.parametrize(
     "scale", [torch.tensor(0.05), torch.tensor([[0.05]]), torch.tensor([[0.02], [0.05], [0.2]])]
 )
@@ -183,9 +200,33 @@ def of_columns(x, w):
     return product(a, w[:, :4]) * scale[:, None]
 
 
+def of_longer_rows(x, w):
+    x = x.reshape(2, 2 * K)
+    scale = scale_of(x)
+    a = integers(x, scale).reshape(4, K)
+    return product(a, w) * scale.repeat_interleave(2, 0)
+
+
+def of_the_flattened_tensor(x, w):
+    scale = scale_of(x.flatten())
+    return product(integers(x.flatten(), scale).reshape(4, K), w) * scale
+
+
+def of_groups(x, w):
+    scale = torch.arange(1.0, 9.0).reshape(4, 2, 1) / 50
+    a = integers(x.reshape(4, 2, K // 2).float(), scale)
+    return (a.float() * scale).reshape(4, K) @ w.float().t()
+
+
+def guarded_by_a_subnormal(x, w):
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-40)
+    return product(integers(x, scale), w) * scale
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        *(of_longer_rows, of_the_flattened_tensor, of_groups, guarded_by_a_subnormal),
         *(five_rows, shared, returned, of_another, another_behind, asymmetric, of_the_tensor),
         *(squared, with_a_zero_point, of_columns),
     ],
@@ -201,8 +242,9 @@ def test_what_stays_a_kernel_of_its_own(fn):
 def test_option():
     x, w = of_rows(2)
     assert len(calls(rewritten(plain, x, w, options=APART)[1])) == 1
-    strict = Options(on_error="raise", numerics="strict")
-    assert not calls(rewritten(plain, x, w, options=strict)[1], LINEAR)
+    for options in ({"numerics": "strict"}, {"verify": True}):
+        after = rewritten(plain, x, w, options=Options(on_error="raise", **options))[1]
+        assert not calls(after, LINEAR)
 
 
 def test_symbolic_rows():
