@@ -94,11 +94,12 @@ def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, produce
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [32, 2])
 @pytest.mark.parametrize("producer", producers_activation.GIVEN, ids=str)
-def test_a_frozen_w8a8_layer_is_matched(graphs, producer):
+def test_a_frozen_w8a8_layer_is_matched(graphs, producer, rows):
     """Its literals (a range, a zero) are read while Inductor traces with fake tensors."""
     need_package(producer.needs)
-    x = torch.randn(32, K, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
+    x = torch.randn(rows, K, generator=torch.Generator().manual_seed(0)).to(producer.dtype)
     module = producer.make(x)
     with producers_activation.integer_products():
         plain, report = run(module, x, freezing=False)
