@@ -41,17 +41,17 @@ MAX_UNROLLED = 4
 # H200, by trials (no command here prints them), 1, 2 and 4 rows, time in that of the quantization's
 # kernel and w8a8_few_gluon, N x K: 1024x4096 0.73, 0.80, 0.87, 4096x1024 0.73, 0.74, 0.76,
 # 2048x2048 0.71, 0.74, 0.74, 4096x4096 0.82, 0.85, 0.85, 6144x4096 0.87, 0.90, 1.00, 4096x11008
-# 0.87, 0.93, 1.4, 4096x14336 0.89, 0.96, 1.5, 8192x8192 0.92, 0.94, 1.04, 14336x4096 0.96, 1.00,
-# 1.04; 8 rows of 4096x4096 1.00.
+# 0.87, 0.93, 1.4, 4096x14336 0.89, 0.96, 1.5 (with two rows and more x does not stay in registers),
+# 8192x8192 0.92, 0.94, 1.04, 14336x4096 0.96, 1.00, 1.04; 8 rows of 4096x4096 1.00.
 MAX_QUANTIZED_ROWS = 4
 MAX_WEIGHT_OF_ONE_ROW = 2**27  # 28672x4096 31.3 us, not 31.7
 MAX_WEIGHT_OF_FOUR_ROWS = 2**24
-MAX_SLICES_OF_X = 28
-# With so many registers a third program runs on a multiprocessor (6144x4096 8.8 us, not 9.5).
+MAX_SLICES_OF_X = 16
+# With so many registers a third program runs on a multiprocessor (6144x4096 8.8 us, not 9.5). More
+# slices than four are read again, from the cache, when the scale is known: they would spill.
 FEW_REGISTERS = 80
 MAX_SLICES_IN_FEW_REGISTERS = 8
-# More slices than these are read again, from the cache, when the scale is known: they would spill.
-KEPT_SLICES = {FEW_REGISTERS: 4, MAX_REGISTERS: 16}
+KEPT_IN_FEW_REGISTERS = 4
 
 
 def supports(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -128,8 +128,8 @@ def constants(
     if problem.quantized_bytes:
         found |= {name: str(each) for name, each in layouts_of_x(problem, config).items()}
         found["ROWS"] = rows_of_x(problem)
-        kept = KEPT_SLICES[registers(problem, config, device)]
-        found["KEEPS_X"] = slices_of_x(problem, config) <= kept
+        has_many = registers(problem, config, device) > FEW_REGISTERS
+        found["KEEPS_X"] = has_many or slices_of_x(problem, config) <= KEPT_IN_FEW_REGISTERS
     return found | {
         "K_SIZE": problem.k,
         "WARPS": config.num_warps,
