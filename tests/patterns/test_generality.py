@@ -20,9 +20,9 @@ from tests.support.dequant_programs import Program, draw_program
 from tests.support.dequant_reference import decode
 from tests.support.generality import CRASH, WRONG, Measurement
 
-PROGRAMS = range(250)
-STRADDLING = range(25)
-NEAR_MISSES = range(75)  # of either kind
+PROGRAMS = range(120)
+STRADDLING = range(15)
+NEAR_MISSES = range(40)  # of either kind
 
 
 @pytest.fixture(scope="module", autouse=True)

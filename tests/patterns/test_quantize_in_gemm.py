@@ -61,8 +61,9 @@ def in_its_own_type(x, w):
     return product(integers(x, scale), w) * scale
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("m", [1, 3, 4])
+@pytest.mark.parametrize(
+    ("m", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (4, torch.float32)], ids=str
+)
 @pytest.mark.parametrize(
     ("fn", "steps", "bounds"),
     [
