@@ -3,8 +3,8 @@
     torch.compile(model, backend="inductor_quant")   # no import needed; affects this call alone
     inductor_quant.enable()                          # every backend="inductor" compile from now on
 
-Importing this package imports nothing else: names resolve on first use, so that ``import torch``
-with ``TORCH_LOGS="+inductor_quant"`` and tools that only read ``__version__`` stay quick.
+Importing this package imports nothing else. Names resolve on first use, which keeps ``import
+torch`` with ``TORCH_LOGS="+inductor_quant"`` and tools that only read ``__version__`` quick.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from inductor_quant._version import __version__
 
 if TYPE_CHECKING:
     from inductor_quant.backend import disable, enable, enabled
-    from inductor_quant.decisions import Match, Rejection, RejectionCode
-    from inductor_quant.explanation import Explanation, explain
     from inductor_quant.options import Options
     from inductor_quant.prepack import prepack_
-    from inductor_quant.report import Report, collect
-    from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
+    from inductor_quant.report.events import Report, collect
+    from inductor_quant.report.explain import Explanation, explain
+    from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
+    from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
 _EXPORTS = {
     "disable": "backend",
     "enable": "backend",
     "enabled": "backend",
-    "Match": "decisions",
-    "Rejection": "decisions",
-    "RejectionCode": "decisions",
+    "Match": "spec.decisions",
+    "Rejection": "spec.decisions",
+    "RejectionCode": "spec.decisions",
     "Options": "options",
-    "Explanation": "explanation",
-    "explain": "explanation",
+    "Explanation": "report.explain",
+    "explain": "report.explain",
     "prepack_": "prepack",
-    "Report": "report",
-    "collect": "report",
-    "OperandSpec": "spec",
-    "QuantGemmSpec": "spec",
-    "ScaleSpec": "spec",
+    "Report": "report.events",
+    "collect": "report.events",
+    "OperandSpec": "spec.gemm",
+    "QuantGemmSpec": "spec.gemm",
+    "ScaleSpec": "spec.gemm",
 }
 _MODULES = (
     "backend",
-    "decisions",
     "errors",
-    "explanation",
     "options",
     "patterns",
     "report",

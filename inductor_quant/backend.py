@@ -1,7 +1,7 @@
-"""The user's way in: the ``torch.compile`` backend, and ``enable`` / ``disable`` / ``enabled``.
+"""The entry points: the ``torch.compile`` backend, and ``enable`` / ``disable`` / ``enabled``.
 
-Importing this module registers canonical ops, templates and lowerings, once, before any cache
-look-up; on a torch that lacks what we need it registers nothing, and every way in is plain
+Importing this module registers canonical ops, templates and lowerings, before any cache look-up. On
+a torch without the symbols that we need it registers nothing, and every entry point is plain
 Inductor.
 """
 
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_quant import _torch_compat as compat
-from inductor_quant import tables
+from inductor_quant import constant_buffers
+from inductor_quant._compat import inductor as compat
+from inductor_quant._compat.symbols import SUPPORTED, problems
 from inductor_quant.errors import OptionError, UnsupportedTorchError
 from inductor_quant.options import PREFIX, Options, is_disabled_by_environment
 
 if TYPE_CHECKING:
-    from inductor_quant.patterns.pipeline import QuantGemmPass
+    from inductor_quant.patterns.graph_pass import QuantGemmPass
 
 
 def inductor_quant_backend(
@@ -35,13 +36,12 @@ def inductor_quant_backend(
 ) -> Callable[..., Any]:
     """Inductor with quantized GEMMs fused: ``torch.compile(model, backend="inductor_quant")``.
 
-    ``mode`` and ``options`` mean what they mean for Inductor; options named
-    ``inductor_quant.<name>`` are fields of ``Options``. Only this compilation is affected. Custom
-    passes of the user, global or in ``options``, run before ours in the same slot, and untouched in
-    every other.
+    ``mode`` and ``options`` are Inductor's; options named ``inductor_quant.<name>`` are fields of
+    ``Options``. Only this compilation is affected. The user's custom passes, global or in
+    ``options``, run before ours in the same slot, and unchanged in every other.
 
-    Raises OptionError for an unknown ``inductor_quant.`` option and for ``freezing``, which cannot
-    be honoured here: it must be set before tracing begins.
+    Raises OptionError for an unknown ``inductor_quant.`` option, and for ``freezing``, which must
+    be set before tracing begins.
     """
     ours, inductors = Options.split(options)
     checked = Options.make(ours)
@@ -57,20 +57,20 @@ def inductor_quant_backend(
     found = _tables(gm, example_inputs, checked)
     general = None
     if any(table.position is not None for table in found):
-        general = functools.partial(_general, tables.copy_of(gm), mode, options)
-    tables.make_constant(gm, found)
-    patched = patches(wrapper.config, checked, tables.digest(found))
+        general = functools.partial(_general, constant_buffers.copy_of(gm), mode, options)
+    constant_buffers.make_constant(gm, found)
+    patched = patches(wrapper.config, checked, constant_buffers.digest(found))
     compiled = compat.compile_fx(gm, example_inputs, config_patches=patched)
-    return compiled if general is None else tables.guarded(compiled, found, general)
+    return compiled if general is None else constant_buffers.guarded(compiled, found, general)
 
 
 def _tables(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
-) -> list[tables.Table]:
+) -> list[constant_buffers.ConstantBuffer]:
     if not options.read_tables or "weight_only" not in options.families:
         return []
     try:
-        return tables.find(gm, example_inputs)
+        return constant_buffers.find(gm, example_inputs)
     except Exception as error:
         if options.on_error == "raise":
             raise
@@ -81,10 +81,10 @@ def _tables(
 def _general(
     gm: torch.fx.GraphModule, mode: str | None, options: dict[str, Any] | None
 ) -> Callable[..., Any]:
-    """``gm`` compiled anew, by Dynamo, for whatever its tables hold."""
+    """``gm`` compiled again, by Dynamo, for any content of its tables."""
     ours, inductors = Options.split(options)
     if ours.get("include_modules") or ours.get("exclude_modules"):
-        ours["families"] = ()  # where its nodes come from is not known any more
+        ours["families"] = ()  # the modules of its nodes are no longer known
     settings = {PREFIX + name: value for name, value in (ours | {"read_tables": False}).items()}
     settings.pop(PREFIX + "require", None)
 
@@ -93,7 +93,7 @@ def _general(
             gm, example_inputs, mode=mode, options=inductors | settings or None
         )
 
-    def call(*args: Any) -> Any:  # of a GraphModule that it is given, Dynamo traces nothing
+    def call(*args: Any) -> Any:  # Dynamo does not trace a GraphModule that it is given
         return gm(*args)
 
     return torch.compile(call, backend=backend)
@@ -103,19 +103,19 @@ def _reset() -> None:
     compat.inductor_wrapper(None, {}).reset()
 
 
-# torch.compile calls it when the compiled function is reset.
+# torch.compile calls it to reset the compiled function.
 inductor_quant_backend.reset = _reset  # type: ignore[attr-defined]
 
 
 def patches(
     inductor_config: dict[str, Any], options: Options, constants: str = ""
 ) -> dict[str, Any]:
-    """``inductor_config`` (config patches) with our pass appended to its slot, and to the one
-    before constant folding where parameters are frozen.
+    """``inductor_config`` (config patches) with our pass appended to its slot; with frozen
+    parameters, to the slot before constant folding too.
 
-    ``constants``: a digest of what Inductor's caches must know the graph by as well.
+    ``constants``: a digest that becomes part of the graph's key in Inductor's caches.
     """
-    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT, QuantGemmPass, for_options
+    from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT, QuantGemmPass, for_options
 
     patched = dict(inductor_config)
     if options.numerics == "strict":
@@ -129,16 +129,16 @@ def patches(
 
 
 def is_usable(options: Options) -> bool:
-    """Whether the plugin may act: not disabled by the environment, on a torch that it knows.
+    """Whether the plugin may act: the environment does not disable it, and torch has our symbols.
 
-    Raises UnsupportedTorchError on another torch with ``on_error="raise"``, else warns once.
+    If torch lacks some, raises UnsupportedTorchError with ``on_error="raise"``, else warns once.
     """
     if is_disabled_by_environment():
         return False
-    found = compat.problems()
+    found = problems("inductor")
     if not found:
         return True
-    error = UnsupportedTorchError(torch.__version__, ", ".join(compat.SUPPORTED), found)
+    error = UnsupportedTorchError(torch.__version__, ", ".join(SUPPORTED), found)
     if options.on_error == "raise":
         raise error
     _warn_unsupported(str(error))
@@ -154,11 +154,11 @@ def _warn_unsupported(message: str) -> None:
 # every backend="inductor" compilation
 
 _process_options: Options | None = None
-# Set by ``enabled``; a context variable, so that it reaches the block's own thread alone.
+# Set by ``enabled``. A context variable, so that it applies to the block's own thread alone.
 _block_options: ContextVar[Options | None] = ContextVar("inductor_quant_enabled", default=None)
 _open_blocks = 0
-# Guards _process_options, _open_blocks and the slot: a block that closes must not take away the
-# pass of one that opens in another thread.
+# Guards _process_options, _open_blocks and the slots: a block that closes must not remove the pass
+# of one that opens in another thread.
 _lock = threading.RLock()
 
 
@@ -174,9 +174,9 @@ def _ambient_pass(*, is_early: bool = False) -> QuantGemmPass:
 
 @functools.cache
 def _made_ambient(is_early: bool) -> QuantGemmPass:
-    """The one pass behind ``enable`` and ``enabled`` in its slot: asks on each use whether it is to
-    act."""
-    from inductor_quant.patterns.pipeline import QuantGemmPass
+    """The one pass of ``enable`` and ``enabled`` in its slot. It looks up its options at each
+    use."""
+    from inductor_quant.patterns.graph_pass import QuantGemmPass
 
     class AmbientPass(QuantGemmPass):
         @property
@@ -189,8 +189,8 @@ def _made_ambient(is_early: bool) -> QuantGemmPass:
 def enable(**options: Any) -> None:
     """Act on every ``backend="inductor"`` compilation of the process from now on.
 
-    ``options`` are the fields of ``Options``. Our pass goes behind one that the user set.
-    Idempotent; a second call replaces the options. Raises OptionError for unknown options.
+    ``options`` are the fields of ``Options``. Our pass runs after one that the user set. A second
+    call replaces the options. Raises OptionError for unknown options.
     """
     global _process_options
     checked = Options.make(options)
@@ -202,7 +202,7 @@ def enable(**options: Any) -> None:
 
 
 def disable() -> None:
-    """Undo ``enable``; what is compiled already stays compiled. Idempotent."""
+    """Undo ``enable``. What is compiled already stays compiled."""
     global _process_options
     with _lock:
         _process_options = None
@@ -231,30 +231,29 @@ def enabled(**options: Any) -> Iterator[None]:
 
 
 def _install() -> None:
-    from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
+    from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT
 
-    compat.install_globally(EARLY_SLOT, _ambient_pass(is_early=True))
-    compat.install_globally(SLOT, _ambient_pass())
+    for slot in (EARLY_SLOT, SLOT):
+        compat.install_globally(slot, _ambient_pass(is_early=slot == EARLY_SLOT))
 
 
 def _uninstall_if_unused() -> None:
-    if _process_options is None and _open_blocks == 0 and not compat.problems():
-        from inductor_quant.patterns.pipeline import EARLY_SLOT, SLOT
+    if _process_options is None and _open_blocks == 0 and not problems("inductor"):
+        from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT
 
-        compat.uninstall_globally(EARLY_SLOT, _ambient_pass(is_early=True))
-        compat.uninstall_globally(SLOT, _ambient_pass())
+        for slot in (EARLY_SLOT, SLOT):
+            compat.uninstall_globally(slot, _ambient_pass(is_early=slot == EARLY_SLOT))
 
 
 def _register() -> None:
-    if not compat.problems():
+    if not problems("inductor"):
         # imported for their registrations
         from inductor_quant import lowering, ops  # noqa: F401
-        from inductor_quant.patterns import pipeline  # noqa: F401
+        from inductor_quant.patterns import graph_pass  # noqa: F401
 
-        ours = ("w8a8", "weight_only", "fp8", "fp8_block", "row_reduce", "quantize")
-        for name in ours:
-            compat.add_dont_constant_fold(getattr(ops, name).op)
-        for op in (ops.group_reduce.reduce_op, ops.group_reduce.value_op):
+        modules = (ops.w8a8, ops.weight_only, ops.fp8, ops.fp8_block, ops.row_reduce, ops.quantize)
+        ours = [module.op for module in modules]
+        for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
 
 

@@ -1,4 +1,4 @@
-"""The exceptions of this package. "Not a match" is never one: see ``decisions.py``."""
+"""The exceptions of this package. "Not a match" is never one: see ``spec/decisions.py``."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class UnsupportedTorchError(InductorQuantError):
         self.problems = tuple(problems)
         listed = "\n  ".join(problems)
         super().__init__(
-            f"inductor_quant does not know torch {torch_version} (tried with {supported}):\n"
+            f"inductor_quant does not know torch {torch_version} (it supports {supported}):\n"
             f"  {listed}\n"
-            "Compilation goes on without it. Install a supported torch, or run "
-            "`python -m inductor_quant._torch_compat` and report what it prints."
+            "Compilation goes on without the plugin. Install a supported torch, or run "
+            "`python -m inductor_quant._compat.inductor` and report what it prints."
         )
 
 
@@ -30,25 +30,25 @@ class OptionError(InductorQuantError, ValueError):
     @classmethod
     def unknown(cls, names: Iterable[str], known: Iterable[str]) -> OptionError:
         known = sorted(known)
-        parts = []
+        given = []
         for name in names:
             close = difflib.get_close_matches(name, known, n=1)
-            parts.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
-        return cls(f"unknown option {', '.join(parts)}; the options are {', '.join(known)}")
+            given.append(f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else ""))
+        return cls(f"unknown option {', '.join(given)}; the options are {', '.join(known)}")
 
 
 class RequirementError(InductorQuantError):
-    """Fewer GEMMs were matched than ``Options.require`` asks for."""
+    """Fewer GEMMs were matched than ``Options.require`` demands."""
 
     def __init__(self, family: str, required: int, matched: int) -> None:
         super().__init__(
-            f"require asks for {required} {family} GEMMs, {matched} were matched in this graph; "
-            "inductor_quant.explain(model, *inputs) says why the others were not"
+            f"Options.require demands {required} {family} GEMMs, this graph has {matched} matches; "
+            "inductor_quant.explain(model, *inputs) says why other GEMMs do not match"
         )
 
 
 class VerificationError(InductorQuantError):
-    """A fused GEMM is farther from the exact result than its graph (``Options.verify``)."""
+    """A fused GEMM has a larger error than its graph (``Options.verify``)."""
 
 
 class SpecError(InductorQuantError, ValueError):

@@ -14,7 +14,7 @@ from inductor_quant.errors import OptionError
 FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
-# The form that kernels.config.parse_config reads; a pin that is refused there is refused too late.
+# As kernels.config.parse_config reads it, so that a malformed pin fails here and not in a compile.
 _CONFIG = re.compile(r"(\w+ )?\d+x\d+x\d+_w\d+_s\d+_g\d+(_k[1-9]\d*)?", re.ASCII)
 
 
@@ -22,38 +22,35 @@ _CONFIG = re.compile(r"(\w+ )?\d+x\d+x\d+_w\d+_s\d+_g\d+(_k[1-9]\d*)?", re.ASCII
 class Options:
     """How the plugin treats a compilation.
 
-    families          families to rewrite; the others are reported as ``FAMILY_DISABLED``
+    families          families to rewrite; others are rejected as ``FAMILY_DISABLED``
     include_modules   glob patterns of module paths ("layers.*.mlp.*"); empty: every module
-    exclude_modules   glob patterns of module paths that stay as they are; wins over include
-    on_error          "fallback": a failure of the plugin leaves the graph untouched, warns once and
-                      shows in the report. "raise": it is raised (for test suites). The same holds
-                      for a torch that the plugin does not know.
-    configs           configurations to offer, in order, in place of the tables', such as
-                      "64x64x128_w4_s4_g8", or for one kernel alone, as a report names it,
-                      "w8a8_mm 64x64x128_w4_s4_g8"; those that cannot run are passed over
-    max_choices       configurations that a max-autotune compile times for one GEMM, at most
-    numerics          "strict": only what is bit for bit what the graph computes in eager mode, on
-                      the same quantized operands: integer products with scales (and bias) in fp32,
-                      up to the first rounding; the rest stays in the graph, whose roundings
-                      Inductor then keeps (``emulate_precision_casts``). Other GEMMs are declined
-                      as ``NUMERICS``. "default": at least as near to the exact result as the graph
-    read_tables       know small integer tables of the model (GPTQ's shift tables and ``g_idx``) by
-                      their values, and look at each call whether they still have them; of
-                      ``backend="inductor_quant"`` alone. False: kernels look them up
+    exclude_modules   glob patterns of module paths to leave unchanged; wins over include
+    on_error          if the plugin fails, or does not support this torch. "fallback": leave the
+                      graph unchanged, warn once and report it. "raise": raise (for test suites)
+    configs           configurations to offer, in order, instead of the kernels' own:
+                      "64x64x128_w4_s4_g8", or for one kernel "w8a8_mm 64x64x128_w4_s4_g8"; illegal
+                      ones are skipped
+    max_choices       most configurations that max-autotune times for one GEMM
+    read_tables       specialise on small integer tables of the model (GPTQ's shift tables and
+                      ``g_idx``) and guard their values on every call; only with
+                      ``backend="inductor_quant"``. False: kernels read the tables
+    numerics          "default": at least as close to the exact result as the graph. "strict": only
+                      GEMMs that are bit for bit the graph's in eager mode on the same quantized
+                      operands (integer products, scales and bias in fp32, up to the first
+                      rounding); others are rejected as ``NUMERICS``. Inductor keeps the roundings
+                      of the rest of the graph (``emulate_precision_casts``)
     verify            compare each fused GEMM on its first real inputs with its graph, op by op and
-                      in fp64: ``Report.verifications`` has the errors; one beyond the graph's is
-                      warned of, or raised as VerificationError with ``on_error="raise"``. Not
-                      cached; a copy of each result. For tests
-    group_gemms       GEMMs of one activation (q, k and v; gate and up) with few rows in one launch,
-                      where a kernel takes them; False: one each
-    fuse_quantization
-                      quantize an activation of up to four rows in the GEMM that alone reads it,
-                      where a kernel does both and is faster; False, and with ``verify``: in a
-                      kernel before it
-    require           family -> how many GEMMs of it each compiled graph with matrix products must
-                      match at least; fewer raise RequirementError, whatever on_error (for a CI)
+                      in fp64, see ``Report.verifications``; a larger error than the graph's warns,
+                      or with ``on_error="raise"`` raises VerificationError. Copies each result,
+                      disables caches. For tests
+    horizontal_fusion GEMMs of one activation (q, k and v; gate and up) in one launch, for small M
+                      if a kernel supports it; False: one launch each
+    fuse_quantization quantize an activation of up to four rows in the GEMM, if that is its only
+                      reader and a kernel does both faster; False, and with ``verify``: before it
+    require           family -> least matches in each compiled graph that has matrix products; fewer
+                      raise RequirementError, whatever on_error (for a CI)
 
-    Given to ``enable(**options)``, or to a single call as
+    Given to ``enable(**options)``, or to one call as
     ``torch.compile(m, backend="inductor_quant", options={"inductor_quant.families": ("w8a8",)})``.
     Raises OptionError for an unknown name or an illegal value.
     """
@@ -67,14 +64,14 @@ class Options:
     read_tables: bool = True
     numerics: Literal["default", "strict"] = "default"
     verify: bool = False
-    group_gemms: bool = True
+    horizontal_fusion: bool = True
     fuse_quantization: bool = True
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("families", "include_modules", "exclude_modules", "configs"):
             value = getattr(self, name)
-            # A set or a generator has no order that could be part of a cache key.
+            # Part of the cache key, which needs an order: no set, no generator.
             is_sequence = isinstance(value, Sequence) and not isinstance(value, str)
             if not is_sequence or not all(isinstance(item, str) for item in value):
                 raise OptionError(f"{name}={value!r} must be a sequence of strings")
@@ -82,20 +79,21 @@ class Options:
         for text in self.configs:
             if not _CONFIG.fullmatch(text):
                 raise OptionError(
-                    f"configs={self.configs!r}: {text!r} is no configuration; one reads "
+                    f"configs={self.configs!r}: {text!r} is not a configuration such as "
                     '"128x128x64_w4_s3_g8"'
                 )
         unknown = set(self.families) - set(FAMILIES)
         if unknown:
             raise OptionError(
-                f"families={self.families!r}: unknown {sorted(unknown)}; there are {list(FAMILIES)}"
+                f"families={self.families!r}: unknown {sorted(unknown)}; "
+                f"the families are {list(FAMILIES)}"
             )
         self._check_require()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
             raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
-        for name in ("read_tables", "verify", "group_gemms", "fuse_quantization"):
+        for name in ("read_tables", "verify", "horizontal_fusion", "fuse_quantization"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):
@@ -112,14 +110,14 @@ class Options:
             is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 0
             if family not in FAMILIES or not is_count:
                 raise OptionError(
-                    f"require={self.require!r} must map families of {list(FAMILIES)} to numbers"
+                    f"require={self.require!r} must map families {list(FAMILIES)} to counts"
                 )
-        # As pairs: options are hashed, for the cache key among others.
+        # As pairs, which are hashable.
         object.__setattr__(self, "require", tuple(sorted(required.items())))
 
     @classmethod
     def make(cls, values: Mapping[str, Any]) -> Options:
-        """Options from names and values; unknown names are refused, not dropped."""
+        """Options from names and values. Raises OptionError for unknown names."""
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = [name for name in values if name not in known]
         if unknown:
@@ -128,7 +126,7 @@ class Options:
 
     @classmethod
     def split(cls, options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """``torch.compile``'s ``options`` as (ours without their prefix, Inductor's)."""
+        """``torch.compile``'s ``options``: (ours without their prefix, Inductor's)."""
         ours: dict[str, Any] = {}
         inductors: dict[str, Any] = {}
         for name, value in (options or {}).items():
@@ -139,7 +137,7 @@ class Options:
         return ours, inductors
 
     def selects(self, module: str) -> bool:
-        """Whether GEMMs of the module at this path ("": not known) are to be rewritten."""
+        """Whether to rewrite GEMMs of the module at this path ("": unknown)."""
         if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude_modules):
             return False
         return not self.include_modules or any(

@@ -1,8 +1,7 @@
-"""``prepack_``: bring packed weights, once, into the layout that our kernels read fastest.
+"""``prepack_``: repack quantized weights, once, into the layout that our kernels read fastest.
 
-Of 4 bits these are words of eight neighbours along K, as GPTQ's, zero points packed along N. On an
-H200 one row by 28672 x 4096 takes 24 us with them and 36 with halves of N in a byte
-(``bench_gemm.py --m 1 --family weight_only`` and ``weight_only_hqq``). Of 8 bits: bytes [N, K].
+4 bits: packed int32 words of eight neighbours along K, as in GPTQ, with zero points packed along N.
+Layouts that put halves of N in a byte take half as long again at M = 1. 8 bits: bytes [N, K].
 """
 
 from __future__ import annotations
@@ -14,46 +13,38 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from inductor_quant import _torch_compat as compat
-from inductor_quant import patterns, tables
-from inductor_quant.kernels.byte_numbers import bytes_of
-from inductor_quant.kernels.config import Weight, WeightTensor
-from inductor_quant.kernels.words import words_of
+from inductor_quant import constant_buffers, patterns
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
+from inductor_quant.kernels.codegen.packed_layout import packed_layout_of
+from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.ops.dequantize import Evaluator
-from inductor_quant.patterns import graph as reading
-from inductor_quant.patterns.canonicalize import rewrite
-from inductor_quant.patterns.pattern import RecognizedGemm
-from inductor_quant.patterns.pipeline import SLOT
-from inductor_quant.weight_format import Field, Step, WeightFormat
+from inductor_quant.patterns import fx_utils
+from inductor_quant.patterns.graph_pass import SLOT
+from inductor_quant.patterns.match import RecognizedGemm
+from inductor_quant.patterns.rewrite import rewrite
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 
-aten = torch.ops.aten
+aten = fx_utils.aten
 CAST = torch.ops.prims.convert_element_type.default
-# Of numbers that are unpacked at once, eight bytes each: what repacking takes beside the weight.
-CHUNK = 1 << 23
-# Scales of fewer rows are read one by one: no kernel for words or bytes takes them.
-MIN_GROUP = 32
-_VIEWS = (
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.squeeze.dim,
-    aten.unsqueeze.default,
-)
+CHUNK = 1 << 23  # elements that are unpacked at once, at eight bytes each
+MIN_GROUP = 32  # no kernel for packed weights or bytes takes a smaller group_size
+_VIEWS = (*fx_utils.RESHAPES, aten.squeeze.dim, aten.unsqueeze.default)
 
 
 class PrepackedLinear(nn.Module):
-    """``x @ W + bias`` in ``dtype``, then in the type of x again.
+    """``x @ W + bias`` in ``dtype``, cast to the dtype of x.
 
-    ``W[k, n] = (q[k, n] - z[g, n]) * scales[g, n]``, ``g = k // (K / groups)``.
+    ``W[k, n] = (q[k, n] - z[g, n]) * scales[g, n]``, ``g = k // (K / groups)``, in fp32, rounded to
+    ``dtype``, as in the canonical op.
 
     Buffers:
-        qdata   [K / 8, N] int32: q[8 * i + j] in the four bits from 4 * j on of row i; or, of 8
-                bits, [N, K] int8 or uint8
-        qzeros  [groups, N / 8] int32: z less ``zero``, along N as qdata is along K; or None
-        zeros   [groups, N]: z; or None. Without both z is ``zero``, one number
+        qdata   4 bits: [K / 8, N] int32, q[8 * i + j] in bits 4 * j ... 4 * j + 3 of row i;
+                8 bits: [N, K] int8 or uint8
+        qzeros  [groups, N / 8] int32: z - ``zero``, packed along N as qdata along K; or None
+        zeros   [groups, N]: z; or None. Without qzeros and zeros, z is ``zero``
         scales  [groups, N], or None: 1
         bias    [N], or None
-    W is computed in fp32 and rounded to ``dtype``, as the canonical op says.
     """
 
     qdata: torch.Tensor
@@ -62,22 +53,11 @@ class PrepackedLinear(nn.Module):
     scales: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def __init__(
-        self,
-        *,
-        qdata: torch.Tensor,
-        qzeros: torch.Tensor | None,
-        zeros: torch.Tensor | None,
-        scales: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        zero: float,
-    ) -> None:
+    def __init__(self, *, dtype: torch.dtype, zero: float, **buffers: torch.Tensor | None) -> None:
         super().__init__()
         self.dtype, self.zero = dtype, zero
-        buffers = {"qdata": qdata, "qzeros": qzeros, "zeros": zeros, "scales": scales, "bias": bias}
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor)
+        for name in ("qdata", "qzeros", "zeros", "scales", "bias"):
+            self.register_buffer(name, buffers[name])
 
     @property
     def bits(self) -> int:
@@ -115,19 +95,18 @@ class PrepackedLinear(nn.Module):
 
 
 def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """Replace each module of ``model`` that is one linear layer with a packed weight, and whose
-    layout is not the fastest, by a ``PrepackedLinear`` of the same function; their names. Those
-    with hooks, or that are called with more than one tensor, stay.
+    """Replace each module of ``model`` that is one linear layer with a packed weight in a slower
+    layout by a ``PrepackedLinear`` of the same function. Returns their names. Modules with hooks,
+    or called with more than one tensor, stay.
 
-    ``model(*args, **kwargs)`` is called once, to see what each module is given. Which modules these
-    are is read from the graph of each alone, so a producer need not be known. The packed tensors of
-    a module are freed with it if nobody else holds them: afterwards the model takes no more memory
-    than before. The state dict has the buffers of ``PrepackedLinear``: save the model before, or
-    with them.
+    ``model(*args, **kwargs)`` is called once, to see the input of each module. The graph of each
+    module tells what it computes, so every producer works. The model takes no more memory
+    afterwards: the packed tensors of a module are freed with it if nobody else holds them. The
+    state dict then has the buffers of ``PrepackedLinear``.
 
-    A model that is compiled already must be compiled again: call this before ``torch.compile``.
+    Call this before ``torch.compile``: a compiled model must be compiled again.
     """
-    seen: dict[str, torch.Tensor | None] = {}  # None: once called with something else
+    seen: dict[str, torch.Tensor | None] = {}  # None: not called with one tensor
     candidates = {
         name: module
         for name, module in model.named_modules()
@@ -158,7 +137,7 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     found = []
     for name, x in seen.items():
         linear = None if x is None else _read(candidates[name], x)
-        packed = None if linear is None else linear.repacked()
+        packed = None if linear is None else linear.prepacked()
         if packed is not None:
             packed.train(candidates[name].training)
             parent, _, attribute = name.rpartition(".")
@@ -175,7 +154,7 @@ def _has_packed(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether more happens in a call than ``forward`` says: it would be lost with the module."""
+    """Whether a call does more than ``forward``, which a replacement would lose."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -185,8 +164,8 @@ def _has_hooks(module: nn.Module) -> bool:
 
 @dataclasses.dataclass
 class _Linear:
-    """What a module is: x in ``dtype``, the canonical op with these arguments, in ``dtype`` too,
-    then plus ``bias`` and in the type of x."""
+    """What a module computes: x cast to ``dtype``, the canonical op with these arguments, ``+
+    bias``, cast to the dtype of x."""
 
     dtype: torch.dtype
     format: WeightFormat
@@ -194,18 +173,18 @@ class _Linear:
     column_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def repacked(self) -> PrepackedLinear | None:
-        """None: it is in the fastest layout, or we have none for it."""
-        element, scaling = self.format.element, _scaling(self.format.steps)
+    def prepacked(self) -> PrepackedLinear | None:
+        """None if the layout is the fastest already, or if none fits."""
+        element, scaling = self.format.element, _scaling(self.format.dequant_ops)
         if self._is_fast() or scaling is None or element != self.format.code or element.float8:
             return None
         subtract, multiply = scaling
         k, n = self.format.shape
         source = self.weight[element.source]
-        is_words = 0 < element.width <= 4 and k % 8 == 0
+        is_int4 = 0 < element.width <= 4 and k % 8 == 0
         low = element.add - (1 << element.width - 1 if element.signed else 0)
         is_bytes = not element.width and not low and source.dtype in (torch.int8, torch.uint8)
-        if not is_words and not is_bytes:
+        if not is_int4 and not is_bytes:
             return None
         rows = [self.format.block(o)[0] for o in (subtract, multiply) if isinstance(o, Field)]
         group = min([k if size == -1 else size for size in rows], default=k)
@@ -220,13 +199,13 @@ class _Linear:
             zeros = zeros - low
             zero = float(max(0, int(zeros.max()) - 15))
             if n % 8 == 0 and int(zeros.min()) >= zero:
-                qzeros, zeros = _words((zeros - int(zero)).t()).t().contiguous(), None
+                qzeros, zeros = _packed_int4((zeros - int(zero)).t()).t().contiguous(), None
             else:
                 zeros, zero = zeros.to(torch.int32), 0.0
         elif zeros is not None:
             zeros, zero = zeros - low, 0.0
         return PrepackedLinear(
-            qdata=self._packed(is_words, low),
+            qdata=self._packed(is_int4, low),
             qzeros=qzeros,
             zeros=zeros,
             scales=scales,
@@ -238,68 +217,57 @@ class _Linear:
     def _is_fast(self) -> bool:
         tensors = tuple(WeightTensor(t.dtype, tuple(t.shape), t.stride()) for t in self.weight)
         weight = Weight(self.format, tensors)
-        words, found = words_of(weight), bytes_of(weight)
+        packed, found = packed_layout_of(weight), byte_layout_of(weight)
         is_bytes = found is not None and found[1].count == 1
-        return is_bytes or (words is not None and words.axis == "k")
+        return is_bytes or (packed is not None and packed.axis == "k")
 
     def _grouped(self, operand: Field | float | None, group: int) -> torch.Tensor | None:
         """[K / group, N], integers as int64."""
         if not isinstance(operand, Field):
             return None
-        k, n = self.format.shape
-        value: torch.Tensor = Evaluator(self.format, self.weight, self.weight[0].device).field(
-            operand
-        )
-        return value.expand(k, n)[::group].contiguous()
+        evaluator = Evaluator(self.format, self.weight, self.weight[0].device)
+        value: torch.Tensor = evaluator.field(operand).expand(self.format.shape)
+        return value[::group].contiguous()
 
-    def _packed(self, is_words: bool, low: int) -> torch.Tensor:
+    def _packed(self, is_int4: bool, low: int) -> torch.Tensor:
         k, n = self.format.shape
         source = self.weight[self.format.element.source]
-        shape = (k // 8, n) if is_words else (n, k)
-        dtype = torch.int32 if is_words else source.dtype
+        shape = (k // 8, n) if is_int4 else (n, k)
+        dtype = torch.int32 if is_int4 else source.dtype
         qdata = torch.empty(shape, dtype=dtype, device=source.device)
         step = 8 * max(1, CHUNK // (8 * n))
         for first in range(0, k, step):
             last = min(k, first + step)
-            rows = _Rows(self.format, self.weight, source.device, first, last)
-            numbers = rows.field(self.format.element).expand(-1, n)
-            if is_words:
-                qdata[first // 8 : last // 8] = _words(numbers - low)
+            rows = _Rows(self.format, self.weight, source.device)
+            rows.rows = slice(first, last)
+            q = rows.field(self.format.element).expand(-1, n)
+            if is_int4:
+                qdata[first // 8 : last // 8] = _packed_int4(q - low)
             else:
-                qdata[:, first:last] = numbers.t()
+                qdata[:, first:last] = q.t()
         return qdata
 
 
-def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """Eight neighbours of the first dimension in an int32, the first in the lowest bits."""
-    shifts = torch.arange(0, 32, 4, device=numbers.device)
-    return (numbers.unflatten(0, (-1, 8)) << shifts[:, None]).sum(1).to(torch.int32)
+def _packed_int4(q: torch.Tensor) -> torch.Tensor:
+    """Packs eight neighbours of the first dimension in an int32, the first in the lowest bits."""
+    shifts = torch.arange(0, 32, 4, device=q.device)
+    return (q.unflatten(0, (-1, 8)) << shifts[:, None]).sum(1).to(torch.int32)
 
 
-def _scaling(steps: Sequence[Step]) -> tuple[Field | float | None, Field | float | None] | None:
-    """(what is subtracted, what is multiplied by) of steps that are at most that; None: others."""
-    kinds = [step.kind for step in steps]
-    if kinds not in ([], ["sub"], ["mul"], ["sub", "mul"]):
+def _scaling(ops: Sequence[DequantOp]) -> tuple[Field | float | None, Field | float | None] | None:
+    """(subtrahend, factor) of at most one subtraction and one product; None for other ops."""
+    if [op.kind for op in ops] not in ([], ["sub"], ["mul"], ["sub", "mul"]):
         return None
-    operands = {step.kind: step.operand for step in steps}
+    operands = {op.kind: op.operand for op in ops}
     if isinstance(operands.get("mul"), (int, float)):
         return None
     return operands.get("sub"), operands.get("mul")
 
 
 class _Rows(Evaluator):
-    """The rows from ``first`` to ``last`` of W."""
+    """Evaluates ``rows`` of W."""
 
-    def __init__(
-        self,
-        format: WeightFormat,
-        weight: Sequence[torch.Tensor],
-        device: torch.device,
-        first: int,
-        last: int,
-    ) -> None:
-        super().__init__(format, weight, device)
-        self.rows = slice(first, last)
+    rows: slice
 
     def digit(self, name: str) -> Any:
         digit = super().digit(name)
@@ -307,11 +275,11 @@ class _Rows(Evaluator):
 
 
 class _Stop(Exception):
-    """The graph has been read: nothing is to be compiled."""
+    """The graph has been read; there is nothing to compile."""
 
 
 class _Inspect(compat.CustomGraphPass):
-    """Reads the graph of a module where our pass would, and ends the compilation."""
+    """Reads the graph of a module in the slot of our pass, and ends the compilation."""
 
     def __init__(self, inputs: Sequence[Any], x: torch.Tensor) -> None:
         self.inputs, self.x = inputs, x
@@ -326,13 +294,13 @@ class _Inspect(compat.CustomGraphPass):
 
 
 def _read(module: nn.Module, x: torch.Tensor) -> _Linear | None:
-    """The one linear layer that ``module(x)`` is; None: it is something else."""
+    """The linear layer that ``module(x)`` computes; None if it is something else."""
     passes: list[_Inspect] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        tables.make_constant(gm, tables.find(gm, inputs))
+        constant_buffers.make_constant(gm, constant_buffers.find(gm, inputs))
         passes.append(_Inspect(inputs, x))
-        # Else a benchmark decides whether a GPU's two rows are made eight: another graph each time.
+        # Otherwise a benchmark decides whether two rows are padded to eight: the graph would vary.
         config = {SLOT: passes[-1], "shape_padding": False}
         return compat.compile_fx(gm, inputs, config_patches=config)
 
@@ -369,31 +337,31 @@ def _linear_of(graph: fx.Graph, inputs: Sequence[Any], x: torch.Tensor) -> _Line
                 values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         return values[node]
 
-    # from the result back to the op: a cast to the type of x, a bias; from there to x: a cast
+    # from the result up to the op: a cast to the dtype of x, a bias; from the op up to x: a cast
     [output] = [node for node in graph.nodes if node.op == "output"]
     [result] = output.all_input_nodes
-    node = _behind(result, x.dtype)
+    node = _unwrapped(result, x.dtype)
     _, weight, column_scale, bias = call.args
     if node is not call:
         if bias is not None or node.target is not aten.add.Tensor or node.kwargs:
             return None
         node, bias = node.args
-        if _behind(node) is not call or not isinstance(bias, fx.Node):
+        if _unwrapped(node) is not call or not isinstance(bias, fx.Node):
             return None
-    format, dtype = WeightFormat.decode(str(call.kwargs["format"])), reading.value(call).dtype
-    given = _behind(call.args[0], dtype)
+    format, dtype = WeightFormat.decode(str(call.kwargs["format"])), fx_utils.value(call).dtype
+    given = _unwrapped(call.args[0], dtype)
     uses_x = {given}
     for other in graph.nodes:
         if uses_x & set(other.all_input_nodes):
             uses_x.add(other)
-    held = [*weight, column_scale, bias]  # type: ignore[misc]
+    operands = [*weight, column_scale, bias]  # type: ignore[misc]
     if (
         values.get(given) is None
         or values[given].data_ptr() != x.data_ptr()
-        or uses_x & set(held)
-        or reading.value(call.args[0]).dtype != dtype
-        or reading.value(result).dtype != x.dtype
-        or tuple(reading.value(result).shape) != (*x.shape[:-1], format.shape[1])
+        or uses_x & set(operands)
+        or fx_utils.value(call.args[0]).dtype != dtype
+        or fx_utils.value(result).dtype != x.dtype
+        or tuple(fx_utils.value(result).shape) != (*x.shape[:-1], format.shape[1])
         or format.shape[0] != x.shape[-1]
     ):
         return None
@@ -402,13 +370,8 @@ def _linear_of(graph: fx.Graph, inputs: Sequence[Any], x: torch.Tensor) -> _Line
         if bias.numel() != format.shape[1] or bias.dtype != dtype:
             return None
         bias = bias.reshape(-1)
-    return _Linear(
-        dtype,
-        format,
-        [value(w) for w in weight],  # type: ignore[union-attr]
-        value(column_scale),
-        bias,
-    )
+    tensors = [value(w) for w in weight]  # type: ignore[union-attr]
+    return _Linear(dtype, format, tensors, value(column_scale), bias)
 
 
 def _recognized(node: fx.Node) -> list[RecognizedGemm]:
@@ -418,8 +381,8 @@ def _recognized(node: fx.Node) -> list[RecognizedGemm]:
     return [gemm for gemm in found if isinstance(gemm, RecognizedGemm)][:1]
 
 
-def _behind(node: Any, dtype: torch.dtype | None = None) -> Any:
-    """What ``node`` is a view of, or a cast to ``dtype`` of."""
+def _unwrapped(node: Any, dtype: torch.dtype | None = None) -> Any:
+    """``node`` without views, and without casts to ``dtype``."""
     while isinstance(node, fx.Node) and (
         node.target in _VIEWS or (node.target is CAST and node.args[1] == dtype)
     ):

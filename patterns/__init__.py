@@ -1,8 +1,8 @@
-"""The FX half: recognisers that read a graph, and the one writer that rewrites it.
+"""The FX half of the package: recognizers that read a graph, and the one writer that rewrites it.
 
-Lives at the top of the repository and is imported as ``inductor_quant.patterns``. A ``Pattern`` is
-one meaning: the ops that anchor it and a read-only function ``recognize(node) -> RecognizedGemm |
-Rejection``.
+The folder is at the top of the repository and is imported as ``inductor_quant.patterns``. A
+``Pattern`` has one meaning: the ops that anchor it and a read-only function ``recognize(node) ->
+RecognizedGemm | Rejection``. README.md describes the life of a match.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ if __name__ != "inductor_quant.patterns":
         f"this package is inductor_quant.patterns; imported as {__name__!r} it would exist twice"
     )
 
-from inductor_quant.patterns import (
-    fp8,
+from .match import Pattern, RecognizedGemm
+from .recognizers import (
+    fp8_custom_ops,
     fp8_dequantized,
-    fp8_producers,
     qdq,
+    scaled_mm,
     w8a8,
-    w8a8_groups,
+    w8a8_groupwise,
     weight_only,
 )
-from inductor_quant.patterns.pattern import Pattern, RecognizedGemm
 
 BUILT_IN: tuple[Pattern, ...] = (
-    w8a8_groups.PATTERN,  # a sum over slices of K, before each slice alone
+    w8a8_groupwise.PATTERN,  # first: it takes a whole sum over slices of K
     w8a8.PATTERN,
     qdq.PATTERN,
-    fp8.PATTERN,
+    scaled_mm.PATTERN,
     fp8_dequantized.PATTERN,
-    fp8_producers.PATTERN,
+    fp8_custom_ops.PATTERN,
     weight_only.PATTERN,
 )
 _patterns: list[Pattern] = list(BUILT_IN)
@@ -41,10 +41,9 @@ def patterns() -> tuple[Pattern, ...]:
 
 
 def register(pattern: Pattern) -> None:
-    """Add a pattern behind those that are there. Its name must be new.
+    """Append a third party's pattern; raises ValueError if its name is taken.
 
-    A third party's pattern changes what a compilation does, so Inductor's caches are bypassed while
-    one is registered: the cache key covers our files, not theirs.
+    Inductor's caches are bypassed while one is registered: the cache key covers our files only.
     """
     if any(known.name == pattern.name for known in _patterns):
         raise ValueError(f"a pattern named {pattern.name!r} is registered already")

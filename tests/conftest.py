@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch or triton read them: a cache left by another run would hide what this one compiles.
 for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ[_variable] = tempfile.mkdtemp(prefix="inductor_quant_tests_")
-# As many processes as there are cores: threads of theirs would wait for one another. (What a worker
-# starts inherits it.)
+# There are as many workers as cores: more threads would only wait. (Child processes inherit it.)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -19,7 +20,15 @@ import torch  # noqa: E402
 from torch._dynamo import guards  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 
+from tests.support.forks import Forks  # noqa: E402
+
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+# Files whose first test is no quick one: their processes or compilers take too long.
+NOT_QUICK = {
+    "test_interpreter_layer.py",
+    *("test_caches.py", "test_exported.py", "test_quickstart.py", "test_packaging.py"),
+    *("test_minimal.py", "test_generality.py", "test_recognition_time.py"),
+}
 
 
 def _capability() -> int:
@@ -29,9 +38,11 @@ def _capability() -> int:
     return 10 * major + minor
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Minutes long: begun last, it would be what the other process of ``-n 2`` waits for.
+    # These take minutes: begun last, they would be what the other process of ``-n 2`` waits for.
     items.sort(key=lambda item: "test_interpreter_layer" not in item.nodeid)
+    _mark_quick(items)
     arch = _capability()
     for item in items:
         if "interp" in item.keywords and not IS_INTERPRETER:
@@ -49,9 +60,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def _mark_quick(items: list[pytest.Item]) -> None:
+    """Marks the first test of each file; other tests are marked where they are written.
+
+    The files of tests mirror those of the source, so this covers every file of it without a list.
+    """
+    seen: set[Path] = set()
+    for item in items:
+        if item.path in seen or item.path.name in NOT_QUICK or "slow" in item.keywords:
+            continue
+        seen.add(item.path)
+        item.add_marker("quick")
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays, and a compilation allocates a lot and gives it back: at its own pace
-    the collector looks at both for a seventh of the time. On a GPU a cycle may hold its memory."""
+    """Slows the garbage collector down: it takes a seventh of the time to look at what was
+    imported, which stays, and at what compilations allocate and give back. Not on a GPU, where a
+    cycle of references may hold its memory."""
     if torch.cuda.is_available():
         return
     gc.collect()
@@ -75,17 +100,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _plain_cpp():
-    """What Inductor writes for a CPU is scalar here: the C++ compiler is called once a kernel, on
-    few headers, and not to find out what the CPU knows."""
-    scalar = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}
+    """Inductor writes scalar C++ here, and does not compile programs to find out which vector
+    instructions the CPU has. Its headers are compiled once a process: a kernel takes a quarter of
+    the time."""
+    scalar = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": True}
     with inductor_config.patch(scalar):
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _guards_are_not_timed():
-    """Dynamo times the guards of what it compiles, for its log, and empties the CPU's caches for
-    that: 20 to 30 ms a compilation, and what runs next begins cold."""
+    """Dynamo times the guards of each compilation for its log, and empties the CPU's caches first:
+    20 to 30 ms a compilation."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
@@ -93,7 +119,14 @@ def _guards_are_not_timed():
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
-    """Each test compiles anew: dynamo's caches and counts do not leak between tests."""
+    """Dynamo's caches and counts do not leak between tests. (A reset takes 0.03 ms.)"""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def interpreter_forks() -> Iterator[Forks]:
+    """Runs programs that need a process of their own with Triton's interpreter."""
+    with Forks(TRITON_INTERPRET="1") as forks:
+        yield forks

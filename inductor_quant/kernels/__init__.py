@@ -1,57 +1,64 @@
-"""Kernels as data: Triton templates, when they apply, and which configurations to use.
+"""The kernels: templates, when they apply, and which configurations to use.
 
-Knows nothing of producers or FX. A kernel is a ``Kernel`` record in ``KERNELS``.
+This package knows nothing of producers or FX graphs. ``README.md`` has the dispatch table.
 """
 
-from inductor_quant.kernels.few_bytes import (
-    FP8_BLOCK_FEW_GLUON,
-    W8A8_FEW_GLUON,
-    W8A8_FEW_QUANTIZING,
-)
-from inductor_quant.kernels.few_rows import WEIGHT_ONLY_FEW_ROWS
-from inductor_quant.kernels.few_rows_gluon import WEIGHT_ONLY_FEW_ROWS_GLUON
-from inductor_quant.kernels.few_rows_wgmma import WEIGHT_ONLY_FEW_ROWS_WGMMA
-from inductor_quant.kernels.fp8 import (
-    FP8_BLOCK_MM,
-    FP8_BLOCK_PERSISTENT,
-    FP8_MM,
-    FP8_PERSISTENT,
-)
-from inductor_quant.kernels.fp8_few import FP8_BLOCK_FEW
-from inductor_quant.kernels.fp8_gluon import FP8_BLOCK_GLUON, FP8_GLUON
-from inductor_quant.kernels.fp8_pairs import FP8_BLOCK_PAIRS
 from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.many_rows import WEIGHT_ONLY_WORDS
-from inductor_quant.kernels.many_rows_gluon import WEIGHT_ONLY_WORDS_GLUON
-from inductor_quant.kernels.many_rows_tma import WEIGHT_ONLY_WORDS_TMA
-from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
-from inductor_quant.kernels.w8a8_gluon import W8A8_GLUON
-from inductor_quant.kernels.weight_bytes import WEIGHT_ONLY_BYTES
-from inductor_quant.kernels.weight_only import WEIGHT_ONLY_DEQUANTIZE, WEIGHT_ONLY_MM
+from inductor_quant.kernels.scaled_mm.decode.kernel import (
+    FP8_BLOCK_DECODE,
+    W8A8_DECODE,
+    W8A8_DECODE_QUANTIZE,
+)
+from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
+    FP8_BLOCK_LARGE_M_SM90,
+    FP8_LARGE_M_SM90,
+    W8A8_LARGE_M_SM90,
+)
+from inductor_quant.kernels.scaled_mm.mm.kernel import (
+    FP8_BLOCK_MM,
+    FP8_BLOCK_SPLIT_K,
+    FP8_MM,
+    W8A8_MM,
+)
+from inductor_quant.kernels.scaled_mm.persistent.kernel import (
+    FP8_BLOCK_PERSISTENT,
+    FP8_PERSISTENT,
+    W8A8_PERSISTENT,
+)
+from inductor_quant.kernels.scaled_mm.two_block_sm90.kernel import FP8_BLOCK_TWO_BLOCK_SM90
+from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
+from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE
+from inductor_quant.kernels.weight_only.dequantize.kernel import WEIGHT_ONLY_DEQUANTIZE
+from inductor_quant.kernels.weight_only.large_m_sm90.kernel import WEIGHT_ONLY_LARGE_M_SM90
+from inductor_quant.kernels.weight_only.medium_m.kernel import WEIGHT_ONLY_MEDIUM_M
+from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import WEIGHT_ONLY_MEDIUM_M_SM90
+from inductor_quant.kernels.weight_only.mm.kernel import WEIGHT_ONLY_MM
+from inductor_quant.kernels.weight_only.small_m.kernel import WEIGHT_ONLY_SMALL_M
+from inductor_quant.kernels.weight_only.small_m_sm90.kernel import WEIGHT_ONLY_SMALL_M_SM90
 
-# Within a family in order of preference: a later one is for what the earlier do not support.
+# Within a family in order of preference: a kernel is for what those before it reject.
 KERNELS: tuple[Kernel, ...] = (
-    W8A8_FEW_QUANTIZING,
-    W8A8_FEW_GLUON,
-    W8A8_GLUON,
+    W8A8_DECODE_QUANTIZE,
+    W8A8_DECODE,
+    W8A8_LARGE_M_SM90,
     W8A8_PERSISTENT,
     W8A8_MM,
-    WEIGHT_ONLY_FEW_ROWS_WGMMA,
-    WEIGHT_ONLY_WORDS_TMA,
-    WEIGHT_ONLY_WORDS_GLUON,
-    WEIGHT_ONLY_FEW_ROWS_GLUON,
-    WEIGHT_ONLY_FEW_ROWS,
-    WEIGHT_ONLY_WORDS,
+    WEIGHT_ONLY_SMALL_M_SM90,
+    WEIGHT_ONLY_LARGE_M_SM90,
+    WEIGHT_ONLY_MEDIUM_M_SM90,
+    WEIGHT_ONLY_DECODE,
+    WEIGHT_ONLY_SMALL_M,
+    WEIGHT_ONLY_MEDIUM_M,
     WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
-    FP8_GLUON,
+    FP8_LARGE_M_SM90,
     FP8_PERSISTENT,
     FP8_MM,
-    FP8_BLOCK_FEW_GLUON,
-    FP8_BLOCK_PAIRS,
-    FP8_BLOCK_FEW,
-    FP8_BLOCK_GLUON,
+    FP8_BLOCK_DECODE,
+    FP8_BLOCK_TWO_BLOCK_SM90,
+    FP8_BLOCK_SPLIT_K,
+    FP8_BLOCK_LARGE_M_SM90,
     FP8_BLOCK_PERSISTENT,
     FP8_BLOCK_MM,
 )

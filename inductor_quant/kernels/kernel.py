@@ -1,64 +1,78 @@
-"""The record that describes one kernel to the lowering."""
+"""A kernel as the lowering sees it: one template, when it applies, and its configurations."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from importlib import resources
-from typing import Any
+from typing import Any, ClassVar
 
-from inductor_quant.decisions import Rejection
-from inductor_quant.kernels.config import Device, GemmConfig, Problem
-from inductor_quant.spec import QuantGemmSpec
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
 
-# Inductor's Jinja has no loader.
-_INCLUDE = re.compile(r"\{#- include (\w+) -#\}")
+# Inductor's Jinja environment has no loader, so we resolve includes ourselves.
+_INCLUDE = re.compile(r"\{#- include ([\w/]+) -#\}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One Triton template.
+class Kernel(ABC):
+    """One Triton or Gluon template. ``kernels/README.md`` says how a kernel is chosen and added.
 
-    name       its Inductor name is ``inductor_quant_<name>``
-    family     the canonical op that it computes
-    grid       (m, n, meta, *, cdiv, min) -> (x, y, z), on ints and on sympy expressions alike;
-               (split_k, m, n, ...) for a configuration that splits K
-    supports   (spec, problem, device) -> None, or why the kernel does not apply
-    constants  (spec, problem, config, device) -> the template's constants beside the tile sizes
-    configs    (spec, problem, device) -> legal configurations, best guess first
-    legal      (spec, problem, config, device) -> None, or why the configuration cannot run
-    template   file ``templates/<template>.py.jinja``, where several kernels share one; "": ``name``
-    is_gluon   it is written in Gluon, which not every Triton has
-    is_grouped
-               its template takes a ``GROUP``: GEMMs of one activation in one launch
-    quantizes  it quantizes its activation, and takes no other
+    name           unique; Inductor knows the kernel as ``inductor_quant_<name>``
+    family         the canonical op that it computes
+    template       its file, relative to ``inductor_quant/kernels``, without ``.py.jinja``
+    is_gluon       written in Gluon, which not every Triton has
+    is_horizontal  can compute several GEMMs of one activation in one launch
+    quantizes      quantizes its activation, and takes no quantized one
 
-    With ``split_k`` above 1 the template's output is the sums of the parts, fp32 [split_k, M, N];
-    to add them and to do what follows (scales, bias) is the lowering's part.
+    With ``split_k`` above 1 the output is fp32 partials [split_k, M, N]. The lowering adds them and
+    applies what follows (scales, bias).
     """
 
-    name: str
-    family: str
-    grid: Callable[..., tuple[Any, Any, Any]]
-    supports: Callable[[QuantGemmSpec, Problem, Device], Rejection | None]
-    constants: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], dict[str, Any]]
-    configs: Callable[[QuantGemmSpec, Problem, Device], list[GemmConfig]]
-    legal: Callable[[QuantGemmSpec, Problem, GemmConfig, Device], Rejection | None]
-    template: str = ""
-    is_gluon: bool = False
-    is_grouped: bool = False
-    quantizes: bool = False
+    name: ClassVar[str]
+    family: ClassVar[str]
+    template: ClassVar[str]
+    is_gluon: ClassVar[bool] = False
+    is_horizontal: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
+
+    @staticmethod
+    @abstractmethod
+    def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+        """CTAs for (m, n, meta), or (split_k, m, n, meta) if K is split. Takes ints and sympy
+        expressions; ``meta`` has the tile sizes and ``constants``."""
+
+    @abstractmethod
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        """Why the kernel does not take this GEMM; None: it does."""
+
+    @abstractmethod
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        """The template's constants, other than the tile sizes."""
+
+    @abstractmethod
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Legal configurations, best guess first; they all have the ``split_k`` of the first.
+
+        Empty: a later kernel is the better choice."""
+
+    @abstractmethod
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        """Why ``config`` cannot run; None: it can."""
 
     @property
     def template_name(self) -> str:
         return f"inductor_quant_{self.name}"
 
     def source(self) -> str:
-        """The template's text, with that of ``templates/<name>.jinja`` for ``include <name>``."""
-        folder = resources.files("inductor_quant.kernels") / "templates"
-        name = f"{self.template or self.name}.py.jinja"
+        """The template's text, with each ``include <path>`` replaced by ``<path>.jinja``."""
+        folder = resources.files("inductor_quant.kernels")
         return _INCLUDE.sub(
             lambda found: (folder / f"{found[1]}.jinja").read_text(encoding="utf-8").strip(),
-            (folder / name).read_text(encoding="utf-8"),
+            (folder / f"{self.template}.py.jinja").read_text(encoding="utf-8"),
         )

@@ -2,8 +2,8 @@
 
 from inductor_quant.lowering import (
     fp8,
-    group,
     group_reduce,
+    horizontal,
     quantize,
     row_reduce,
     w8a8,
@@ -13,8 +13,8 @@ from inductor_quant.lowering import (
 
 __all__ = [
     "fp8",
-    "group",
     "group_reduce",
+    "horizontal",
     "quantize",
     "row_reduce",
     "w8a8",

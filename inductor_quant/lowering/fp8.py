@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from inductor_quant import _group_reduce_compat as groups
-from inductor_quant import _torch_compat as compat
-from inductor_quant.kernels.fp8 import decodes
-from inductor_quant.lowering.common import (
+from inductor_quant._compat import group_reduce as groups
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.lowering.select import (
     describe_device,
     describe_problem,
     lower_gemm,
     lowering_of,
 )
-from inductor_quant.lowering.parts import sum_of_parts
+from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.lowering.w8a8 import scale_spec
 from inductor_quant.ops import fp8, fp8_block
-from inductor_quant.spec import QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -43,10 +43,10 @@ def lower(
         bias=bias is not None,
         fast_accum=fast_accum,
     )
-    result = _lower("fp8", spec, a, b, a_scale, b_scale, bias)
+    result = _from_kernel("fp8", spec, a, b, a_scale, b_scale, bias)
     if result is not None:
         return result
-    out = _product(_real(a), _real(b))
+    out = lowering_of(aten.mm.default)(_real(a), _real(b))
     for scale in (a_scale, b_scale):
         if scale is not None:
             out = lowering_of(aten.mul.Tensor)(out, _real(scale))
@@ -73,50 +73,47 @@ def lower_block(
         out_dtype=out_dtype,
         bias=bias is not None,
     )
-    result = _lower("fp8_block", spec, a, b, a_scale, b_scale, bias)
+    result = _from_kernel("fp8_block", spec, a, b, a_scale, b_scale, bias)
     if result is not None:
         return result
     if a.get_device().type == "cpu":
-        # The C++ backend makes wrong code of what is below where a block is not full (torch 2.13:
+        # Inductor's C++ backend miscompiles the graph below if a block is partial (torch 2.13:
         # ``x * s.unsqueeze(2).expand(33, 3, 32).reshape(33, 96)[:, :70]``).
         sizes = {"block_k": block_k, "block_n": block_n}
         eager = compat.fallback_handler(fp8_block.op, add_to_fallback_set=False)
         return eager(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     multiply = lowering_of(aten.mul.Tensor)
     k, n = b.get_size()
-    rows = _repeated(_real(a_scale), 1, block_k, k)
-    blocks = _repeated(_repeated(_real(b_scale), 0, block_k, k), 1, block_n, n)
-    out = _product(multiply(_real(a), rows), multiply(_real(b), blocks))
+    of_a = _repeated(_real(a_scale), 1, block_k, k)
+    of_b = _repeated(_repeated(_real(b_scale), 0, block_k, k), 1, block_n, n)
+    out = lowering_of(aten.mm.default)(multiply(_real(a), of_a), multiply(_real(b), of_b))
     return _finished(out, bias, out_dtype)
 
 
-def _lower(
+def _from_kernel(
     family: str, spec: QuantGemmSpec, a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any
 ) -> Any | None:
-    """The output of one of our kernels; None where there is none for it."""
+    """The output of one of our kernels; None if none applies."""
     m, n = a.get_size()[0], b.get_size()[1]
     device = a.get_device()
     if compat.known_int(m) == 0 or compat.known_int(n) == 0:
         return lowering_of(aten.full.default)([m, n], 0, dtype=spec.out_dtype, device=device)
     inputs = [compat.realize(t) for t in (a, b, a_scale, b_scale, bias) if t is not None]
-    is_seen = compat.runs_triton(device) and not compat.uses_cpp_wrapper()  # to run so
-    if family == "fp8_block" and spec.a.scale is not None and is_seen:
+    if family == "fp8_block" and compat.runs_triton(device) and not compat.uses_cpp_wrapper():
+        assert spec.a.scale is not None
         groups.quantize_in_tiles(inputs[0], spec.a.scale.block[1])
+    has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
     result = lower_gemm(
         family,
         spec,
         describe_problem(inputs[0], inputs[1], spec.out_dtype),
         inputs,
         compat.FixedLayout(device, spec.out_dtype, [m, n]),
-        {"triton_meta": compat.BytePointers()} if _decodes(device) else {},
+        {"triton_meta": compat.BytePointers()} if has_no_fp8 else {},
     )
     if result is not None and len(result.get_size()) == 3:
-        return sum_of_parts(result, lambda out: _finished(out, bias, spec.out_dtype))
+        return sum_partials(result, lambda out: _finished(out, bias, spec.out_dtype))
     return result
-
-
-def _decodes(device: torch.device) -> bool:
-    return compat.runs_triton(device) and decodes(describe_device(device))
 
 
 # ------------------------------------------------------------------------------------------
@@ -127,12 +124,8 @@ def _real(tensor: Any) -> Any:
     return lowering_of(prims.convert_element_type.default)(tensor, torch.float32)
 
 
-def _product(a: Any, b: Any) -> Any:
-    return lowering_of(aten.mm.default)(a, b)
-
-
 def _repeated(scale: Any, dim: int, count: int, size: Any) -> Any:
-    """Each entry ``count`` times along ``dim``, the first ``size`` of them."""
+    """``scale.repeat_interleave(count, dim)``, cut to ``size``."""
     shape = list(scale.get_size())
     wide = lowering_of(aten.unsqueeze.default)(scale, dim + 1)
     wide = lowering_of(aten.expand.default)(wide, [*shape[: dim + 1], count, *shape[dim + 1 :]])

@@ -1,8 +1,8 @@
-"""Lowering of ``inductor_quant::group_reduce`` and ``group_value``: within the kernel of the rows.
+"""Lowering of ``inductor_quant::group_reduce`` and ``group_value``: inside the row's kernel.
 
-What a norm reads to reduce its rows stays in registers, is normalized, reduced again in groups and
-quantized: one kernel that reads each row once, where Inductor makes two that both read it, since
-one of them reduces rows and the other groups.
+A norm's row stays in registers, is normalized, reduced again in groups, and quantized: one kernel
+that reads each row once. Inductor alone makes two, one that reduces rows and one that reduces
+groups, and both read the row.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from inductor_quant import _group_reduce_compat as groups
-from inductor_quant import _torch_compat as compat
-from inductor_quant.lowering.common import lowering_of
-from inductor_quant.lowering.row_reduce import absolute_bits, number_of
+from inductor_quant._compat import group_reduce as groups
+from inductor_quant._compat import inductor as compat
+from inductor_quant.lowering.row_reduce import absolute_bits, from_bits
+from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import group_reduce as op
 
 aten = torch.ops.aten
@@ -26,12 +26,12 @@ cast = torch.ops.prims.convert_element_type.default
 def lower_reduce(x: Any, kind: str, size: int) -> Any:
     if not _takes(x, size):
         return _spread(x, kind, size)
-    number = lowering_of(cast)(x, torch.float32)
+    value = lowering_of(cast)(x, torch.float32)
     if kind == "absmax":
-        number = number_of(groups.reduce(absolute_bits(number), "max", size))
+        value = from_bits(groups.reduce(absolute_bits(value), "max", size))
     else:
-        number = groups.reduce(number, kind, size)
-    return lowering_of(cast)(number, x.get_dtype())
+        value = groups.reduce(value, kind, size)
+    return lowering_of(cast)(value, x.get_dtype())
 
 
 @compat.register_lowering(op.value_op, type_promotion_kind=None)
@@ -43,7 +43,7 @@ def lower_value(x: Any, size: int, along_rows: bool = False) -> Any:
     value = lowering_of(aten.slice.Tensor)(value, 1, 0, k, size)
     value = lowering_of(aten.permute.default)(value, [1, 0]) if along_rows else value
     value = lowering_of(aten.clone.default)(value)
-    compat.realize(value)  # contiguous, and so it stays
+    compat.realize(value)  # fixes the contiguous layout
     return lowering_of(aten.permute.default)(value, [1, 0]) if along_rows else value
 
 
@@ -53,7 +53,7 @@ def _takes(x: Any, size: int) -> bool:
 
 
 def _spread(x: Any, kind: str, size: int) -> Any:
-    """As kernels of their own: reduce, and repeat."""
+    """The group reduction in kernels of its own: reduce, then expand."""
     *rows, k = x.get_size()
     tile = [*rows, k // size, size]
     x = lowering_of(aten.reshape.default)(x, tile)

@@ -1,8 +1,8 @@
 """Lowering of ``inductor_quant::round_to_int8``: two instructions an element.
 
-Inductor spells the rounding and a clamp that keeps NaN in 14 instructions an element, and divides
-each by ``div.full.f32``, a product with an approximate reciprocal, which here is taken once a row.
-Quantizing a row is bound by the number of instructions, not by memory.
+Inductor's rounding and NaN-keeping clamp take 14 instructions an element, and it divides each
+element by ``div.full.f32``, a product with an approximate reciprocal; here the reciprocal is taken
+once a row. Row quantization is bound by instructions, not by memory.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from inductor_quant import _torch_compat as compat
-from inductor_quant.lowering.common import lowering_of
+from inductor_quant._compat import inductor as compat
+from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import quantize as op
 
 aten = torch.ops.aten
-# PTX ISA, cvt: to the nearest integer, ties to even; saturates at -128 and 127; NaN gives 0.
+# PTX ISA, cvt: rounds to nearest, ties to even; saturates at -128 and 127; NaN gives 0.
 ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
 
 

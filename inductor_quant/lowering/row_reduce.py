@@ -1,10 +1,10 @@
 """Lowering of ``inductor_quant::row_reduce``: Inductor's own reduction, never split.
 
-For few long rows Inductor splits a reduction over several programs. The partial results then need
-a kernel of their own, and the quantization that follows needs another that reads the rows again:
-three launches where one does. A row of an activation is a few ten kilobytes, which one program
-reads quickly. And it need read it only once: up to LONGEST elements it stays in registers between
-the reduction and the quantization, and what comes before them (GELU, a norm) is computed once.
+For few long rows Inductor splits a reduction over several CTAs. The partial results then need a
+kernel of their own, and the quantization needs another that reads the rows again: three launches
+instead of one. A row of an activation is a few tens of kilobytes, which one CTA reads quickly, and
+only once: up to LONGEST elements stay in registers between reduction and quantization, and the ops
+before them (GELU, a norm) are computed once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from inductor_quant import _torch_compat as compat
-from inductor_quant.lowering.common import lowering_of
+from inductor_quant._compat import inductor as compat
+from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import row_reduce as op
 
 LONGEST = 16384
@@ -34,13 +34,12 @@ def _absmax(x: Any, keepdim: bool) -> Any:
     cast = lowering_of(torch.ops.prims.convert_element_type.default)
     bits = absolute_bits(cast(x, torch.float32))
     largest = lowering_of(op.KINDS["amax"])(bits, [-1], keepdim)
-    return cast(number_of(largest), x.get_dtype())
+    return cast(from_bits(largest), x.get_dtype())
 
 
 def absolute_bits(x: Any) -> Any:
-    """The bits of fp32 numbers without their signs, int32: they compare like the numbers, NaN is
-    above them all, and a maximum of integers is one instruction where one that keeps NaN takes
-    three."""
+    """The bits of |x|, fp32, as int32. They compare like the values, with NaN above all, and an
+    integer maximum is one instruction; a float maximum that keeps NaN takes three."""
     ops = compat.ops()
 
     def bits(x: Any) -> Any:
@@ -49,11 +48,11 @@ def absolute_bits(x: Any) -> Any:
     return compat.make_pointwise(bits, override_return_dtype=torch.int32)(x)
 
 
-def number_of(bits: Any) -> Any:
-    """The fp32 numbers of such bits."""
+def from_bits(bits: Any) -> Any:
+    """The fp32 values of ``absolute_bits``."""
     ops = compat.ops()
 
-    def number(x: Any) -> Any:
+    def value(x: Any) -> Any:
         return ops.to_dtype_bitcast(x, torch.float32, torch.int32)
 
-    return compat.make_pointwise(number, override_return_dtype=torch.float32)(bits)
+    return compat.make_pointwise(value, override_return_dtype=torch.float32)(bits)

@@ -2,147 +2,159 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from inductor_quant import _torch_compat as compat
-from inductor_quant import report
-from inductor_quant.kernels.config import Problem, Weight, WeightTensor
-from inductor_quant.lowering.common import Gemm, lower_gemm, lowering_of, packed_weight, run_first
-from inductor_quant.lowering.parts import sum_of_parts
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels import dispatch
+from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
+from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice, run_first
+from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.ops import weight_only as op
 from inductor_quant.ops.dequantize import Evaluator
-from inductor_quant.spec import ScaleSpec
-from inductor_quant.weight_format import Step, WeightFormat
+from inductor_quant.spec.gemm import ScaleSpec
+from inductor_quant.spec.weight_format import DequantOp, WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
-# What a report shows where no kernel of ours is taken: many rows, or a format without a kernel.
-UNFUSED = "dequantize once, then aten.mm"
 
 
 @compat.register_lowering(op.op, type_promotion_kind=None)
-def lower(
-    x: Any,
-    weight: list[Any],
-    column_scale: Any,
-    bias: Any,
-    *,
-    format: str,
-    out_dtype: torch.dtype,
-) -> Any:
-    parsed = WeightFormat.decode(format)
-    m, (k, n) = x.get_size()[0], parsed.shape
-    device = x.get_device()
+def lower(*args: Any, **kwargs: Any) -> Any:
+    call = WeightOnlyCall(*args, **kwargs)
+    m, (k, n) = call.x.get_size()[0], call.parsed.shape
+    device = call.x.get_device()
     if compat.known_int(m) == 0:
-        return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
-    gemm = described(x, weight, column_scale, bias, format=format, out_dtype=out_dtype)
+        return lowering_of(aten.full.default)([m, n], 0, dtype=call.out_dtype, device=device)
+    gemm = call.gemm()
     spec, problem, inputs = gemm.spec, gemm.problem, [*gemm.shared, *gemm.own]
-    layout = compat.FixedLayout(device, out_dtype, [m, n])
+    layout = compat.FixedLayout(device, call.out_dtype, [m, n])
     result = lower_gemm("weight_only", spec, problem, inputs, layout, gemm.constants)
     if result is not None:
-        return finished(result, x, weight, column_scale, bias, format=format, out_dtype=out_dtype)
+        return call.finished(result)
     if compat.runs_triton(device):
-        node = compat.current_node()
-        name = node.name if node is not None else ""
-        choice = report.KernelChoice(
-            "weight_only",
-            str(spec),
-            (UNFUSED,),
-            node=name,
-            sizes=(problem.m, n, k),
-            weight=packed_weight(problem),
+        report_choice("weight_only", spec, problem, (dispatch.DEQUANTIZE_THEN_MM,))
+    layout = compat.FixedLayout(device, call.x.get_dtype(), [k, n])
+    weight = inputs[1 : 1 + len(call.weight)]
+    return call.unfused(run_first(dispatch.DEQUANTIZE, spec, problem, weight, layout))
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightOnlyCall:
+    """The arguments of the op, as IR."""
+
+    x: Any
+    weight: list[Any]
+    column_scale: Any
+    bias: Any
+    _: dataclasses.KW_ONLY
+    format: str
+    out_dtype: torch.dtype
+
+    @functools.cached_property
+    def parsed(self) -> WeightFormat:
+        return WeightFormat.decode(self.format)
+
+    def gemm(self) -> Gemm:
+        """The call as kernels see it."""
+        parsed = self.parsed
+        m, (k, n) = self.x.get_size()[0], parsed.shape
+        scale = None
+        if self.column_scale is not None:
+            is_one = compat.known_int(self.column_scale.get_size()[1]) == 1
+            scale = ScaleSpec(self.column_scale.get_dtype(), (-1, -1 if is_one else 1))
+        spec = op.make_spec(
+            parsed,
+            [t.get_dtype() for t in self.weight],
+            x_dtype=self.x.get_dtype(),
+            column_scale=scale,
+            out_dtype=self.out_dtype,
+            bias=self.bias is not None,
         )
-        report.add(choice)
-    value = run_first(
-        "weight_only_dequantize",
-        spec,
-        problem,
-        inputs[1 : 1 + len(weight)],
-        compat.FixedLayout(device, x.get_dtype(), [k, n]),
-    )
-    return _unfused(x, value, weight, column_scale, bias, parsed, out_dtype)
-
-
-def described(
-    x: Any,
-    weight: list[Any],
-    column_scale: Any,
-    bias: Any,
-    *,
-    format: str,
-    out_dtype: torch.dtype,
-) -> Gemm:
-    """A call of the op as kernels see it."""
-    parsed = WeightFormat.decode(format)
-    m, (k, n) = x.get_size()[0], parsed.shape
-    scale = None
-    if column_scale is not None:
-        is_one = compat.known_int(column_scale.get_size()[1]) == 1
-        scale = ScaleSpec(column_scale.get_dtype(), (-1, -1 if is_one else 1))
-    spec = op.make_spec(
-        parsed,
-        [t.get_dtype() for t in weight],
-        x_dtype=x.get_dtype(),
-        column_scale=scale,
-        out_dtype=out_dtype,
-        bias=bias is not None,
-    )
-    inputs = [compat.realize(t) for t in (x, *weight, column_scale, bias) if t is not None]
-    [hint_m] = compat.size_hints((m,))
-    tensors = tuple(
-        WeightTensor(
-            t.get_dtype(),
-            tuple(map(compat.known_int, t.get_size())),
-            tuple(map(compat.known_int, t.get_stride())),
-            is_aligned=compat.is_aligned(t),
+        given = (self.x, *self.weight, self.column_scale, self.bias)
+        inputs = [compat.realize(t) for t in given if t is not None]
+        [hint_m] = compat.size_hints((m,))
+        tensors = tuple(
+            WeightTensor(
+                t.get_dtype(),
+                tuple(map(compat.known_int, t.get_size())),
+                tuple(map(compat.known_int, t.get_stride())),
+                is_aligned=compat.is_aligned(t),
+            )
+            for t in inputs[1 : 1 + len(self.weight)]
         )
-        for t in inputs[1 : 1 + len(weight)]
-    )
-    is_static = compat.known_int(m) is not None
-    problem = Problem(
-        hint_m,
-        n,
-        k,
-        m_is_static=is_static,
-        weight=Weight(parsed, tensors),
-        has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
-        has_described_words=compat.may_make_descriptors()
-        and all(_is_described(t) for t in (inputs[0], inputs[1 + parsed.element.source])),
-    )
-    constants = {
-        "HAS_COLUMN_SCALE": scale is not None,
-        "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
-    }
-    return Gemm(spec, problem, shared=inputs[:1], own=inputs[1:], constants=constants)
+        problem = Problem(
+            hint_m,
+            n,
+            k,
+            m_is_static=compat.known_int(m) is not None,
+            weight=Weight(parsed, tensors),
+            has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
+            has_weight_descriptors=compat.may_make_descriptors()
+            and all(_has_descriptor(t) for t in (inputs[0], inputs[1 + parsed.element.source])),
+        )
+        constants = {
+            "HAS_COLUMN_SCALE": scale is not None,
+            "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
+        }
+        return Gemm(spec, problem, shared=inputs[:1], own=inputs[1:], constants=constants)
+
+    def finished(self, result: Any) -> Any:
+        """The op's value from a kernel's output: that output, or the sum of its split-K partials,
+        scaled."""
+        if len(result.get_size()) == 2:
+            return result
+        element = self.weight[self.parsed.element.source]
+        _, column_ops = op.split_dequant_ops(self.parsed, self.x.get_dtype(), element.get_dtype())
+        return sum_partials(result, lambda out: self._epilogue(out, column_ops))
+
+    def unfused(self, dense: Any) -> Any:
+        """Dequantize, then multiply, as the matched graph did: for large M, or without a kernel.
+
+        ``dense`` is W [K, N], if a kernel has written it.
+        """
+        x, bias, evaluator = self.x, self.bias, self._evaluator
+        if dense is None:
+            dense = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
+        if self.column_scale is None and self.out_dtype == x.get_dtype():
+            # the library does all of it
+            if bias is None:
+                return lowering_of(aten.mm.default)(x, dense)
+            if bias.get_dtype() == self.out_dtype:
+                return lowering_of(aten.addmm.default)(bias, x, dense)
+        if self.column_scale is None or x.get_dtype() != torch.float16:
+            out = lowering_of(aten.mm.default)(x, dense)
+        # fp16 may overflow before the column scale: 127 * x, summed over k.
+        elif compat.runs_triton(x.get_device()):
+            out = lowering_of(aten.mm.dtype)(x, dense, torch.float32)
+        else:
+            operands = (evaluator.convert(item, torch.float32) for item in (x, dense))
+            out = lowering_of(aten.mm.default)(*operands)
+        return self._epilogue(evaluator.convert(out, torch.float32), ())
+
+    @functools.cached_property
+    def _evaluator(self) -> _Lowered:
+        device = self.x.get_device()
+        return _Lowered(
+            self.parsed, self.weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k)
+        )
+
+    def _epilogue(self, out: Any, column_ops: Sequence[DequantOp]) -> Any:
+        """The kernels' epilogue, of the fp32 sum over k."""
+        evaluator = self._evaluator
+        out = evaluator.apply(out, column_ops, torch.float32)
+        for op_, operand in ((aten.mul.Tensor, self.column_scale), (aten.add.Tensor, self.bias)):
+            if operand is not None:
+                out = lowering_of(op_)(out, evaluator.convert(operand, torch.float32))
+        return evaluator.convert(out, self.out_dtype)
 
 
-def _is_described(tensor: Any) -> bool:
-    """Whether it is a matrix of which a tensor descriptor can be made."""
+def _has_descriptor(tensor: Any) -> bool:
+    """Whether a TMA descriptor can describe it: a matrix whose rows are contiguous and aligned."""
     return len(tensor.get_size()) == 2 and compat.has_aligned_rows(tensor, 0)
-
-
-def finished(
-    result: Any,
-    x: Any,
-    weight: list[Any],
-    column_scale: Any,
-    bias: Any,
-    *,
-    format: str,
-    out_dtype: torch.dtype,
-) -> Any:
-    """What a kernel gave for a call of the op: its value, or sums of parts of K, which still have
-    to be added up and scaled."""
-    if len(result.get_size()) == 2:
-        return result
-    parsed = WeightFormat.decode(format)
-    _, columns = op.split_steps(parsed, x.get_dtype(), weight[parsed.element.source].get_dtype())
-    evaluator = _evaluator(parsed, weight, x.get_device())
-    return sum_of_parts(
-        result, lambda out: _epilogue(evaluator, out, columns, column_scale, bias, out_dtype)
-    )
 
 
 class _Lowered(Evaluator):
@@ -156,62 +168,3 @@ class _Lowered(Evaluator):
             is_here = self.convert(call(aten.eq.Scalar, digit, position), torch.int64)
             value = call(aten.add.Tensor, value, call(aten.mul.Tensor, is_here, entry))
         return value
-
-
-def _unfused(
-    x: Any,
-    value: Any,
-    weight: list[Any],
-    column_scale: Any,
-    bias: Any,
-    format: WeightFormat,
-    out_dtype: torch.dtype,
-) -> Any:
-    """Dequantize, then multiply, as what was matched did: for many rows, or without a kernel.
-
-    ``value`` is W [K, N], if a kernel has written it.
-    """
-    evaluator = _evaluator(format, weight, x.get_device())
-    if value is None:
-        value = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
-    if column_scale is None and out_dtype == x.get_dtype():
-        # nothing that the library does not do
-        if bias is None:
-            return lowering_of(aten.mm.default)(x, value)
-        if bias.get_dtype() == out_dtype:
-            return lowering_of(aten.addmm.default)(bias, x, value)
-    # What the scale makes small may be beyond fp16 before: 127 * x, summed over k.
-    is_wide = column_scale is not None and x.get_dtype() == torch.float16
-    out = _sums(evaluator, x, value) if is_wide else lowering_of(aten.mm.default)(x, value)
-    out = evaluator.convert(out, torch.float32)
-    return _epilogue(evaluator, out, (), column_scale, bias, out_dtype)
-
-
-def _sums(evaluator: _Lowered, x: Any, value: Any) -> Any:
-    """``x @ value``, not rounded to the type of ``x``."""
-    if compat.runs_triton(x.get_device()):
-        return lowering_of(aten.mm.dtype)(x, value, torch.float32)
-    return lowering_of(aten.mm.default)(
-        *(evaluator.convert(item, torch.float32) for item in (x, value))
-    )
-
-
-def _evaluator(format: WeightFormat, weight: list[Any], device: torch.device) -> _Lowered:
-    return _Lowered(format, weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k))
-
-
-def _epilogue(
-    evaluator: _Lowered,
-    out: Any,
-    columns: Sequence[Step],
-    column_scale: Any,
-    bias: Any,
-    out_dtype: torch.dtype,
-) -> Any:
-    """What the kernels do behind the sum over k, for sums in fp32."""
-    out = evaluator.apply(out, columns, torch.float32)
-    if column_scale is not None:
-        out = lowering_of(aten.mul.Tensor)(out, evaluator.convert(column_scale, torch.float32))
-    if bias is not None:
-        out = lowering_of(aten.add.Tensor)(out, evaluator.convert(bias, torch.float32))
-    return evaluator.convert(out, out_dtype)

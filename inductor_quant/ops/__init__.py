@@ -1,14 +1,14 @@
-"""The canonical ops ``torch.ops.inductor_quant.*``: where recognisers and kernels meet.
+"""The canonical ops ``torch.ops.inductor_quant.*``, where recognisers and kernels meet.
 
-Importing this package registers them: schema, eager reference and fake. Each is complete by itself:
-eager, ``aot_eager`` and any device run it, without Inductor.
+Importing this package registers each with schema, eager reference and fake, so that it also runs
+without Inductor: eager, ``aot_eager``, any device.
 """
 
 from inductor_quant.ops import (
     fp8,
     fp8_block,
-    group,
     group_reduce,
+    horizontal,
     quantize,
     row_reduce,
     verify,
@@ -20,8 +20,8 @@ from inductor_quant.ops import (
 __all__ = [
     "fp8",
     "fp8_block",
-    "group",
     "group_reduce",
+    "horizontal",
     "quantize",
     "row_reduce",
     "verify",

@@ -1,4 +1,4 @@
-"""What the canonical ops check of their arguments; every message says what is needed."""
+"""Argument checks of the canonical ops; every message says what is required."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from inductor_quant.errors import SpecError
 
-# argument -> (the tensor or None, the shapes that it may have, its types; empty: not judged)
+# argument -> (the tensor or None, allowed shapes, allowed dtypes; empty: any)
 Allowed = dict[str, tuple[torch.Tensor | None, Sequence[tuple[Any, ...]], tuple[torch.dtype, ...]]]
 
 
 def check(op: str, allowed: Allowed) -> None:
-    """Raises SpecError where a tensor has none of its shapes or types."""
+    """Raises SpecError for a tensor of another shape or dtype."""
     for name, (tensor, shapes, dtypes) in allowed.items():
         if tensor is None:
             continue
@@ -26,7 +26,7 @@ def check(op: str, allowed: Allowed) -> None:
 
 
 def differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether two shapes certainly differ; symbolic sizes are not judged: that adds a guard."""
+    """Whether two shapes certainly differ. Symbolic sizes are not compared: that adds a guard."""
     return len(shape) != len(wanted) or any(
         isinstance(x, int) and isinstance(y, int) and x != y
         for x, y in zip(shape, wanted, strict=True)
@@ -36,7 +36,7 @@ def differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
 def check_matrices(
     op: str, a: torch.Tensor, b: torch.Tensor, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raises SpecError unless a is [M, K] and b [K, N], both of one of ``dtypes``."""
+    """Raises SpecError unless a is [M, K] and b [K, N], each of one of ``dtypes``."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in dtypes:
             raise SpecError(f"{op}: {name} is {tensor.dtype}, it must be one of {dtypes}")

@@ -1,7 +1,7 @@
-"""The weight that a ``WeightFormat`` describes, evaluated in aten ops: the reference of everything.
+"""Dequantizes the weight of a ``WeightFormat`` in aten ops: the reference of all kernels.
 
-``Evaluator`` goes through ``call``, which by default runs the op; the lowering passes Inductor's
-own lowerings instead, and so gets the same arithmetic as IR.
+``Evaluator`` runs each op through ``call``. By default that executes it; the lowering passes
+Inductor's lowerings instead, and gets the same arithmetic as IR.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from inductor_quant.weight_format import Field, Form, Step, WeightFormat
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-# A number of 64 bits shifted by as much is its sign, whatever its width was before.
-_SIGN = 63
-_STEPS = {
+_SIGN = 63  # an int64 shifted by this is its sign
+_OPS = {
     "add": aten.add.Tensor,
     "sub": aten.sub.Tensor,
     "mul": aten.mul.Tensor,
@@ -30,14 +29,12 @@ _STEPS = {
 def dequantize(
     format: WeightFormat, weight: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """``W[k, n] = steps(element[k, n])``, [K, N] in ``dtype``, contiguous.
+    """``W[k, n] = dequant_ops(element[k, n])``, [K, N] in ``dtype``, contiguous.
 
-    Integers (elements, bit fields, what indices and offsets are made of) are int64, a shift by an
-    amount below 0 or beyond the word gives its sign, as in torch. The element and every operand of
-    a step are converted to ``dtype``, and the steps are that type's arithmetic, in order, rounded
-    each. So with fp64 the result is the exact weight for all formats that are in use.
-
-    ``format`` must fit the tensors: see ``weight_only.check_format``.
+    Integers (elements, bit fields, indices, offsets) are int64; a shift below 0 or beyond the word
+    gives its sign, as in torch. The element and all operands are converted to ``dtype``, and the
+    ops are applied in order in that dtype, each rounded. With fp64 the result is exact for all
+    formats in use. ``weight_only.check_format`` checks that ``format`` fits the tensors.
     """
     evaluator = Evaluator(format, weight, weight[0].device)
     return evaluator.weight(dtype).contiguous()
@@ -48,9 +45,9 @@ def call_eagerly(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class Evaluator:
-    """Values of a format's fields and steps, each as small as broadcasting to [K, N] allows.
+    """Evaluates a format's fields and ops; each value is as small as broadcasting to [K, N] allows.
 
-    weight   what the fields' ``source`` counts: tensors, or IR nodes where ``call`` makes IR
+    weight   the tensors that the fields' ``source`` counts, or IR nodes if ``call`` makes IR
     call     (op, *args, **kwargs) -> the op's result
     table    (table, digit) -> ``table[digit]``, int64
     """
@@ -72,23 +69,23 @@ class Evaluator:
     def weight(self, dtype: torch.dtype) -> Any:
         """W [K, N] in ``dtype``, not necessarily contiguous."""
         value = self.convert(self.field(self.format.element), dtype)
-        value = self.apply(value, self.format.steps, dtype)
+        value = self.apply(value, self.format.dequant_ops, dtype)
         return self.call(aten.expand.default, value, list(self.format.shape))
 
-    def apply(self, value: Any, steps: Sequence[Step], dtype: torch.dtype) -> Any:
-        """``steps`` applied to ``value``, both in ``dtype``."""
-        for step in steps:
-            operand = step.operand
+    def apply(self, value: Any, ops: Sequence[DequantOp], dtype: torch.dtype) -> Any:
+        """``ops`` applied to ``value``, all in ``dtype``."""
+        for op in ops:
+            operand = op.operand
             if isinstance(operand, Field):
                 operand = self.convert(self.field(operand), dtype)
-            value = self.call(_STEPS[step.kind], value, operand)
+            value = self.call(_OPS[op.kind], value, operand)
         return value
 
     def convert(self, value: Any, dtype: torch.dtype) -> Any:
         return self.call(prims.convert_element_type.default, value, dtype)
 
     def field(self, field: Field) -> Any:
-        """The field's value: int64, or the tensor's own type where that is no integer."""
+        """The field's value: int64, or the tensor's dtype if that is a float."""
         if field not in self._fields:
             self._fields[field] = self._evaluate(field)
         return self._fields[field]
@@ -97,16 +94,15 @@ class Evaluator:
         call, source = self.call, self.sources[field.source]
         value = source
         if not is_float(_dtype_of(source)):
-            # Before it is indexed: not all integer types can be, and a copy of a packed tensor is
-            # smaller than one of the weight.
+            # Before indexing, which some integer dtypes lack; the packed tensor is also smaller.
             value = self.convert(value, torch.int64)
         if field.index:
-            value = call(aten.index.Tensor, value, [self.form(form) for form in field.index])
+            value = call(aten.index.Tensor, value, [self.index(each) for each in field.index])
         if field.width:
             value = call(aten.bitwise_right_shift.Tensor, value, self._shift(field.offset))
             value = self._low_bits(value, field.width)
         if field.signed:
-            sign = 1 << field.width - 1  # flipped and subtracted: the bits above it follow
+            sign = 1 << field.width - 1  # flipped and subtracted: sign extension
             value = call(aten.bitwise_xor.Scalar, value, sign)
             value = call(aten.sub.Tensor, value, sign)
         if field.add:
@@ -124,8 +120,8 @@ class Evaluator:
     def _low_bits(self, value: Any, width: int) -> Any:
         return self.call(aten.bitwise_and.Scalar, value, (1 << width) - 1)
 
-    def _shift(self, offset: Form) -> Any:
-        amount = self.form(offset)
+    def _shift(self, offset: AffineIndex) -> Any:
+        amount = self.index(offset)
         if not offset.is_data:
             return amount
         call = self.call
@@ -136,13 +132,13 @@ class Evaluator:
         )
         return call(aten.where.self, is_outside, self._full(_SIGN), amount)
 
-    def form(self, form: Form) -> Any:
-        """The form's value, int64, of two dimensions."""
+    def index(self, index: AffineIndex) -> Any:
+        """The value of an index, int64, two-dimensional."""
         call = self.call
-        terms = [call(aten.mul.Tensor, self.digit(name), coef) for name, coef in form.linear]
-        terms += [self.table(table, self.digit(name)) for name, table in form.tables]
-        terms += [call(aten.mul.Tensor, self.field(field), coef) for field, coef in form.fields]
-        value = self._full(form.const)
+        terms = [call(aten.mul.Tensor, self.digit(name), coef) for name, coef in index.linear]
+        terms += [self.table(table, self.digit(name)) for name, table in index.tables]
+        terms += [call(aten.mul.Tensor, self.field(field), coef) for field, coef in index.fields]
+        value = self._full(index.const)
         for term in terms:
             value = call(aten.add.Tensor, value, term)
         return value
@@ -162,9 +158,8 @@ class Evaluator:
                 device=self.device,
                 requires_grad=False,
             )
-            high = call(
-                aten.div.Tensor_mode, position, format.weight_of(name), rounding_mode="floor"
-            )
+            unit = format.weight_of(name)
+            high = call(aten.div.Tensor_mode, position, unit, rounding_mode="floor")
             digit = call(aten.remainder.Scalar, high, format.radix(name))
             self._digits[name] = call(aten.unsqueeze.default, digit, 1 if is_k else 0)
         return self._digits[name]

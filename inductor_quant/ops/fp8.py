@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,15 +10,26 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.ops.w8a8 import SCALE_DTYPES, scale_spec, scaled
-from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
     "fp8(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, *, "
     "bool fast_accum=False, ScalarType out_dtype) -> Tensor"
 )
-# The OCP types (https://www.opencompute.org, "OFP8"), not the "fnuz" ones, whose exponents have
-# another bias: the same byte is half the number.
+# The OCP types (https://www.opencompute.org, "OFP8"), not the "fnuz" ones, whose exponent bias
+# differs: the same byte is half the value.
 ELEMENT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# For large M cuBLASLt, which ``aten._scaled_mm`` calls, beats our Triton kernels: block scales, or
+# sums promoted to fp32 on the way (no fast_accum), take a second accumulator, which halves the
+# tile. The Gluon kernel for large M keeps up if its tiles fill MIN_FILLED of the SMs. Up to
+# MAX_SPLIT_ROWS our split-K kernel wins if tiles would leave half of the SMs idle. (H200.)
+MAX_BLOCK_ROWS = 64
+MAX_SPLIT_ROWS = 256
+MAX_PRECISE_ROWS = 512
+HOPPER_SMS = 132
+GLUON_TILES = ((128, 256), (128, 192))
+MIN_GLUON_ROWS = 256
+MIN_FILLED = 0.65
 
 
 def reference(
@@ -40,14 +52,14 @@ def reference(
         bias     [N]               fp32, bf16 or fp16; None: 0
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
-    Accumulation. Products of FP8 numbers are exact in fp32; Hopper's matrix unit adds them with
-    about 14 bits. ``fast_accum=False``: what it has added is moved to an fp32 sum every 128 of K
-    (two-level accumulation). ``fast_accum=True``: never, as ``use_fast_accum`` of
-    ``torch._scaled_mm``. Other architectures and this reference add in fp32 or wider either way.
-    Scales and bias follow in fp32, in the order of the formula, rounded once. NaN and infinity of
-    operands and scales travel as in the formula.
+    Accumulation. Products of FP8 values are exact in fp32; Hopper's matrix unit adds them with
+    about 14 bits. ``fast_accum=False`` promotes its sum to fp32 every 128 of K (two-level
+    accumulation); ``fast_accum=True`` never does, like ``use_fast_accum`` of ``torch._scaled_mm``.
+    Other architectures and this reference accumulate in fp32 or wider either way. Scales and bias
+    are applied in fp32, in the order of the formula, and rounded once. NaN and infinity propagate
+    as in the formula.
 
-    Raises SpecError where shapes or dtypes are others.
+    Raises SpecError for other shapes or dtypes.
     """
     spec_of(a, b, a_scale, b_scale, bias, fast_accum=fast_accum, out_dtype=out_dtype)
     return scaled((a.double() @ b.double()).float(), a_scale, b_scale, bias, out_dtype)
@@ -70,9 +82,9 @@ def spec_of(
     fast_accum: bool = False,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
-    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+    """The spec of a call. Raises SpecError for arguments that form no such GEMM.
 
-    Symbolic sizes are not judged: that would add a guard.
+    Symbolic sizes are not checked: that would add a guard.
     """
     check_matrices("fp8", a, b, ELEMENT_DTYPES)
     m, n = a.shape[0], b.shape[1]
@@ -107,7 +119,7 @@ def make_spec(
     b_dtype: torch.dtype = torch.float8_e4m3fn,
     fast_accum: bool = False,
 ) -> QuantGemmSpec:
-    """The spec of an FP8 GEMM, of blocks or not, with these scales."""
+    """The spec of an FP8 GEMM with these scales, of blocks or not."""
     return QuantGemmSpec(
         a=OperandSpec(a_dtype, a_scale),
         b=OperandSpec(b_dtype, b_scale),
@@ -116,6 +128,30 @@ def make_spec(
         bias=bias,
         fast_accum=fast_accum,
     )
+
+
+def prefers_library(
+    spec: QuantGemmSpec, m: int, n: int, *, m_is_static: bool = True, has_gluon: bool = True
+) -> bool:
+    """Whether ``aten._scaled_mm`` is faster than our kernels for M = ``m``, N = ``n``."""
+    if spec.b.scale is not None and spec.b.scale.block[0] != -1:
+        halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
+        is_split = m_is_static and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
+        is_large = m > MAX_BLOCK_ROWS and not is_split
+    else:
+        is_large = not spec.fast_accum and m > MAX_PRECISE_ROWS
+    suits_gluon = has_gluon and m >= MIN_GLUON_ROWS and spec.out_dtype.itemsize <= 2
+    return is_large and not (suits_gluon and _fills_the_gpu(m, n))
+
+
+def _fills_the_gpu(m: int, n: int) -> bool:
+    """Whether M x N is a large enough share of the elements that whole waves of tiles compute."""
+
+    def computed(tile: tuple[int, int]) -> int:
+        tiles = math.ceil(m / tile[0]) * math.ceil(n / tile[1])
+        return math.ceil(tiles / HOPPER_SMS) * HOPPER_SMS * tile[0] * tile[1]
+
+    return m * n >= MIN_FILLED * min(map(computed, GLUON_TILES))
 
 
 _library = torch.library.Library("inductor_quant", "FRAGMENT")

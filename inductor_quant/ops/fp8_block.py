@@ -11,13 +11,13 @@ from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.ops.fp8 import ELEMENT_DTYPES, make_spec
 from inductor_quant.ops.w8a8 import SCALE_DTYPES as FLOAT_DTYPES
 from inductor_quant.ops.w8a8 import scaled
-from inductor_quant.spec import QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
     "fp8_block(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, *, "
     "int block_k, int block_n, ScalarType out_dtype) -> Tensor"
 )
-# float8_e8m0fnu: a power of two, the exponent's byte alone (OCP "MX", the scale of a block).
+# float8_e8m0fnu: a power of two, stored as its exponent (the block scale of OCP "MX").
 SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 
 
@@ -41,23 +41,23 @@ def reference(
         a_scale  [M, ceil(K / block_k)]                fp32, bf16, fp16 or float8_e8m0fnu
         b_scale  [ceil(K / block_k), ceil(N / block_n)]  the same, with a type of its own
         bias     [N]                                   fp32, bf16 or fp16; None: 0
-    ``block_k`` and ``block_n`` are numbers of elements; the last block may be shorter. DeepSeek-V3:
-    128 and 128; ``block_n=1``: a scale for each group of K of each column. Any strides: scales may
-    lie along M or along K.
+    ``block_k`` and ``block_n`` count elements; the last block may be partial. DeepSeek-V3: 128 and
+    128; ``block_n=1``: a scale per group of K and channel. Any strides: scales may be contiguous
+    along M or along K.
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
-    The sum over the k of one block is that of the matrix unit; it is multiplied by both scales in
-    fp32 and added to an fp32 sum (two-level accumulation; the reference adds in fp64). The bias
-    follows in fp32, rounded once. NaN and infinity of operands travel as in the formula; those of a
-    scale meet the sum of their block in a kernel, each of its terms in the reference. A block whose
-    scale is 0 contributes 0.
+    The matrix unit accumulates one block of K; that sum is multiplied by both scales in fp32 and
+    added to an fp32 accumulator (two-level accumulation; the reference adds in fp64). The bias is
+    added in fp32, rounded once. NaN and infinity of operands propagate as in the formula; those of
+    a scale multiply the sum of their block in a kernel, each of its terms in the reference. A block
+    whose scale is 0 contributes 0.
 
-    Raises SpecError where shapes or dtypes are others, or a block size is not positive.
+    Raises SpecError for other shapes or dtypes, or a block size below 1.
     """
     sizes = {"block_k": block_k, "block_n": block_n}
     spec_of(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     (k, n) = b.shape
-    # not repeat_interleave of the scales as they are: it does not know e8m0
+    # .double() first: repeat_interleave does not support e8m0
     rows = a_scale.double().repeat_interleave(block_k, 1)[:, :k]
     blocks = b_scale.double().repeat_interleave(block_k, 0).repeat_interleave(block_n, 1)[:k, :n]
     out = ((a.double() * rows) @ (b.double() * blocks)).float()
@@ -82,13 +82,13 @@ def spec_of(
     block_n: int,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
-    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+    """The spec of a call. Raises SpecError for arguments that form no such GEMM.
 
-    Symbolic sizes are not judged: that would add a guard.
+    Symbolic sizes are not checked: that would add a guard.
     """
     check_matrices("fp8_block", a, b, ELEMENT_DTYPES)
     if block_k < 1 or block_n < 1:
-        raise SpecError(f"fp8_block: blocks of {block_k} x {block_n}, they must be positive")
+        raise SpecError(f"fp8_block: block_k={block_k} and block_n={block_n} must be positive")
     m, (k, n) = a.shape[0], b.shape
     k_blocks, n_blocks = -(-k // block_k), -(-n // block_n)
     check(

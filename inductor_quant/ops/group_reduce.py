@@ -1,8 +1,8 @@
-"""``torch.ops.inductor_quant.group_reduce`` and ``group_value``: groups within rows, at full size.
+"""``torch.ops.inductor_quant.group_reduce`` and ``group_value``: group reductions at full size.
 
-A quantization in groups reduces [M, G, L] to [M, G], computes scales, and broadcasts them over
-[M, G, L] again. The ops say the same without a small tensor in between, in the shape of the rows:
-every element has what its group has. See ``lowering/group_reduce.py``.
+Group quantization reduces [M, G, L] to [M, G], computes scales, and broadcasts them to [M, G, L].
+These ops do it without the small tensor: every element holds its group's value. See
+``lowering/group_reduce.py``.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ VALUE_SCHEMA = "group_value(Tensor x, int size, bool along_rows=False) -> Tensor
 
 
 def reduce_reference(x: torch.Tensor, kind: str, size: int) -> torch.Tensor:
-    """Of each element the largest ("amax"), smallest ("amin") or largest absolute value ("absmax")
-    of its group, NaN if there is one.
+    """For each element the amax, amin or absmax (``kind``) of its group; NaN propagates.
 
-    x: [..., K], any float; a group is ``size`` neighbours along K, a multiple of ``size``. Returns
-    the shape and dtype of x, contiguous.
+    x: [..., K], any float; groups of ``size``, which divides K. Returns the shape and dtype of x,
+    contiguous.
     """
     groups = x.unflatten(-1, (x.shape[-1] // size, size))
     if kind == "absmax":
@@ -30,11 +29,9 @@ def reduce_reference(x: torch.Tensor, kind: str, size: int) -> torch.Tensor:
 
 
 def value_reference(x: torch.Tensor, size: int, along_rows: bool = False) -> torch.Tensor:
-    """One element of each group, of rows in one dimension: [M, K / size].
+    """One element of each group: [M, K / size], contiguous; with ``along_rows``: strides (1, M).
 
-    x: [..., K], any float, M rows; the same number throughout a group: which element is taken is
-    not said. Contiguous, or with ``along_rows`` so that the values of the same group of all rows
-    are neighbours: the strides are (1, M).
+    x: [..., K], any float, M rows, constant within each group.
     """
     value = x.reshape(-1, x.shape[-1])[:, ::size]
     value = value.t() if along_rows else value

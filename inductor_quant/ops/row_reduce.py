@@ -1,4 +1,4 @@
-"""``torch.ops.inductor_quant.row_reduce``: the largest or smallest of each row."""
+"""``torch.ops.inductor_quant.row_reduce``: the amax, amin or absmax of each row."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KINDS = {"amax": aten.amax.default, "amin": aten.amin.default}
 
 def reference(x: torch.Tensor, kind: str, keepdim: bool) -> torch.Tensor:
     """``aten.amax`` (kind "amax") or ``aten.amin`` ("amin") over the last dimension of ``x``, or
-    the amax of its absolute value ("absmax").
+    the amax of ``|x|`` ("absmax").
 
-    The same value; a name of its own tells the lowering that the reduction feeds the quantization
-    of the very rows it reduces, see ``lowering/row_reduce.py``.
+    A separate op tells the lowering that the reduced rows are quantized next, see
+    ``lowering/row_reduce.py``.
     """
     if kind == "absmax":
         return aten.amax.default(x.abs(), [-1], keepdim)

@@ -1,7 +1,7 @@
-"""``torch.ops.inductor_quant.verify``: compares a fused GEMM with its subgraph, the first time.
+"""``torch.ops.inductor_quant.verify``: compares a fused GEMM with its subgraph on the first call.
 
-With ``Options.verify`` it stands behind each canonical op. The subgraph is held by this process, so
-nothing that contains the op is cached or exported.
+``Options.verify`` inserts it after each canonical op. This process holds the subgraph, so a graph
+with the op is neither cached nor exported.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant import report
 from inductor_quant.errors import VerificationError
+from inductor_quant.report import events
 
 log = logging.getLogger(__name__)
 
 SCHEMA = "verify(Tensor result, Tensor[] operands, SymInt[] sizes, str key) -> Tensor"
-# Against the exact result, ours may be this much worse than the graph's.
+# How much larger than the graph's our error may be.
 SLACK = 1.02
-# What a sum of floats in fp32 may differ by, relative to the result: 2**-24 * sqrt(K), K = 2**14.
+# Relative error of an fp32 sum: 2**-24 * sqrt(K), K = 2**14.
 SUM_ERROR = 2.0**-17
 
 _ARITHMETIC = tuple(getattr(torch.ops.aten, name).Tensor for name in ("add", "sub", "mul", "div"))
@@ -33,7 +33,7 @@ _numbers = itertools.count()
 
 
 def remember(subgraph: fx.GraphModule, name: str, *, raises: bool) -> str:
-    """A key for the op; ``subgraph(*operands, *sizes)`` is what its result is compared with.
+    """A key for the op, whose result is compared with ``subgraph(*operands, *sizes)``.
 
     ``raises``: a failure is a VerificationError, not a warning.
     """
@@ -45,17 +45,17 @@ def remember(subgraph: fx.GraphModule, name: str, *, raises: bool) -> str:
 def reference(
     result: torch.Tensor, operands: Sequence[torch.Tensor], sizes: Sequence[int], key: str
 ) -> torch.Tensor:
-    """A copy of ``result``; when it is first called with ``key``, the comparison as well.
+    """A copy of ``result``; the first call with ``key`` also compares it.
 
-    Raises VerificationError, or warns, where ``result`` is farther from the exact value (the
-    subgraph's arithmetic in fp64, on the same operands) than the subgraph itself, run op by op.
+    Raises VerificationError, or warns, if ``result`` has a larger error than the subgraph run op by
+    op, both against the subgraph's arithmetic in fp64 on the same operands.
     """
     waiting = _waiting.pop(key, None)
     if waiting is not None:
         subgraph, name, raises = waiting
         with torch.no_grad():
             found = compare(subgraph, [*operands, *sizes], result, name)
-        report.add(found)
+        events.add(found)
         log.info("%s", found)
         if not found.is_good and raises:
             raise VerificationError(str(found))
@@ -66,13 +66,13 @@ def reference(
 
 def compare(
     subgraph: fx.GraphModule, inputs: Sequence[Any], result: torch.Tensor, name: str
-) -> report.Verification:
-    """How far ``result`` and the subgraph's own are from the exact one."""
+) -> events.Verification:
+    """The errors of ``result`` and of the subgraph."""
     eager = fx.Interpreter(subgraph, garbage_collect_values=False)
     graphs = eager.run(*inputs).reshape(result.shape)
     try:
         exact = InFloat64(subgraph, eager.env).run(*inputs).reshape(result.shape)
-    except Exception as error:  # an op that does not take fp64, or is opaque
+    except Exception as error:  # an op without fp64, or an opaque one
         log.info("%s: compared with the graph itself: %r", name, error)
         exact = None
     target = graphs.double() if exact is None else exact
@@ -81,17 +81,17 @@ def compare(
     graph_rms, graph_max = _distance(graphs, target, scale)
     rounding = torch.finfo(result.dtype).eps
     limit = max(SLACK * graph_rms, rounding / 4, SUM_ERROR) if exact is not None else 4 * rounding
-    return report.Verification(
+    return events.Verification(
         name, exact is not None, ours_rms, graph_rms, ours_max, graph_max, limit
     )
 
 
 def _distance(value: torch.Tensor, target: torch.Tensor, scale: float) -> tuple[float, float]:
-    """Root of the mean square, and the largest, of the differences; relative to ``scale``."""
+    """(RMS, maximum) of the difference, relative to ``scale``."""
     if not value.numel():
         return 0.0, 0.0
     error = (value.double() - target) / scale
-    # where the exact value is beyond the type as well, an infinity is right
+    # infinity is right if the exact value is beyond the type
     overflows = ~(target.abs() <= torch.finfo(value.dtype).max)
     error = torch.where(overflows & (value.isinf() | value.isnan()), 0.0, error)
     error = torch.where(error.isnan(), float("inf"), error)
@@ -99,8 +99,8 @@ def _distance(value: torch.Tensor, target: torch.Tensor, scale: float) -> tuple[
 
 
 class InFloat64(fx.Interpreter):
-    """Runs a graph in fp64, on the quantized numbers that it has in its own types: what is an
-    integer or an 8-bit float there (``values``) is taken from there."""
+    """Runs a graph in fp64 on its own quantized values: integers and 8-bit floats are taken from
+    ``values``, its run in its own types."""
 
     def __init__(self, module: fx.GraphModule, values: dict[fx.Node, Any]) -> None:
         super().__init__(module)
@@ -112,7 +112,7 @@ class InFloat64(fx.Interpreter):
             return super().run_node(node) if node.op == "output" else _widened(value)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = fx.node.map_aggregate((args, kwargs), _widened)
-        if node.target in _ARITHMETIC:  # an integer times a number is a float as well
+        if node.target in _ARITHMETIC:  # an integer times a Python float is a float
             args = fx.node.map_aggregate(args, _as_float64)
         if node.target == torch.ops.prims.convert_element_type.default:
             return args[0].double()

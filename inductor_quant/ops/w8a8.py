@@ -8,7 +8,7 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
-from inductor_quant.spec import OperandSpec, QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
     "w8a8(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, "
@@ -25,7 +25,7 @@ MAX_K = (2**31 - 1) // 2**14
 def max_k(a_zero: str, b_zero: str) -> int:
     """The longest K whose sums fit in int32; ``a_zero`` and ``b_zero`` as in OperandSpec.zero.
 
-    With a zero point among the integers, a - zero reaches 255. (Sums may wrap around on the way.)
+    With an integer zero point |a - zero| reaches 255. (Intermediate sums may wrap around.)
     """
     a, b = (255 if zero in ("const", "int") else 128 for zero in (a_zero, b_zero))
     return (2**31 - 1) // (a * b)
@@ -56,41 +56,39 @@ def reference(
         b_scale       [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
                       [G, N]            likewise, one for each of G groups of K
         bias          [N]               fp32, bf16 or fp16; None: 0
-        a_zero_point  [M, 1] or [1, 1]  int8, fp32, bf16 or fp16; None: the number ``a_zero``, in
-                                        int8's range
+        a_zero_point  [M, 1] or [1, 1]  int8, fp32, bf16 or fp16; None: ``a_zero``, in int8's range
         b_zero_point  [1, N] or [1, 1]  int8, fp32, bf16 or fp16; None: 0
-        b_sum         [1, N]            int32, fp32, bf16 or fp16; what the zero point of a is
-                                        multiplied by. None: it is computed, the sum over k of
-                                        b[k, n]. Not together with b_zero_point
+        b_sum         [1, N]            int32, fp32, bf16 or fp16; multiplies the zero point of a.
+                                        None: the sum over k of b[k, n]. Not with b_zero_point
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
-    With the sums of rows and columns that is a product of the stored integers and two terms of
-    rank 1: ``sum of a * b - a_zero_point * b_sum - b_zero_point * (sum of a - K * a_zero_point)``.
-    Whatever is an integer there is exact (in int32, which may wrap around on the way); everything
-    else and after it is fp32, in the order of the formula, rounded once.
+    Computed as the product of the stored integers and two rank-1 terms:
+    ``sum of a * b - a_zero_point * b_sum - b_zero_point * (sum of a - K * a_zero_point)``.
+    All integer terms are exact (in int32, where intermediate sums may wrap around); the rest is
+    fp32, in the order of the formula, rounded once.
 
-    With G above 1, which divides K, a scale belongs to a group of K / G neighbours along K: the sum
-    over each group, an exact integer, is multiplied by the scales of its group and added to the
-    others in fp32 (a kernel may scale a group in parts; the reference adds in fp64). Zero points do
-    not go with groups; two scales in groups have the same G.
+    G > 1 groups divide K into groups of K / G: the sum over each group, an exact integer, is
+    multiplied by the group's scales and accumulated in fp32 (a kernel may scale a group in parts;
+    the reference adds in fp64). No zero points with groups; a_scale and b_scale in groups have the
+    same G.
 
-    Raises SpecError where shapes or dtypes are others, or K (of one group) exceeds ``max_k``
-    (131071; 65793 and 33025 with integer zero points of one or both), beyond which full-range
-    operands overflow int32.
+    Raises SpecError for other shapes or dtypes, or if K (of one group) exceeds ``max_k`` (131071;
+    65793 and 33025 with integer zero points of one or both), beyond which full-range operands
+    overflow int32.
     """
     zeros = (a_zero_point, b_zero_point, b_sum)
     spec_of(a, b, a_scale, b_scale, bias, *zeros, a_zero=a_zero, out_dtype=out_dtype)
     if (groups := groups_of(a_scale, b_scale)) > 1:
         out = alpha * _sum_of_groups(a, b, a_scale, b_scale, groups)
         return scaled(out.float(), None, None, bias, out_dtype)
-    # Integers in fp64 are exact up to 2**53, and every device has a fast fp64 matmul for any shape.
+    # fp64 holds integers up to 2**53 exactly, and every device multiplies fp64 of any shape.
     out = a.double() @ b.double()
     zero = a_zero if a_zero_point is None else a_zero_point.double()
     if a_zero_point is not None or a_zero:
         out = out - zero * (b.double().sum(0, keepdim=True) if b_sum is None else b_sum.double())
         is_float = a_zero_point is not None and a_zero_point.is_floating_point()
         if b_sum is not None and not is_float and not b_sum.is_floating_point():
-            # sums of something else may be of any size: modulo 2**32, as the kernel
+            # a given b_sum may have any value: wrap modulo 2**32, like the kernel
             out = out.to(torch.int64).to(torch.int32).double()
     if b_zero_point is not None:
         out = out - b_zero_point.double() * (a.double() - zero).sum(1, keepdim=True)
@@ -107,7 +105,7 @@ def scaled(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What follows a sum in fp32: scales and bias in fp32, rounded once."""
+    """Scales and bias of an fp32 sum, in fp32, rounded once."""
     for scale in (a_scale, b_scale):
         if scale is not None:
             out = out * scale.float()
@@ -117,7 +115,7 @@ def scaled(
 
 
 def groups_of(a_scale: torch.Tensor | None, b_scale: torch.Tensor | None) -> int:
-    """Into how many groups the scales divide K."""
+    """The number of groups of K; 1: no groups."""
     given = [(a_scale, 1), (b_scale, 0)]
     sizes = [s.shape[dim] for s, dim in given if s is not None and s.dim() == 2]
     return max([size for size in sizes if isinstance(size, int)], default=1)
@@ -132,12 +130,12 @@ def _sum_of_groups(
 ) -> torch.Tensor:
     (m, k), n = a.shape, b.shape[1]
     left = a.double().reshape(m, groups, k // groups).transpose(0, 1)
-    parts = left @ b.double().reshape(groups, k // groups, n)
+    partials = left @ b.double().reshape(groups, k // groups, n)
     if a_scale is not None:
-        parts = parts * a_scale.double().t()[:, :, None]
+        partials = partials * a_scale.double().t()[:, :, None]
     if b_scale is not None:
-        parts = parts * b_scale.double()[:, None, :]
-    return parts.sum(0)
+        partials = partials * b_scale.double()[:, None, :]
+    return partials.sum(0)
 
 
 def fake(
@@ -161,9 +159,9 @@ def spec_of(
     a_zero: int = 0,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
-    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+    """The spec of a call. Raises SpecError for arguments that form no such GEMM.
 
-    Symbolic sizes are not judged: that would add a guard.
+    Symbolic sizes are not checked: that would add a guard.
     """
     check_matrices("w8a8", a, b, (torch.int8,))
     (m, k), n = a.shape, b.shape[1]
@@ -220,15 +218,14 @@ def spec_of(
 
 
 def zero_kind(dtype: torch.dtype | None, number: int = 0) -> str:
-    """OperandSpec.zero of a zero point: a tensor of ``dtype``, or if that is None a number."""
+    """OperandSpec.zero of a zero point: a tensor of ``dtype``, or without one ``number``."""
     if dtype is None:
         return "const" if number else ""
     return "float" if dtype.is_floating_point else "int"
 
 
 def scale_spec(scale: torch.Tensor | None, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
-    """The ScaleSpec of ``scale``: of granularity ``full``, or per tensor if it is 1 along
-    ``dim``."""
+    """The ScaleSpec of ``scale``: per tensor if its size along ``dim`` is 1, else ``full``."""
     if scale is None:
         return None
     size = scale.shape[dim]

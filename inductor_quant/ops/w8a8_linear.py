@@ -1,4 +1,4 @@
-"""``torch.ops.inductor_quant.w8a8_linear``: ``w8a8`` of an activation that is quantized here."""
+"""``torch.ops.inductor_quant.w8a8_linear``: ``w8a8`` that quantizes its activation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from inductor_quant import scale_recipe
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import quantize, row_reduce, w8a8
 from inductor_quant.ops.checks import check
-from inductor_quant.spec import dtype_name
+from inductor_quant.spec import row_scale
+from inductor_quant.spec.gemm import dtype_name
 
 SCHEMA = (
     "w8a8_linear(Tensor x, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, *, "
-    "str[] recipe, int low=-128, int high=127, float alpha=1.0, ScalarType out_dtype) -> Tensor"
+    "str[] scale_ops, int low=-128, int high=127, float alpha=1.0, ScalarType out_dtype) -> Tensor"
 )
-# No kernel takes more: each of its programs quantizes all rows by itself.
+# No kernel takes more: every CTA quantizes all rows.
 MAX_ROWS = 4
 aten, prims = torch.ops.aten, torch.ops.prims
 _STEPS = {
@@ -31,17 +31,17 @@ _STEPS = {
 def quantized(
     x: Any,
     a_scale: Any,
-    recipe: Sequence[str],
+    scale_ops: Sequence[str],
     low: int,
     high: int,
     *,
     call: Callable[..., Any] = lambda op, *args: op(*args),
 ) -> tuple[Any, Any]:
-    """(a, its scale): see ``reference``. ``call(op, *args)`` is what the op gives: of tensors, or
-    of what stands for them in a compiler."""
+    """(a, its scale), see ``reference``. ``call(op, *args)`` computes an op: of tensors, or of a
+    compiler's IR."""
     if a_scale is None:
         a_scale = call(row_reduce.op, x, "absmax", True)
-        for step in map(scale_recipe.parse, recipe):
+        for step in map(row_scale.parse, scale_ops):
             if step.kind == "to":
                 a_scale = call(prims.convert_element_type.default, a_scale, step.dtype)
             else:
@@ -56,7 +56,7 @@ def reference(
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     *,
-    recipe: Sequence[str],
+    scale_ops: Sequence[str],
     low: int = -128,
     high: int = 127,
     alpha: float = 1.0,
@@ -64,13 +64,12 @@ def reference(
 ) -> torch.Tensor:
     """``w8a8(a, b, a_scale, b_scale, bias)`` of ``a = round_to_int8(x, a_scale, low, high)``.
 
-    x [M, K]: bf16, fp16 or fp32. a_scale, fp32 [M, 1] or [1, 1]; None: of each row what the steps
-    of ``recipe`` (``scale_recipe``) make of its largest absolute value, the last one in fp32.
-    b_scale [1, N] or [1, 1]. The rest is as for ``w8a8``. Raises SpecError where that does, and for
-    a step that is none.
+    x [M, K]: bf16, fp16 or fp32. a_scale: fp32 [M, 1] or [1, 1]; None: computed from each row's
+    absmax by the steps of ``scale_ops`` (``spec/row_scale.py``), which end in fp32. b_scale: [1, N]
+    or [1, 1]. The rest is as for ``w8a8``. Raises SpecError as that does, and for a malformed step.
     """
-    _check(x, a_scale, b_scale, recipe)
-    a, scale = quantized(x, a_scale, recipe, low, high)
+    _check(x, a_scale, b_scale, scale_ops)
+    a, scale = quantized(x, a_scale, scale_ops, low, high)
     return w8a8.reference(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
 
 
@@ -81,13 +80,13 @@ def fake(
     b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     *,
-    recipe: Sequence[str],
+    scale_ops: Sequence[str],
     low: int = -128,
     high: int = 127,
     alpha: float = 1.0,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    _check(x, a_scale, b_scale, recipe)
+    _check(x, a_scale, b_scale, scale_ops)
     a = x.new_empty(x.shape, dtype=torch.int8)
     scale = x.new_empty((x.shape[0], 1), dtype=torch.float32) if a_scale is None else a_scale
     return w8a8.fake(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
@@ -97,12 +96,12 @@ def _check(
     x: torch.Tensor,
     a_scale: torch.Tensor | None,
     b_scale: torch.Tensor | None,
-    recipe: Sequence[str],
+    scale_ops: Sequence[str],
 ) -> None:
-    if x.dim() != 2 or x.dtype not in scale_recipe.FLOATS:
+    if x.dim() != 2 or x.dtype not in row_scale.FLOATS:
         raise SpecError(
             f"w8a8_linear: x is {x.dtype} {list(x.shape)}, it must be [M, K] of one of "
-            f"{scale_recipe.FLOATS}"
+            f"{row_scale.FLOATS}"
         )
     columns = () if b_scale is None else ((1, b_scale.shape[-1]),)
     check(
@@ -112,13 +111,13 @@ def _check(
             "b_scale": (b_scale, columns, ()),  # no groups of K
         },
     )
-    steps = [scale_recipe.parse(text) for text in recipe]
+    steps = [row_scale.parse(text) for text in scale_ops]
     casts = [x.dtype, *(step.dtype for step in steps if step.kind == "to")]
     given = casts[-1] if a_scale is None else a_scale.dtype
     if given != torch.float32 or (steps and a_scale is not None):
         raise SpecError(
-            f"w8a8_linear: a scale in {dtype_name(given)}, {len(steps)} steps of a recipe; either "
-            "a_scale in f32 is given, or steps that end in f32"
+            f"w8a8_linear: a scale in {dtype_name(given)}, {len(steps)} steps in scale_ops; pass "
+            "either a_scale in f32, or steps that end in f32"
         )
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from inductor_quant.errors import SpecError
+from inductor_quant.ops.checks import check, differ
 from inductor_quant.ops.dequantize import FLOAT8, Evaluator, dequantize, is_float
-from inductor_quant.spec import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
-from inductor_quant.weight_format import Field, Form, Step, WeightFormat
+from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
 __all__ = ["check_format", "dequantize", "fake", "make_spec", "op", "reference", "spec_of"]
 
@@ -27,7 +28,7 @@ INT_DTYPES = (
     *(torch.uint8, torch.uint16, torch.uint32),
 )
 FLOAT_DTYPES = (*SCALE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
-# fp16 ends at 65504: an integer must not overflow before a scale of its column makes it small.
+# fp16 ends at 65504: an integer must not overflow before its column scale is applied.
 MAX_ELEMENT_BITS = 15
 
 
@@ -44,27 +45,26 @@ def reference(
 
     Shapes and dtypes:
         x             [M, K]            bf16, fp16 or fp32
-        weight        any shapes        the tensors that the format's fields count: words of 8 to 64
-                                        bits, int8, fp8, scales, zero points, tables of values
+        weight        any shapes        the tensors that the format's fields index: packed weights
+                                        of 8 to 64 bits, int8, fp8, scales, zero points, tables
         column_scale  [1, N] or [1, 1]  fp32, bf16 or fp16; None: 1
         bias          [N]               fp32, bf16 or fp16; None: 0
         format        ``WeightFormat.encode()``: ``W = dequantize(format, weight)`` [K, N]
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
-    Rounding. W is computed in fp32 from the tensors as they are given: the element, then each step.
-    It is rounded to x's dtype once, after the last step that depends on k, for the matrix unit (or
-    not at all: where steps are the same for a group of rows, a kernel may apply them to its sum);
-    without such steps, or with integer ones alone, the rounding changes nothing (integers up to 256
-    in bf16, 2048 in fp16; fp8). What follows, the scales of whole columns that end ``format``
-    (``WeightFormat.column_steps``), column_scale and bias, is applied to the sum. Sum and epilogue
+    Rounding. W is dequantized in fp32. It is rounded to x's dtype once, after the last op that
+    depends on k, for the matrix unit (or not at all: a kernel may apply the ops of a group of K to
+    its sum); without such ops, or with integer ones alone, that rounding is exact (integers up to
+    256 in bf16, 2048 in fp16; fp8). The column scales that end ``format``
+    (``WeightFormat.column_ops``), column_scale and bias are applied to the sum. Sum and epilogue
     are fp32 (this reference: sum in fp64), rounded once at the end. fp32 x: no rounding of W, no
     TF32.
 
-    Raises SpecError where shapes or dtypes are others, or ``format`` does not fit the tensors.
+    Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors.
     """
     parsed = _decode(format)
     spec_of(x, weight, column_scale, bias, parsed, out_dtype)
-    kept, columns = split_steps(parsed, x.dtype, weight[parsed.element.source].dtype)
+    kept, columns = split_dequant_ops(parsed, x.dtype, weight[parsed.element.source].dtype)
     evaluator = Evaluator(parsed, weight, x.device)
     value = evaluator.convert(evaluator.field(parsed.element), torch.float32)
     value = evaluator.apply(value, kept, torch.float32).to(x.dtype).expand(parsed.shape)
@@ -91,31 +91,29 @@ def fake(
     return torch.empty((x.shape[0], parsed.shape[1]), dtype=out_dtype, device=x.device)
 
 
-def split_steps(
+def split_dequant_ops(
     format: WeightFormat, x_dtype: torch.dtype, element_dtype: torch.dtype
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """(steps applied to W, steps applied to the sum over k); together they are ``format.steps``."""
-    columns = format.column_steps
-    kept = format.steps[: len(format.steps) - len(columns)]
-    # Before the last scale is applied, a large number in a tensor of bf16 or fp32, or one that has
-    # been scaled once, may be beyond fp16.
+) -> tuple[tuple[DequantOp, ...], tuple[DequantOp, ...]]:
+    """(ops applied to W, ops applied to the sum over k); together: ``format.dequant_ops``."""
+    columns = format.column_ops
+    kept = format.dequant_ops[: len(format.dequant_ops) - len(columns)]
+    # Before the last scale, an element in bf16 or fp32, or one that was scaled, may exceed fp16.
     is_wide = element_dtype in (torch.bfloat16, torch.float32)
     is_scaled = any(step.kind in ("mul", "div") for step in kept)
     if x_dtype == torch.float16 and (is_wide or is_scaled):
-        return format.steps, ()
+        return format.dequant_ops, ()
     return kept, columns
 
 
 def preferred_rows(
     format: WeightFormat, x_dtype: torch.dtype, dtypes: Sequence[torch.dtype]
 ) -> int:
-    """The most rows of x for which the op is to be preferred to a dequantized weight and a GEMM.
+    """The largest M for which fused kernels beat dequantizing W once and calling cuBLAS.
 
-    With more it takes less time to dequantize the weight once and to multiply with cuBLAS than to
-    dequantize it for each tile of rows; a weight that is converted and no more costs less a tile.
-    By rule: between rows where one was faster and rows where the other was.
+    Fused kernels dequantize W for each tile of M; a weight that is only converted costs less a
+    tile. Set between measured values of M where the one and the other was faster.
     """
-    kept, _ = split_steps(format, x_dtype, dtypes[format.element.source])
+    kept, _ = split_dequant_ops(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code
     return 512 if is_converted else 128
 
@@ -128,28 +126,22 @@ def spec_of(
     format: WeightFormat,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
-    """The spec that the op's arguments encode. Raises SpecError where they form no such GEMM.
+    """The spec of a call. Raises SpecError for arguments that form no such GEMM.
 
-    Symbolic sizes are not judged: that would add a guard.
+    Symbolic sizes are not checked: that would add a guard.
     """
     k, n = check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
-    if x.dtype not in X_DTYPES or x.dim() != 2 or _differ(x.shape[1:], (k,)):
+    if x.dtype not in X_DTYPES or x.dim() != 2 or differ(x.shape[1:], (k,)):
         raise SpecError(
             f"weight_only: x is {x.dtype} {list(x.shape)}, it must be [M, {k}] of one of {X_DTYPES}"
         )
-    allowed = (
-        ("column_scale", column_scale, ((1, n), (1, 1))),
-        ("bias", bias, ((n,),)),
+    check(
+        "weight_only",
+        {
+            "column_scale": (column_scale, ((1, n), (1, 1)), SCALE_DTYPES),
+            "bias": (bias, ((n,),), SCALE_DTYPES),
+        },
     )
-    for name, tensor, shapes in allowed:
-        if tensor is None:
-            continue
-        if all(_differ(tensor.shape, shape) for shape in shapes):
-            raise SpecError(
-                f"weight_only: {name} is {list(tensor.shape)}, it must be one of {shapes}"
-            )
-        if tensor.dtype not in SCALE_DTYPES:
-            raise SpecError(f"weight_only: {name} is {tensor.dtype}, not one of {SCALE_DTYPES}")
     if out_dtype not in SCALE_DTYPES:
         raise SpecError(f"weight_only returns one of {SCALE_DTYPES}, not {out_dtype}")
     return make_spec(
@@ -180,7 +172,7 @@ def make_spec(
 ) -> QuantGemmSpec:
     """The spec of a weight_only GEMM whose weight tensors have these ``dtypes``.
 
-    Of several scales b's is that of the smallest block; ``column_scale`` if the format has none.
+    b's scale is the one with the smallest block; ``column_scale`` if the format has none.
     """
     scales = [
         ScaleSpec(_value_dtype(step.operand, dtypes), _spec_block(format, step.operand))
@@ -207,7 +199,7 @@ def make_spec(
 
 
 def _number(code: Field, dtype: torch.dtype) -> tuple[torch.dtype, int | None]:
-    """The type of an unpacked number, and its width where the type is wider."""
+    """The dtype of an unpacked element, and its width if the dtype is wider."""
     if not code.width or code.float8:
         return FLOAT8.get(code.float8, dtype), None
     signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -223,7 +215,7 @@ def _value_dtype(field: Field, dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 def _spec_block(format: WeightFormat, field: Field) -> tuple[int, int]:
     rows, columns = format.block(field)
-    if any(part.digits and format.block(part)[0] != -1 for part in field.parts):
+    if any(part.digits and format.block(part)[0] != -1 for part in field.nested):
         rows = GATHERED
     return rows, columns
 
@@ -237,7 +229,10 @@ def _zero(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
     step = format.zero
     if step is None:
         return "const" if format.element.add else ""
-    if any(earlier.kind in ("mul", "div") for earlier in format.steps[: format.steps.index(step)]):
+    if any(
+        earlier.kind in ("mul", "div")
+        for earlier in format.dequant_ops[: format.dequant_ops.index(step)]
+    ):
         return "folded"
     if not isinstance(step.operand, Field):
         return "const"
@@ -254,22 +249,14 @@ def _decode(text: str) -> WeightFormat:
         raise SpecError(f"weight_only: format={text!r}: {error}") from error
 
 
-def _differ(shape: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    """Whether two shapes certainly differ; symbolic sizes are not judged: that adds a guard."""
-    return len(shape) != len(wanted) or any(
-        isinstance(x, int) and isinstance(y, int) and x != y
-        for x, y in zip(shape, wanted, strict=True)
-    )
-
-
 TensorType = tuple[torch.dtype, tuple[Any, ...]]
 
 
 def check_format(format: WeightFormat, tensors: tuple[TensorType, ...]) -> tuple[int, int]:
     """(K, N) of a format that fits tensors of these (dtype, shape). Raises SpecError otherwise.
 
-    Every position that the digits can reach must lie within its tensor, every bit field within its
-    word. Positions and offsets that are data are not judged, nor are symbolic sizes.
+    Every index that the digits can reach must be within its tensor, every bit field within its
+    word. Indices and offsets that are data are not checked, nor are symbolic sizes.
     """
     if all(isinstance(size, int) for _, shape in tensors for size in shape):
         _check_cached(format, tensors)
@@ -300,12 +287,12 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
                 f"weight_only: field {field} of {format}: {problem} (tensor {field.source} is "
                 f"{dtype} {list(shape)})"
             )
-        for part in field.parts:
+        for part in field.nested:
             if part.float8 or is_float(tensors[part.source][0]):
                 raise SpecError(f"weight_only: position {part} of {format} is not an integer")
-    for step in format.steps:
+    for step in format.dequant_ops:
         if not isinstance(step.operand, Field) and not math.isfinite(step.operand):
-            raise SpecError(f"weight_only: {step} of {format} is no finite number")
+            raise SpecError(f"weight_only: {step} of {format} is not finite")
     dtype = tensors[format.element.source][0]
     if format.element.width > MAX_ELEMENT_BITS or (
         not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)
@@ -321,7 +308,7 @@ _SMALL_INTS = (torch.int8, torch.uint8, torch.int16)
 def _problem(
     format: WeightFormat, field: Field, dtype: torch.dtype, shape: tuple[Any, ...]
 ) -> str | None:
-    """What is wrong with a field that is read from a tensor of this type and shape."""
+    """What is wrong with a field of a tensor of this dtype and shape."""
     for name in {name for form in (*field.index, field.offset) for name in _own_digits(form)}:
         radices = format.k if name[0] == "k" else format.n
         if name[0] not in "kn" or not name[1:].isdecimal() or int(name[1:]) >= len(radices):
@@ -331,25 +318,25 @@ def _problem(
             if len(table) != format.radix(name):
                 return f"the table of {name} has {len(table)} entries, not {format.radix(name)}"
     if dtype not in INT_DTYPES and dtype not in FLOAT_DTYPES:
-        return "no type that weights are stored in"
+        return "an unsupported dtype"
     if len(field.index) != len(shape):
-        return f"{len(field.index)} positions for {len(shape)} dimensions"
+        return f"{len(field.index)} indices for {len(shape)} dimensions"
     for dim, (form, size) in enumerate(zip(field.index, shape, strict=True)):
         low, high = form.bounds(format.radix)
         if not form.is_data and isinstance(size, int) and (low < -size or high >= size):
-            return f"positions {low} to {high} in dimension {dim} of {size}"
+            return f"indices {low} to {high} in dimension {dim} of {size}"
     if not field.width:
-        if field.offset != Form() or field.signed or field.wrap or field.float8:
-            return "a field without a width has no offset, sign or wrap"
+        if field.offset != AffineIndex() or field.signed or field.wrap or field.float8:
+            return "a field without a width can have no offset, sign or wrap"
         if (field.add or field.size) and dtype not in INT_DTYPES:
-            return "only integers are added to"
+            return "add and size need an integer tensor"
         return None
     if field.float8 and (
         field.float8 not in FLOAT8 or field.width != 8 or field.add or field.wrap or field.size
     ):
-        return "a number of 8 bits takes 8 bits and no arithmetic"
+        return "float8 needs a width of 8, and no add, wrap or size"
     if dtype not in INT_DTYPES:
-        return "bits of what is no integer"
+        return "a bit field of a float tensor"
     low, high = field.offset.bounds(format.radix)
     word = 8 * dtype.itemsize
     if field.width > word or (not field.offset.is_data and (low < 0 or high + field.width > word)):
@@ -358,7 +345,7 @@ def _problem(
 
 
 def _own_digits(form: Any) -> set[str]:
-    """Digits of a form itself: those of its fields are looked at with the fields."""
+    """The digits of an index itself, without those of its fields."""
     return {name for name, _ in form.linear} | {name for name, _ in form.tables}
 
 

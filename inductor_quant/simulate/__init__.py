@@ -1,36 +1,37 @@
-"""Tests without a GPU: generate, compile and interpret the code of a card that is not there.
+"""Tests without a GPU: generate, compile and interpret code for a virtual card.
 
-Three layers, each of which works on a machine with no GPU and a CPU build of torch.
+Three layers. Each works on a machine without a GPU, with a CPU build of torch.
 
 ``generate``   torch.compile on fake CUDA inputs, with ``virtual_gpu`` answering for the card. Gives
                the generated wrapper and kernels, per compute capability.
-               Sees: what was fused, which template and configuration, guards and strides in the
-               wrapper, configurations that are not legal on a card.
-               Does not see: what real autotuning would choose, backward graphs, CUDA graphs, user
-               defined ``@triton.jit`` kernels under the interpreter, and constants that ``fn``
+               Sees: fusion, template and configuration, guards and strides in the wrapper,
+               configurations that are not legal on a card.
+               Does not see: the choice of real autotuning, backward graphs, CUDA graphs,
+               user-defined ``@triton.jit`` kernels under the interpreter, constants that ``fn``
                itself creates on the card from Python data.
 
 ``compile_kernel``, ``compile_jit``
                Triton and ptxas, without a driver. Gives PTX, registers, spills, shared memory.
-               Sees: which matrix instructions are used, whether TMA is, spills, and blocks too
-               large for shared memory. Numbers differ between versions of Triton; test bounds.
-               Does not see: occupancy, speed, what the driver of a machine makes of the PTX.
+               Sees: matrix instructions, TMA, spills, blocks too large for shared memory. Counts
+               differ between versions of Triton; test bounds.
+               Does not see: occupancy, speed, what a machine's driver makes of the PTX.
 
 ``interpret``, ``interpreted_cpu``
                The generated code on CPU tensors, kernels in Triton's interpreter (corrected by
-               ``install``). Needs TRITON_INTERPRET=1 before triton is imported; then nothing can be
-               compiled, so this takes a process of its own. ``interpret`` runs what ``generate``
-               gave; ``interpreted_cpu`` is a torch.compile of real CPU tensors.
-               Sees: numbers, masks, strides, the arithmetic of every index.
+               ``install``). Needs TRITON_INTERPRET=1 before triton is imported. Nothing can be
+               compiled then, so this takes a process of its own. ``interpret`` runs the result of
+               ``generate``; ``interpreted_cpu`` is a torch.compile of real CPU tensors.
+               Sees: values, masks, strides, the arithmetic of every index.
                Does not see: races and missing barriers; false claims of divisibility; limits of
                shared memory and registers; num_warps and num_stages; the order of sums in float32;
-               tf32; imprecise accumulation of 8-bit floats; whatever needs two programs at a time,
+               tf32; imprecise accumulation of 8-bit floats; anything that needs two CTAs at a time,
                since they run one after the other (waiting for a later one hangs). A read out of
                bounds is a real one: put test tensors into a larger buffer of NaN. Block pointers
                (gone in Triton 3.9) and bfloat16 atomics do not work.
 
-Nothing else in inductor_quant imports this package. Importing it imports neither Triton nor
-Inductor; the first use of a name does.
+The rest of inductor_quant does not import this package, except that ``_compat.gluon`` takes the
+names of an interpreted Gluon kernel from it. Importing it imports neither Triton nor Inductor; the
+first use of a name does.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .capture import Generated, generate, interpret
+    from .cards import GPU, GPUS
     from .compile import CompiledKernel, compile_jit, compile_kernel
     from .cpu_backend import interpreted_cpu
-    from .gpu import GPU, GPUS, Trace, virtual_gpu
+    from .gpu import Trace, virtual_gpu
     from .interpreter import install, is_interpreting, register_asm_emulation
 
 __all__ = [
@@ -62,25 +64,18 @@ __all__ = [
     "virtual_gpu",
 ]
 
-_MODULE_OF = {
-    "GPU": "gpu",
-    "GPUS": "gpu",
-    "Trace": "gpu",
-    "virtual_gpu": "gpu",
-    "Generated": "capture",
-    "generate": "capture",
-    "interpret": "capture",
-    "CompiledKernel": "compile",
-    "compile_jit": "compile",
-    "compile_kernel": "compile",
-    "interpreted_cpu": "cpu_backend",
-    "install": "interpreter",
-    "is_interpreting": "interpreter",
-    "register_asm_emulation": "interpreter",
+_NAMES_OF = {
+    "cards": ("GPU", "GPUS"),
+    "gpu": ("Trace", "virtual_gpu"),
+    "capture": ("Generated", "generate", "interpret"),
+    "compile": ("CompiledKernel", "compile_jit", "compile_kernel"),
+    "cpu_backend": ("interpreted_cpu",),
+    "interpreter": ("install", "is_interpreting", "register_asm_emulation"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    for module, names in _NAMES_OF.items():
+        if name in names:
+            return getattr(importlib.import_module(f".{module}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

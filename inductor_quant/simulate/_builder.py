@@ -1,9 +1,9 @@
-"""The operations that Triton's interpreter does wrong or not at all, done right.
+"""Corrects the operations that Triton's interpreter gets wrong, and adds those that it lacks.
 
 Upstream computes bfloat16 on its bit pattern, truncates where hardware rounds, does not handle
-NaN, overflow and carries in 8-bit floats, and has no libdevice and no inline assembly
-(triton-lang/triton issues 10945, 11584, 11585). ``Builder`` overrides those operations;
-``interpreter.install`` makes it the class of the interpreter's builder.
+NaN, overflow and carries in 8-bit floats, and has neither libdevice nor inline assembly
+(triton-lang/triton issues 10945, 11584, 11585). ``interpreter.install`` makes ``Builder`` the class
+of the interpreter's builder.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Builder(InterpreterBuilder):
             lhs, rhs = _widen(lhs), _widen(rhs)
         result = super().binary_op(lhs, rhs, op)
         if result.data.dtype == np.bool_:
-            # Upstream leaves a comparison the type of its operands; a splat of it is then no mask.
+            # Upstream gives a comparison the type of its operands; its splat is then no mask.
             return TensorHandle(result.data, tl.int1)
         return _round_to_bf16(result) if both_bf16 else result
 
@@ -98,10 +98,8 @@ class Builder(InterpreterBuilder):
     def create_dot(
         self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any
     ) -> Any:
-        """Products and sums as the matrix units have them: int32 wraps around, floats are float32.
-
-        The order of a sum, tf32, and imprecise accumulation of 8-bit floats are not modelled.
-        """
+        """As the matrix units: int32 wraps around, floats accumulate in float32. The order of a
+        sum, tf32, and imprecise accumulation of 8-bit floats are not modelled."""
         lhs, rhs = decode(a.data, a.dtype.scalar), decode(b.data, b.dtype.scalar)
         if np.issubdtype(lhs.dtype, np.integer):
             product = _integer_matmul(lhs, rhs)
@@ -111,7 +109,7 @@ class Builder(InterpreterBuilder):
         accumulated = product.astype(d.data.dtype) + d.data
         return TensorHandle(accumulated, d.dtype.scalar)
 
-    # what upstream refuses
+    # not in upstream
 
     def create_extern_elementwise(
         self,
@@ -152,7 +150,7 @@ class Builder(InterpreterBuilder):
 
 
 def _run_ptx(asm: str, operands: Sequence[Any], types: Sequence[Any], pack: int) -> Sequence[Any]:
-    """The results as the interpreter stores them: bits, or numpy's own floats."""
+    """Results as the interpreter stores them: bits, or numpy's floats."""
     scalars = [element.scalar for element in types]
     try:
         results = _ptx.run(asm, operands, [_get_np_dtype(scalar) for scalar in scalars], pack)
@@ -166,7 +164,7 @@ def _run_ptx(asm: str, operands: Sequence[Any], types: Sequence[Any], pack: int)
 
 
 def _integer_matmul(lhs: Array, rhs: Array) -> Array:
-    """Exact ``lhs @ rhs`` by way of float BLAS, as numpy has none for integers."""
+    """Exact ``lhs @ rhs`` through float BLAS; numpy has none for integers."""
     largest = np.iinfo(lhs.dtype).max + 1
     sums_to = largest * largest * lhs.shape[-1]
     compute = np.float32 if sums_to <= _FLOAT32_EXACT else np.float64

@@ -1,7 +1,7 @@
-"""The answers of a virtual card, put in the places where Inductor asks for them.
+"""Patches of torch and Triton that answer for a virtual card.
 
-One function per place: ``torch.cuda``, dynamo's device interface, the C entry points named by
-generated code, c10's device guard, Triton's driver. Tested with torch 2.13 (CPU) and 2.15 (CUDA).
+One function each: ``torch.cuda``, Dynamo's device interface, the C entry points that generated code
+imports, c10's device guard, Triton's driver. Tested with torch 2.13 (CPU) and 2.15 (CUDA).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,14 +24,13 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses import fake_tensor
 from triton.backends.compiler import GPUTarget
 
-if TYPE_CHECKING:
-    from .gpu import GPU
+from .cards import GPU
 
 # c10::DeviceType, values that serialized tensors rely on
 _CUDA_DEVICE_TYPE = 1
 _META_DEVICE_TYPE = 14
 
-# Modules whose functools caches remember which card there is.
+# Modules with functools caches of answers about the card.
 _CACHING_MODULES = ("torch.utils._triton", "torch._inductor.utils")
 
 
@@ -43,7 +42,7 @@ class CurrentDevice:
         self.index = 0
 
     def resolve(self, device: Any = None) -> int:
-        """Index that a ``device`` argument of ``torch.cuda`` functions means."""
+        """Index that the ``device`` argument of a ``torch.cuda`` function means."""
         if isinstance(device, str):
             device = torch.device(device)
         if isinstance(device, torch.device):
@@ -60,7 +59,7 @@ class CurrentDevice:
         self.index = self.resolve(device)
 
     def exchange(self, device: int) -> int:
-        """Make ``device`` current and return the one before; a negative one changes nothing."""
+        """Make ``device`` current and return the previous one; a negative one changes nothing."""
         previous = self.index
         if device >= 0:
             self.set(device)
@@ -68,7 +67,7 @@ class CurrentDevice:
 
 
 class VirtualDriver:
-    """What Inductor and ``triton.compile`` ask of ``triton.runtime.driver.active``."""
+    """The part of ``triton.runtime.driver.active`` that Inductor and ``triton.compile`` use."""
 
     def __init__(self, gpu: GPU, current: CurrentDevice) -> None:
         self._target = GPUTarget("cuda", gpu.arch, gpu.warp_size)
@@ -106,7 +105,7 @@ class VirtualDriver:
 
 
 def device_properties(gpu: GPU) -> types.SimpleNamespace:
-    """Stand-in for ``torch.cuda.get_device_properties``: every field that Inductor reads."""
+    """For ``torch.cuda.get_device_properties``: every field that Inductor reads."""
     major, minor = gpu.capability
     return types.SimpleNamespace(
         name=gpu.name,
@@ -129,13 +128,13 @@ def device_properties(gpu: GPU) -> types.SimpleNamespace:
 
 
 def clear_device_caches() -> None:
-    """Empty the functools caches that hold answers about a card."""
+    """Empty the functools caches of answers about the card."""
     for name in _CACHING_MODULES:
         for member in vars(importlib.import_module(name)).values():
             clear = getattr(member, "cache_clear", None)
             if callable(clear):
                 clear()
-    # a cached classmethod: the cache is on the function below
+    # The cache of a classmethod is on its function.
     getattr(DeviceProperties.create, "__func__", DeviceProperties.create).cache_clear()
     CacheBase.get_system.cache_clear()
     CacheBase.get_local_cache_path.cache_clear()
@@ -158,10 +157,8 @@ def _replace(stack: contextlib.ExitStack, owner: Any, **attributes: Any) -> None
 
 
 def _freeze_pattern_tables(stack: contextlib.ExitStack) -> None:
-    """Trace Inductor's pattern tables for the CPU, now, and never again.
-
-    They are traced once per device by running code on real tensors of that device.
-    """
+    """Trace Inductor's pattern tables for the CPU now, and never again: they are traced once a
+    device, by running code on real tensors there."""
     lazy_init = joint_graph.lazy_init
     lazy_init(None)
 
@@ -182,16 +179,6 @@ def _patch_torch_cuda(stack: contextlib.ExitStack, gpu: GPU, current: CurrentDev
         current.resolve(device)
         return gpu.capability
 
-    # Two functions for one thing: dynamo keys a table of handlers by these objects.
-    def exchange_device(device: int) -> int:
-        return current.exchange(device)
-
-    def maybe_exchange_device(device: int) -> int:
-        return current.exchange(device)
-
-    def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-        return torch.get_rng_state()
-
     _replace(
         stack,
         torch.cuda,
@@ -201,21 +188,22 @@ def _patch_torch_cuda(stack: contextlib.ExitStack, gpu: GPU, current: CurrentDev
         set_device=current.set,
         get_device_properties=get_device_properties,
         get_device_capability=get_device_capability,
-        _exchange_device=exchange_device,
-        _maybe_exchange_device=maybe_exchange_device,
-        get_rng_state=get_rng_state,
+        # Two objects: Dynamo keys a table of handlers by them.
+        _exchange_device=lambda device: current.exchange(device),
+        _maybe_exchange_device=lambda device: current.exchange(device),
+        get_rng_state=lambda device="cuda": torch.get_rng_state(),
         set_rng_state=lambda state, device="cuda": None,
-        # CUDA wheels would look for a driver here.
+        # CUDA wheels look for a driver here.
         _lazy_init=lambda: None,
         is_current_stream_capturing=lambda: False,
     )
     _replace(stack, torch.version, cuda="12.8")
-    # 2.11: allocates a real CUDA tensor where is_available() says yes; harmless later.
+    # 2.11 allocates a real CUDA tensor if is_available() says yes; later versions do not.
     _replace(stack, fake_tensor, init_gpu_context=lambda device: None)
 
 
 def _patch_device_interface(stack: contextlib.ExitStack, current: CurrentDevice) -> None:
-    """The interface bound ``torch.cuda``'s functions at import; bind the replacements."""
+    """The interface bound functions of ``torch.cuda`` at import; bind the replacements."""
     _replace(
         stack,
         device_interface.CudaInterface,
@@ -230,13 +218,10 @@ def _patch_device_interface(stack: contextlib.ExitStack, current: CurrentDevice)
 
 
 def _patch_c_entry_points(stack: contextlib.ExitStack, current: CurrentDevice) -> None:
-    """What generated code imports from ``torch._C``; on a CPU build some of it does not exist."""
-
-    def get_raw_stream(device: int) -> int:
-        return 0
+    """Functions of ``torch._C`` that generated code imports; a CPU build lacks some of them."""
 
     def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        # Fake buffers are on the virtual card; real ones can only be on the CPU.
+        # Fake buffers are on the virtual card, real ones on the CPU.
         fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         device = torch.device("cuda", current.get()) if fake else torch.device("cpu")
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -246,7 +231,7 @@ def _patch_c_entry_points(stack: contextlib.ExitStack, current: CurrentDevice) -
     copy_real_tensor_if_misaligned: Any = getattr(guards, "copy_if_misaligned", None)
 
     def reinterpret_tensor(tensor: torch.Tensor, size: Any, stride: Any, offset: int) -> Any:
-        # The C++ function makes a plain tensor of a fake one.
+        # The C++ function turns a fake tensor into a plain one.
         if isinstance(tensor, fake_tensor.FakeTensor):
             return tensor.as_strided(size, stride, tensor.storage_offset() + offset)
         return reinterpret_real_tensor(tensor, size, stride, offset)
@@ -257,8 +242,8 @@ def _patch_c_entry_points(stack: contextlib.ExitStack, current: CurrentDevice) -
             return tensor
         return copy_real_tensor_if_misaligned(tensor)
 
-    replacements = [
-        (torch._C, "_cuda_getCurrentRawStream", get_raw_stream),
+    replacements: list[tuple[Any, str, Any]] = [
+        (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         (guards, "_empty_strided_cuda", empty_strided),
         (guards, "_reinterpret_tensor", reinterpret_tensor),
     ]
@@ -270,11 +255,11 @@ def _patch_c_entry_points(stack: contextlib.ExitStack, current: CurrentDevice) -
 
 @contextlib.contextmanager
 def cuda_device_guard() -> Iterator[None]:
-    """Let C++ code switch to a CUDA device that does not exist.
+    """Let C++ code switch to the virtual device.
 
     Indexing a fake CUDA tensor goes through a device guard, and a CPU build has none for CUDA
-    ("PyTorch is not linked with support for cuda devices"). CUDA builds can install a guard that
-    does nothing; for CPU builds, lend the CUDA slot of c10's registry the guard of Meta tensors.
+    ("PyTorch is not linked with support for cuda devices"). A CUDA build can install a guard that
+    does nothing. In a CPU build, the CUDA slot of c10's registry gets the guard of Meta tensors.
     """
     if torch.cuda._is_compiled():
         ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)

@@ -1,7 +1,7 @@
-"""Floating point formats as Triton's interpreter stores them, converted as the hardware does.
+"""Floating point formats as Triton's interpreter stores them, converted as by the hardware.
 
-The interpreter keeps a bfloat16 in a uint16 and an 8-bit float in a uint8. Conversions here round
-to nearest, ties to even, by way of torch; those to 8 bits saturate, as ``cvt.satfinite`` of PTX.
+The interpreter keeps bfloat16 in uint16 and 8-bit floats in uint8. Conversions use torch: they
+round to nearest, ties to even; those to 8 bits saturate, as ``cvt.satfinite`` of PTX.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TORCH_DTYPES: dict[Any, torch.dtype] = {
 
 
 def is_known(dtype: Any) -> bool:
-    """Whether ``dtype`` is a float format that torch has too."""
+    """Whether torch has the float format ``dtype``."""
     return dtype in _TORCH_DTYPES
 
 
@@ -39,8 +39,8 @@ def is_stored_as_bits(dtype: Any) -> bool:
 
 
 def decode(data: Array, dtype: Any) -> Array:
-    """The numbers that ``data``, stored as ``dtype``, stands for. Exact; float32 for the formats
-    stored as bits, else ``data`` itself."""
+    """The values of ``data``, stored as ``dtype``: in float32, exactly, for the formats stored as
+    bits, else ``data`` itself."""
     if not is_stored_as_bits(dtype):
         return data
     decoded: Array = _as_torch(data, dtype).to(torch.float32).numpy()

@@ -1,9 +1,9 @@
-"""Gluon for Triton's interpreter: the language of Triton, in which layouts are not said.
+"""Gluon for Triton's interpreter: Triton's own language, without layouts.
 
-What a layout decides, who holds what, an interpreter does not have. A copy is done when it is
-begun, and so is a product. Of specialised warps the last partition runs first, the one that loads:
-what the tensor memory accelerator brings to a buffer stays there, by the phases of its barrier, and
-a partition reads that of the phase for which it waited last. Nothing is said of races.
+An interpreter has no threads that hold elements, so layouts mean nothing. Copies and products are
+done where they are started. Of warp-specialised partitions the last one, the producer, runs first:
+what TMA loads into a buffer is kept for each phase of its barrier, and a consumer reads the phase
+that it waited for last. Races are not seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LAYOUTS = (
 
 
 def names() -> dict[str, Any]:
-    """What a Gluon kernel's names stand for."""
+    """The names that a Gluon kernel uses."""
     gl = _Language(
         **dict.fromkeys(_LAYOUTS, lambda *args: None),
         NVMMASharedLayout=types.SimpleNamespace(get_default_for=lambda *args: None),
@@ -55,11 +55,11 @@ def names() -> dict[str, Any]:
         "warps": types.SimpleNamespace(
             **dict.fromkeys(("init", "arrive", "prefetch"), _nothing),
             barriers=_WarpBarriers,
-            wait=lambda among, index, phase: among.wait(index, phase),
-            pass_on=lambda barrier, phase, among, index: among.pass_on(barrier, index),
-            own=lambda buffers, index, parts, count: buffers.parts(index, parts),
+            wait=lambda base, index, phase: base.wait(index, phase),
+            forward_barrier=lambda barrier, phase, base, index: base.forward(barrier, index),
+            own_stage_buffer=lambda buffers, index, slices, count: buffers.parts(index, slices),
         ),
-        "tile_exp": lambda value: tl.exp(value),  # as the interpreter has it by then
+        "tile_exp": lambda value: tl.exp(value),  # looked up late: the interpreter replaces it
         "tile_over": lambda value, divisor: value / divisor,
         "tile_round": lambda value, dtype: value.to(dtype),
         "tile_load": lambda layout, *args, **how: tl.load(*args, **how),
@@ -71,21 +71,21 @@ def names() -> dict[str, Any]:
 
 
 class _Language(types.SimpleNamespace):
-    """What is the same in both languages is Triton's, as the interpreter has it by then."""
+    """Everything else is Triton's, as the interpreter has it at the time of the call."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(tl, name)
 
 
 class _Buffer:
-    """A tile in shared memory: what was copied there last, or in each phase of a barrier. Or that
-    barrier."""
+    """A tile in shared memory: the value last copied there, or one for each phase of a barrier. Or
+    that barrier."""
 
     def __init__(self) -> None:
         self.value: Any = None
         self.barrier: _Buffer | None = None
-        self.phases: list[list[Any]] = []  # tiles, one below the other
-        self.expected = self.waited = 0  # phases, of a barrier
+        self.phases: list[list[Any]] = []  # of each phase its tiles, to be concatenated
+        self.expected = self.waited = 0  # of a barrier: phases
 
     def load(self, layout: Any) -> Any:
         if self.barrier is None:
@@ -110,7 +110,7 @@ class _Buffer:
 
 @dataclasses.dataclass
 class _Slice:
-    """Rows of a buffer. They are received in their order."""
+    """Rows of a buffer. Slices arrive in their order."""
 
     buffer: _Buffer
     first: int
@@ -131,7 +131,7 @@ def _rows(tiles: Sequence[Any], first: int, size: int | None) -> Any:
 
 @dataclasses.dataclass
 class _Parts:
-    """Tiles of which each part of a partition's warps has its own."""
+    """Tiles, one for each K slice of a partition's warps."""
 
     tiles: Sequence[Any]
 
@@ -154,24 +154,24 @@ class _Buffers:
         return tiles[0] if count == 1 else _Parts(tiles)
 
     def begin(self) -> None:
-        """A partition has waited for no barrier yet."""
+        """A partition starts: it has waited for no barrier yet."""
         for buffer in self._buffers:
             buffer.waited = 0
 
 
 class _WarpBarriers:
-    """Barriers of single warps: what counts is which of Gluon's are passed on."""
+    """Barriers of single warps: only which of Gluon's are forwarded to them counts."""
 
     def __init__(self) -> None:
-        self._passed_on: dict[int, list[_Buffer]] = {}
+        self._forwarded: dict[int, list[_Buffer]] = {}
 
-    def pass_on(self, barrier: _Buffer, index: Any) -> None:
-        barriers = self._passed_on.setdefault(_integer(index), [])
+    def forward(self, barrier: _Buffer, index: Any) -> None:
+        barriers = self._forwarded.setdefault(_integer(index), [])
         if barrier not in barriers:
             barriers.append(barrier)
 
     def wait(self, index: Any, phase: Any) -> None:
-        for barrier in self._passed_on.get(_integer(index), ()):
+        for barrier in self._forwarded.get(_integer(index), ()):
             _wait(barrier, phase)
 
 
@@ -189,7 +189,7 @@ def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
 
 def _multiply(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     first = a if isinstance(a, tl.tensor) else a.load(None)
-    if isinstance(b, _Parts):  # each part of the first's rows with its own
+    if isinstance(b, _Parts):  # each part of the rows of a with its own tile
         return _multiply_parts(first, b.tiles, acc)
     return tl.dot(first, b, acc if _integer(use_acc) else None, out_dtype=acc.dtype)
 
@@ -221,7 +221,7 @@ class _Tiles:
 def _load_tile(
     tiles: _Tiles, first: Sequence[Any], barrier: _Buffer, buffer: _Buffer | _Slice
 ) -> None:
-    """Two axes; zeros beyond the tensor's end."""
+    """A tile of two axes, zeros out of bounds."""
     rows, columns = (
         begin + tl.arange(0, _constant(size))
         for begin, size in zip(first, tiles.block, strict=True)

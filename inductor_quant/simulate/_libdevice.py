@@ -1,8 +1,8 @@
 """CUDA's libdevice for Triton's interpreter.
 
-``triton.language.extra.libdevice`` is a module of stubs that the compiler replaces by those of the
-backend. ``install`` replaces them for the interpreter by the CUDA ones, which check types as ever
-and end in ``Builder.create_extern_elementwise``; ``call`` computes a symbol there, in float64.
+``triton.language.extra.libdevice`` is a module of stubs that the compiler replaces by the
+backend's. ``install`` replaces them by the CUDA ones, which check types and call
+``Builder.create_extern_elementwise``; ``call`` computes a symbol there, in float64.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def call(symbol: str, arguments: list[Array]) -> Array:
     if name.startswith("nextafter"):
         neighbour: Array = np.nextafter(*arguments)  # depends on the precision of its arguments
         return neighbour
-    # Single precision symbols mostly end in "f".
+    # Most single precision symbols end in "f".
     function = _FUNCTIONS.get(name) or _FUNCTIONS.get(name.removesuffix("f"))
     if function is None:
         raise NotImplementedError(f"libdevice function {symbol} has no emulation")
@@ -127,7 +127,7 @@ def call(symbol: str, arguments: list[Array]) -> Array:
 
 
 def install() -> None:
-    """Let interpreted kernels call libdevice. It cannot be *compiled* in this process any more."""
+    """Let interpreted kernels call libdevice. This process cannot compile it any more."""
     for name, function in inspect.getmembers(cuda_libdevice, is_builtin):
         interpreted = _with_interpreter_semantic(function)
         setattr(libdevice, name, interpreted)

@@ -1,4 +1,4 @@
-"""Bring the text of a generated kernel to life as Inductor's own ``CachingAutotuner``."""
+"""Make Inductor's ``CachingAutotuner`` of a generated kernel's text."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ def without_driver() -> Any:
 
 
 def load_autotuner(name: str, source: str) -> Any:
-    """Execute ``source`` and return the ``CachingAutotuner`` called ``name`` that it defines.
-
-    Each call gives one of its own: precompiling changes it.
-    """
+    """Execute ``source`` and return the ``CachingAutotuner`` ``name`` that it defines, a new one at
+    each call: precompiling changes it."""
     with without_driver():
         module = PyCodeCache.load(f"# load {next(_module_number)}\n{source}")
     return getattr(module, name)

@@ -1,10 +1,10 @@
-"""Inline PTX of the kind that our kernels have, run on numpy arrays.
+"""Inline PTX as in our kernels, run on numpy arrays.
 
-A straight line of operations on registers of 32 bits: ``prmt``, ``shr``, ``and``, ``xor``,
-``lop3``, ``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, arithmetic on fp32, and rounding to a
-signed byte. Every lane is number 0. As in
-``tl.inline_asm_elementwise``, a call works on ``pack`` elements at a time, narrow ones side by side
-in a register; which elements come together is not said, so here they are neighbours.
+Straight-line code on 32-bit registers: ``prmt``, ``shr``, ``and``, ``xor``, ``lop3``, ``mov``,
+``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, and rounding to a signed byte. Every
+lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes ``pack`` elements at a time,
+narrow ones packed into a register. Triton leaves open which elements those are; here they are
+neighbours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def run(
 ) -> list[Array]:
     """One array for each type of ``outputs``, in the inputs' shape, as raw bits of that size.
 
-    Raises NotImplementedError for an instruction that is not among those above.
+    Raises NotImplementedError for any other instruction.
     """
     shape = inputs[0].shape
     types = [np.dtype(f"u{np.dtype(output).itemsize}") for output in outputs]
@@ -119,7 +119,7 @@ def _fma(
     wide: Callable[[Array], Array],
     narrow: Callable[[Array], Array],
 ) -> Array:
-    """Both halves; exact in fp64 for what small integers and scales come to."""
+    """Both halves, in fp64: exact for small integers and scales."""
     x, y, z = (
         wide(np.ascontiguousarray(term).view(np.uint16)).astype(np.float64)
         for term in np.broadcast_arrays(*map(np.atleast_1d, (a, b, c)))
@@ -128,7 +128,7 @@ def _fma(
 
 
 def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """``compute`` in fp64, rounded once more: exact for a product or a sum of two numbers."""
+    """``compute`` in fp64, rounded to fp32: exact for a product or a sum of two values."""
 
     def run(*terms: Array) -> Array:
         wide = (np.ascontiguousarray(term).view(np.float32).astype(np.float64) for term in terms)

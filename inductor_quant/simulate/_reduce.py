@@ -1,7 +1,7 @@
-"""``tl.reduce`` with a combine function of the user's, fast.
+"""A fast ``tl.reduce`` for combine functions.
 
-Upstream calls the combine function once per element, through the interpreter. Every maximum,
-softmax and layer norm of Inductor is such a reduction.
+Upstream calls the combine function once per element. Every maximum, softmax and layer norm of
+Inductor is such a reduction.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ._floats import Array
 class HalvingReduceOps(ReduceOps):
     """Combines the first half of the axis with the second, until one element is left.
 
-    A combine function has to be associative and commutative, so any order will do. A block of
-    64x256 takes 8 calls of it instead of 16384.
+    A combine function is associative and commutative, so any order is right. A block of 64x256
+    takes 8 calls instead of 16384.
     """
 
     def generic_reduce(self, input: Any) -> list[Any]:

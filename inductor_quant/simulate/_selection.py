@@ -1,4 +1,4 @@
-"""A deterministic stand-in for Inductor's autotuning: costs are computed, nothing is timed."""
+"""A deterministic replacement of Inductor's autotuning: costs are computed, nothing is timed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def install(
     offered: list[list[Any]],
     pick: Callable[[Any], float] | None,
 ) -> None:
-    """Until ``stack`` unwinds, take the choice of the least cost, and nothing is timed.
+    """Until ``stack`` unwinds, the choice of the least cost is taken, and nothing is timed.
 
     Args:
         stack: undoes it.
-        offered: gets the list of choices of each selection.
-        pick: cost of a choice. Without it the first on the list is the cheapest.
+        offered: receives the list of choices of each selection.
+        pick: cost of a choice. Default: the first on the list is the cheapest.
     """
     select = AlgorithmSelectorCache.__call__
 
@@ -35,30 +35,24 @@ def install(
         return {choice: float(pick(choice)) for choice in choices}
 
     def make_precompile_fn(self: Any, *args: Any, **kwargs: Any) -> Callable[..., dict[Any, float]]:
-        def precompile(*args: Any, **kwargs: Any) -> dict[Any, float]:
-            return {}
-
-        return precompile
+        return lambda *args, **kwargs: {}
 
     def ignore(*args: Any, **kwargs: Any) -> None:
         pass
 
-    for name, replacement in (
-        ("__call__", recorded_select),
-        ("benchmark", benchmark),
-        ("make_precompile_fn", make_precompile_fn),
-    ):
-        stack.enter_context(mock.patch.object(AlgorithmSelectorCache, name, replacement))
-
-    # Two tables of timings, which are none.
-    report = mock.patch.object(AlgorithmSelectorCache, "log_results", staticmethod(ignore))
-    stack.enter_context(report)
+    replacements: list[tuple[Any, str, Any]] = [
+        (AlgorithmSelectorCache, "__call__", recorded_select),
+        (AlgorithmSelectorCache, "benchmark", benchmark),
+        (AlgorithmSelectorCache, "make_precompile_fn", make_precompile_fn),
+        # Reports of the timings.
+        (AlgorithmSelectorCache, "log_results", staticmethod(ignore)),
+    ]
     if hasattr(select_algorithm, "_log_autotune_choices_stats"):
-        stack.enter_context(
-            mock.patch.object(select_algorithm, "_log_autotune_choices_stats", ignore)
-        )
+        replacements.append((select_algorithm, "_log_autotune_choices_stats", ignore))
+    for owner, name, replacement in replacements:
+        stack.enter_context(mock.patch.object(owner, name, replacement))
 
-    # Otherwise the scheduler times the fused against the unfused kernel.
+    # Otherwise the scheduler times the fused kernel against the unfused ones.
     # 2.11, 2.13: benchmark_epilogue_fusion; 2.15: renamed, the old name warns.
     fusion = "benchmark_template_fusion"
     if not hasattr(config, fusion):

@@ -1,8 +1,8 @@
-"""Generate code for a virtual GPU, and run that code in Triton's interpreter.
+"""Generate code for a virtual GPU, and run it in Triton's interpreter.
 
-``generate`` is a whole torch.compile of fake CUDA inputs: dynamo, AOTAutograd, the backend,
-Inductor's CUDA path. ``interpret`` calls what the backend returned with real CPU tensors; the
-generated wrapper then runs as it is, and each kernel it launches goes to the interpreter.
+``generate`` is a whole torch.compile of fake CUDA inputs: Dynamo, AOTAutograd, the backend,
+Inductor's CUDA path. ``interpret`` calls the compiled function with real CPU tensors: the generated
+wrapper runs unchanged, and the kernels that it launches are interpreted.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 from . import _load, interpreter
 from .gpu import virtual_gpu
 
-# Code generated once must be generated again by the next call, in this process.
+# The next call must generate the code again, in this process.
 _CONFIG = {"force_disable_caches": True, "compile_threads": 1}
 
 
 class GeneratedKernel:
-    """A kernel of the generated wrapper: does nothing with fake tensors, interprets real ones."""
+    """A kernel of the generated wrapper: ignores fake tensors, is interpreted for real ones."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = name
@@ -43,8 +43,8 @@ class GeneratedKernel:
             return
         if any(fake):
             raise RuntimeError(
-                f"{self.name} was launched on a mixture of real and fake tensors: the wrapper "
-                "holds a constant made while the virtual GPU was there; pass it as an input"
+                f"{self.name} was launched on both real and fake tensors: the wrapper holds a "
+                "constant made for the virtual GPU; pass it as an input"
             )
         if self._autotuner is None:
             self._autotuner = _load.load_autotuner(self.name, self.source)
@@ -55,9 +55,9 @@ class GeneratedKernel:
 class _Graph:
     """One compiled graph.
 
-    inputs    per graph input, the expression over ``L`` (arguments by name) that gives its value
-    compiled  what the backend returned: graph inputs -> graph outputs
-    outputs   what it returned for the fake inputs
+    inputs    of each graph input, the expression over ``L`` (arguments by name) of its value
+    compiled  the backend's result: graph inputs -> graph outputs
+    outputs   its result for the fake inputs
     """
 
     inputs: list[str]
@@ -66,7 +66,7 @@ class _Graph:
 
 
 class _RecordingBackend:
-    """A torch.compile backend that calls another one and remembers its graphs."""
+    """A torch.compile backend that calls another one and records its graphs."""
 
     def __init__(self, backend: Callable[..., Any]) -> None:
         self.backend = backend
@@ -118,8 +118,8 @@ def generate(
 ) -> Generated:
     """Compile ``fn`` for a virtual GPU, under ``torch.no_grad``.
 
-    A module is an input like any other, made on the device that is asked for (``Module.to`` does
-    not move fake parameters)::
+    A module is an input too, made on the given device (``Module.to`` does not move fake
+    parameters)::
 
         def make_inputs(device):
             with torch.device(device):
@@ -171,10 +171,10 @@ def generate(
 
 
 def interpret(generated: Generated, args: Sequence[Any]) -> Any:
-    """Run generated code on CPU tensors, every kernel in Triton's interpreter.
+    """Run generated code on CPU tensors, with all kernels in Triton's interpreter.
 
-    Returns what ``fn(*args)`` would, in the same structure. Sizes may differ from those at
-    generation where the graph is dynamic. Arguments that the graph mutates are mutated.
+    Returns what ``fn(*args)`` would, in the same structure. Sizes that are dynamic in the graph may
+    differ from those at generation. Arguments that the graph mutates are mutated.
 
     Args:
         generated: the result of ``generate``; the graph must not have broken.
@@ -191,7 +191,7 @@ def interpret(generated: Generated, args: Sequence[Any]) -> Any:
 
 
 def _as_kernels_see(value: Any) -> Any:
-    """Inductor's kernels take e8m0 tensors as bytes; the interpreter does not know the type."""
+    """Inductor's kernels take e8m0 tensors as bytes; the interpreter lacks the type."""
     is_e8m0 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e8m0fnu
     return value.view(torch.uint8) if is_e8m0 else value
 
@@ -219,7 +219,7 @@ def _bind_inputs(fn: Callable[..., Any], inputs: list[str], args: Sequence[Any])
     if inspect.isfunction(fn):
         arguments = inspect.signature(fn).bind(*args).arguments
         global_names = fn.__globals__
-    else:  # dynamo wraps built-in functions into one of *args, **kwargs
+    else:  # Dynamo wraps a built-in function into one of *args, **kwargs
         arguments, global_names = {"args": tuple(args), "kwargs": {}}, {}
     scope = {**_get_closure_vars(), "L": arguments, "G": global_names}
     values = []
@@ -240,11 +240,8 @@ def _bind_inputs(fn: Callable[..., Any], inputs: list[str], args: Sequence[Any])
 def _like_output(
     generated: Generated, graph: _Graph, outputs: Sequence[Any], args: Sequence[Any]
 ) -> Any:
-    """``generated.output`` with each fake tensor replaced by its real counterpart.
-
-    A fake tensor in it is either an output of the graph or an argument handed through; which one,
-    its identity tells.
-    """
+    """``generated.output`` with each fake tensor replaced by its real counterpart: an output of the
+    graph, or an argument that is returned. Identity tells which."""
     fake_leaves = (*pytree.tree_leaves(generated._fake_args), *graph.outputs)
     real_leaves = (*pytree.tree_leaves(tuple(args)), *outputs)
     real_by_id = {id(fake): real for fake, real in zip(fake_leaves, real_leaves, strict=True)}

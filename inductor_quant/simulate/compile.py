@@ -1,7 +1,7 @@
-"""Compile Triton kernels down to machine code without a driver, and read what came out.
+"""Compile Triton kernels to machine code without a driver.
 
-Registers and spills are what the ptxas bundled with Triton reports; the driver of a real machine
-may assemble the PTX anew. Not usable where TRITON_INTERPRET is set: there is nothing to compile.
+Registers and spills are those that the ptxas bundled with Triton reports; a real machine's driver
+may assemble the PTX again. Not with TRITON_INTERPRET: there is nothing to compile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CompiledKernel:
     spill_loads: int
     shared_bytes: int
     ptx: str = dataclasses.field(repr=False)
-    # ptxas makes a wgmma wait for the one before, for want of registers, it says (C7510, C7512).
+    # ptxas makes each wgmma wait for the previous one, because it lacks registers (C7510, C7512).
     is_serialized: bool = False
 
     def matrix_instructions(self) -> dict[str, int]:
@@ -69,7 +69,7 @@ def compile_kernel(name: str, source: str) -> CompiledKernel:
         binaries.append(compile_in_triton(*args, **kwargs))
         return binaries[-1]
 
-    # The autotuner may hide the binary behind a static launcher, so catch it on its way there.
+    # The autotuner may wrap the binary in a static launcher, so take it before.
     patched = mock.patch.object(triton, "compile", compile_and_keep)
     with _load.without_driver(), patched, _ptxas_log() as log:
         autotuner.precompile(warm_cache_only=True)
@@ -95,8 +95,8 @@ def compile_jit(
         constexprs: value of each constexpr argument.
         arch: compute capability, 90 for (9, 0).
         num_warps, num_stages: as at a launch.
-        divisible_by_16: arguments whose value is a multiple of 16. At a launch Triton finds this
-            out by itself; without it loads are not vectorised, and registers are not the same.
+        divisible_by_16: arguments whose value is a multiple of 16, which Triton finds out at a
+            launch; without it loads are not vectorised, and registers differ.
     """
     _refuse_interpreter()
     missing = set(fn.arg_names) - set(signature) - set(constexprs)
@@ -123,7 +123,7 @@ def _refuse_interpreter() -> None:
 
 @contextlib.contextmanager
 def _ptxas_log() -> Iterator[io.StringIO]:
-    """What ptxas says while Triton runs it; nothing where Triton finds the kernel in its cache."""
+    """The output of ptxas while Triton runs it; empty if the kernel is in Triton's cache."""
     log = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
@@ -153,7 +153,7 @@ def _number(pattern: str, report: str) -> int:
 
 
 def _ptxas_report(ptx: str, arch: int) -> str:
-    """What ``ptxas --verbose`` says of ``ptx``, which Triton has assembled before."""
+    """The output of ``ptxas --verbose`` for ``ptx``, which Triton has assembled before."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)

@@ -1,8 +1,8 @@
 """torch.compile of real CPU tensors, with every Triton kernel in the interpreter.
 
 Inductor can generate Triton for CPU tensors (``config.cpu_backend = "triton"``) if Triton has a
-"cpu" backend. Stock Triton has none; a stand-in that is never asked to compile will do, because
-Inductor hands kernels to the interpreter when TRITON_INTERPRET is set.
+"cpu" backend. Stock Triton has none. A placeholder is enough, because with TRITON_INTERPRET
+Inductor gives kernels to the interpreter and compiles none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import _cuda, _selection, interpreter
 
 
 class InterpretedDriver:
-    """What Inductor asks of Triton's driver."""
+    """The part of Triton's driver that Inductor uses."""
 
     utils = types.SimpleNamespace(get_device_properties=lambda device: {"max_shared_mem": 1 << 20})
 
@@ -45,7 +45,7 @@ class InterpretedDriver:
 
 
 class InterpretedCompiler:
-    """What Inductor asks of Triton's compiler: its options, and a hash for cache keys."""
+    """The part of Triton's compiler that Inductor uses: options, and a hash for cache keys."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -63,9 +63,9 @@ class InterpretedCompiler:
 
 @contextlib.contextmanager
 def interpreted_cpu(*, pick: Callable[[Any], float] | None = None) -> Iterator[None]:
-    """Within, ``torch.compile`` on CPU tensors generates Triton and interprets it.
+    """A context in which ``torch.compile`` on CPU tensors generates Triton and interprets it.
 
-    Needs TRITON_INTERPRET=1. Functions compiled within have to be called within.
+    Needs TRITON_INTERPRET=1. Call the functions compiled within it within it too.
 
     Args:
         pick: cost of an autotuning choice; the cheapest is taken. Default: the first on the list.

@@ -1,10 +1,9 @@
 """A CUDA card that exists only for the compiler.
 
-``virtual_gpu`` makes torch.compile take Inductor's CUDA path on a machine without one, with
-FakeTensors for inputs. What Inductor asks about the card is answered from a ``GPU`` record; what it
-would launch or time is replaced by a stand-in. ``Trace`` holds what it generated.
-
-The patches themselves are in ``_cuda`` (torch and Triton), and ``_selection`` (autotuning).
+``virtual_gpu`` makes torch.compile take Inductor's CUDA path on a machine without a GPU, with
+FakeTensors as inputs. A ``GPU`` record answers for the card; launches and timings are replaced.
+``Trace`` holds the generated code. The patches are in ``_cuda`` (torch and Triton) and
+``_selection`` (autotuning).
 """
 
 from __future__ import annotations
@@ -21,51 +20,20 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
 
 from . import _cuda, _selection
+from .cards import GPU, GPUS
 
-# Padding is decided by timing real matrices, uniform constants are folded by making real ones.
+# Padding would time real matrices, folding of uniform constants would make real ones.
 _INDUCTOR_CONFIG = {
     "compile_threads": 1,
     "shape_padding": False,
     "joint_graph_constant_folding": False,
 }
 
-KIB = 1 << 10
-MIB = 1 << 20
-GIB = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class GPU:
-    """What the compiler may know of a card. Sizes are in bytes."""
-
-    name: str
-    capability: tuple[int, int]
-    num_sms: int
-    shared_memory_per_block_optin: int
-    total_memory: int
-    l2_cache: int
-    threads_per_sm: int = 2048
-    registers_per_sm: int = 65536
-    warp_size: int = 32
-
-    @property
-    def arch(self) -> int:
-        """The capability as one number: 90 for (9, 0)."""
-        major, minor = self.capability
-        return major * 10 + minor
-
-
-GPUS: dict[int, GPU] = {
-    80: GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 80 * GIB, 40 * MIB),
-    89: GPU("NVIDIA L40S", (8, 9), 142, 99 * KIB, 48 * GIB, 96 * MIB, threads_per_sm=1536),
-    90: GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 * KIB, 80 * GIB, 50 * MIB),
-    100: GPU("NVIDIA B200", (10, 0), 148, 227 * KIB, 180 * GIB, 126 * MIB),
-}
 NUM_DEVICES = 2
 
 
 class RecordedKernel:
-    """Takes the place of a compiled kernel: notes its launches and runs nothing."""
+    """In place of a compiled kernel: records its launches and runs nothing."""
 
     def __init__(self, name: str, source: str) -> None:
         self.name = name
@@ -78,12 +46,12 @@ class RecordedKernel:
 
 @dataclasses.dataclass
 class Trace:
-    """What Inductor produced while the virtual GPU was there.
+    """What Inductor generated for the virtual GPU.
 
     wrappers  text of each generated module, in order of generation
     kernels   kernel name -> source text, as handed to ``AsyncCompile.triton``
-    choices   per kernel selection, the ``ChoiceCaller`` objects that were on offer
-    launched  kernel name -> what ``run_kernel`` gave for it
+    choices   of each kernel selection, the ``ChoiceCaller`` objects on offer
+    launched  kernel name -> the result of ``run_kernel``
     """
 
     gpu: GPU
@@ -100,10 +68,10 @@ def virtual_gpu(
     run_kernel: Callable[[str, str], Any] | None = None,
     pick: Callable[[Any], float] | None = None,
 ) -> Iterator[Trace]:
-    """Let Inductor believe in ``NUM_DEVICES`` cards of compute capability ``arch``.
+    """Let Inductor see ``NUM_DEVICES`` cards of compute capability ``arch``.
 
     Make the inputs with ``device="cuda"`` under a ``FakeTensorMode``. Everything is restored on
-    exit, and functools caches that remember a card are emptied on the way in and out.
+    exit; functools caches of answers about the card are emptied on entry and exit.
 
     Args:
         arch: a key of ``GPUS``.
@@ -124,7 +92,7 @@ def virtual_gpu(
         return kernel
 
     with contextlib.ExitStack() as stack:
-        # Cleared after everything else is restored, so that no answer of the virtual card survives.
+        # Runs after everything else is restored, so that no answer of the virtual card survives.
         stack.callback(_cuda.clear_device_caches)
         _cuda.install(stack, gpu, NUM_DEVICES)
         _selection.install(stack, trace.choices, pick)

@@ -1,7 +1,7 @@
-"""Triton's interpreter, made to compute what the hardware would.
+"""Triton's interpreter, corrected to compute what the hardware does.
 
 With TRITON_INTERPRET=1 in the environment before triton is imported, ``@triton.jit`` functions run
-in Python on numpy arrays. ``install`` corrects the interpreter in place, for the whole process.
+in Python on numpy arrays. ``install`` corrects the interpreter for the whole process.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def install() -> None:
     - libdevice functions (computed in float64 and rounded)
     - bfloat16 constants, arithmetic and ``tl.dot``
     - ``tl.dot`` of 8-bit floats; fast, exact ``tl.dot`` of int8
-    - conversions round to nearest even, those to 8-bit floats keep NaN and saturate
-    - comparisons are of type int1
+    - conversions round to nearest even; those to 8-bit floats keep NaN and saturate
+    - comparisons have type int1
     - ``tl.reduce`` with a combine function by halves
     - ``tl.inline_asm_elementwise``, for assembly given to ``register_asm_emulation``
     - scalars as Python indices with Triton 3.6 and numpy 2.4
 
     Raises RuntimeError if TRITON_INTERPRET was not set before triton was imported.
     """
-    # Functions of Triton's own, such as tl.cdiv, were made when it was imported.
+    # Triton's own functions, such as tl.cdiv, were made when it was imported.
     made_for_interpreter = isinstance(tl.cdiv, triton_interpreter.InterpretedFunction)
     if not (is_interpreting() and made_for_interpreter):
         raise RuntimeError(
@@ -54,19 +54,19 @@ def install() -> None:
 
 
 def register_asm_emulation(asm: str, fn: AsmEmulation) -> None:
-    """Say what ``tl.inline_asm_elementwise(asm, ...)`` computes.
+    """Define what ``tl.inline_asm_elementwise(asm, ...)`` computes.
 
-    ``fn`` gets the operands as numpy arrays of one shape (bfloat16 as uint16, 8-bit floats as
-    uint8), whole blocks whatever ``pack`` is, and returns an array per result: one, or a tuple.
+    ``fn`` takes the operands as numpy arrays of one shape (bfloat16 as uint16, 8-bit floats as
+    uint8), whole blocks for any ``pack``, and returns an array for each result: one, or a tuple.
     """
     _builder.asm_emulations[asm.strip()] = fn
 
 
 def _patch_language() -> None:
-    """Make ``tl`` the language of the interpreter for good.
+    """Make ``tl`` the language of the interpreter permanently.
 
-    Upstream does so for every kernel, and once more for every call of a device function, which
-    takes half of the time and is not undone in the second case.
+    Upstream does so for every kernel and again for every call of a device function. That takes half
+    of the time, and the latter is never undone.
     """
     everything = types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     triton_interpreter._patch_lang(everything)

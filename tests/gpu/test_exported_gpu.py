@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import exported
+from tests.support.graphs import exported
 
 pytestmark = pytest.mark.gpu
 

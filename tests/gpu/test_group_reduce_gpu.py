@@ -1,4 +1,4 @@
-"""A norm and the quantization in groups behind it on a real GPU: one kernel, every element."""
+"""A norm and the group quantization after it, on a real GPU: one kernel, every element."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.support import group_reduce as groups
-from tests.support.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
+from tests.support.gemms import group_reduce as groups
+from tests.support.gemms.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
 

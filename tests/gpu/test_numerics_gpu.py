@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import inductor_quant
-from tests.support.producers import PRODUCERS
-from tests.support.producers_activation import FakeQuantized
-from tests.support.quantizers import TorchaoLinear
+from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.producers.activation import FakeQuantized
+from tests.support.producers.registry import PRODUCERS
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch._inductor import config
 
 from inductor_quant.backend import inductor_quant_backend
-from inductor_quant.report import collect
-from tests.support.producers import PRODUCERS, Producer, need
+from inductor_quant.report.events import collect
+from tests.support.producers.registry import PRODUCERS, Producer, need
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 K, N = 1024, 512
 # optimum-quanto packs these for Marlin as soon as they are on a GPU.
@@ -49,7 +49,7 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     need(producer)
     if producer.name in REPACKED:
-        pytest.skip("its layout for a GPU is another one")
+        pytest.skip("on a GPU it has another layout")
     if producer.max_rows is not None and rows > producer.max_rows:
         pytest.skip("this form is for few rows")
     torch._dynamo.reset()

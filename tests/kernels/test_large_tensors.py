@@ -1,15 +1,15 @@
-"""The Gluon kernels of 8-bit operands where positions in memory take 64 bits: they compile."""
+"""The Gluon kernels of 8-bit operands compile if offsets need 64 bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from inductor_quant import _gluon_compat as gluon
 from inductor_quant import simulate
-from inductor_quant.report import collect
-from tests.support import fp8, numerics
-from tests.support.generated import generate
+from inductor_quant._compat import gluon
+from inductor_quant.report.events import collect
+from tests.support.gemms import fp8, w8a8
+from tests.support.gemms.generated import generate
 
 pytestmark = [
     pytest.mark.compiles,
@@ -29,8 +29,8 @@ def assert_compiles(fn, make, kernel):
 @pytest.mark.parametrize(
     ("of", "case", "kernel"),
     [
-        (numerics, numerics.Case(300000, 8192, 4096), "w8a8_gluon"),
-        (fp8, fp8.Case(300000, 8192, 4096), "fp8_gluon"),
+        (w8a8, w8a8.Case(300000, 8192, 4096), "w8a8_large_m_sm90"),
+        (fp8, fp8.Case(300000, 8192, 4096), "fp8_large_m_sm90"),
     ],
 )
 def test_a_result_of_more_than_2_31_elements(of, case, kernel):
@@ -40,23 +40,23 @@ def test_a_result_of_more_than_2_31_elements(of, case, kernel):
 @pytest.mark.parametrize(
     ("of", "case", "dtype", "kernel"),
     [
-        (numerics, numerics.Case(4, 4096, 4096), torch.int8, "w8a8_few_gluon"),
+        (w8a8, w8a8.Case(4, 4096, 4096), torch.int8, "w8a8_decode"),
         (
             fp8,
             fp8.Case(4, 4096, 4096, block=(128, 128)),
             torch.float8_e4m3fn,
-            "fp8_block_few_gluon",
+            "fp8_block_decode",
         ),
         (
             fp8,
             fp8.Case(128, 7168, 2048, block=(128, 128)),
             torch.float8_e4m3fn,
-            "fp8_block_pairs",
+            "fp8_block_two_block_sm90",
         ),
     ],
 )
-def test_a_weight_that_lies_far_behind_others(of, case, dtype, kernel):
-    """An expert of many in one tensor."""
+def test_a_weight_at_a_large_offset(of, case, dtype, kernel):
+    """One expert of many in one tensor."""
 
     def fn(experts, a, _, *rest):
         return of.gemm(case)(a, experts[290], *rest)

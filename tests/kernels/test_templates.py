@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from inductor_quant.kernels import KERNELS
-from inductor_quant.kernels.config import Problem, Weight, WeightTensor, parse_config
-from inductor_quant.kernels.w8a8 import W8A8_MM, W8A8_PERSISTENT
-from inductor_quant.kernels.weight_code import WeightCode
-from inductor_quant.kernels.weight_only import WEIGHT_ONLY_MM, weight_code
+from inductor_quant.kernels.codegen.weight import WeightCodegen
+from inductor_quant.kernels.config import parse_config
+from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
+from inductor_quant.kernels.scaled_mm.mm.kernel import W8A8_MM
+from inductor_quant.kernels.scaled_mm.persistent.kernel import W8A8_PERSISTENT
+from inductor_quant.kernels.weight_only.mm.kernel import WEIGHT_ONLY_MM
 from inductor_quant.ops import weight_only
-from tests.support import formats
-from tests.support.formats import FORMATS
+from tests.support.gemms import formats
+from tests.support.gemms.formats import FORMATS
 
 W8A8_FLAGS = (
     "HAS_A_SCALE",
@@ -26,9 +28,9 @@ W8A8_FLAGS = (
     "B_SCALE_PER_CHANNEL",
     "HAS_BIAS",
     "EVEN_K",
-    "FEW_ROWS",
+    "MASK_M",
 )
-# One by one: a zero point of a as a number or a tensor, of b; sums given or not; exact or not.
+# A zero point of a (constant or tensor) or of b; column sums given or not; exact or not.
 ZEROS = [
     dict.fromkeys(
         (
@@ -47,15 +49,15 @@ ZEROS = [
         ("HAS_A_ZERO_POINT", "HAS_B_SUM", "HAS_B_ZERO_POINT"),
     )
 ]
-WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS", "FEW_ROWS")
+WEIGHT_ONLY_FLAGS = ("HAS_COLUMN_SCALE", "COLUMN_SCALE_PER_CHANNEL", "HAS_BIAS", "MASK_M")
 
 
-# A template is parsed once, not for each combination.
+# Parses each template once, not for each combination.
 template = functools.cache(functools.partial(jinja2.Template, undefined=jinja2.StrictUndefined))
 
 
 def render(source: str, **constants: object) -> tuple[str, list[str]]:
-    """The template with stubs for Inductor's hooks; and the inputs that it declared."""
+    """The template rendered with stubs for Inductor's hooks, and the inputs that it declares."""
     declared: list[str] = []
 
     def def_kernel(*names: str) -> str:
@@ -83,7 +85,7 @@ def names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-NO_GROUPS = {"QUANT_K": 0, "A_SCALE_GROUPED": False, "B_SCALE_GROUPED": False}
+UNGROUPED = {"QUANT_K": 0, "A_SCALE_GROUPED": False, "B_SCALE_GROUPED": False}
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
@@ -95,8 +97,9 @@ def test_every_combination_parses_and_uses_what_it_declares(alpha):
         if kernel is W8A8_PERSISTENT and zeros["SUM_B"]:
             continue
         number = 3 if zeros["HAS_B_SUM"] or zeros["SUM_B"] else 0
-        constants = {**flags, **zeros, **NO_GROUPS, "ALPHA": alpha, "A_ZERO": number}
+        constants = {**flags, **zeros, **UNGROUPED, "ALPHA": alpha, "A_ZERO": number}
         constants["LOADS_EARLY"] = is_early = flags["EVEN_K"]
+        constants["IS_INTEGER"] = True
         text, declared = render(kernel.source(), **constants)
         names = names_in(text)
         assert set(declared) <= names
@@ -114,15 +117,15 @@ def test_every_format_parses_and_uses_what_it_declares(name, config):
         [(128, 128), (192, 80)], combinations(WEIGHT_ONLY_FLAGS)
     ):
         weight = code_of(formats.build(name, k, n), config)
-        text, declared = render(WEIGHT_ONLY_MM.source(), WEIGHT=weight, **flags)
+        text, declared = render(WEIGHT_ONLY_MM.source(), CODEGEN=weight, **flags)
         assert declared[: len(weight.sources) + 1] == ["X", *weight.sources]
         assert set(declared) <= names_in(text)
         assert ("BIAS" in declared) == flags["HAS_BIAS"]
-        is_uneven = weight.k % weight.block["k"] != 0
-        assert ("mask=" in text) == (is_uneven or flags["FEW_ROWS"])
+        is_uneven = weight.k % weight.block_k != 0
+        assert ("mask=" in text) == (is_uneven or flags["MASK_M"])
 
 
-def code_of(packed: formats.Packed, config: str) -> WeightCode:
+def code_of(packed: formats.Packed, config: str) -> WeightCodegen:
     spec = weight_only.make_spec(
         packed.format,
         [dtype for _, _, dtype in packed.tensors],
@@ -134,11 +137,11 @@ def code_of(packed: formats.Packed, config: str) -> WeightCode:
     tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
     k, n = packed.format.shape
     problem = Problem(16, n, k, weight=Weight(packed.format, tensors))
-    return weight_code(spec, problem, parse_config(config))
+    return WEIGHT_ONLY_MM.codegen(spec, problem, parse_config(config))
 
 
-def test_a_word_and_a_row_of_scales_are_read_once_a_tile():
-    """GPTQ, 8 numbers a word and 32 rows a group: not once for each number."""
+def test_a_packed_word_and_a_row_of_scales_are_loaded_once_per_tile():
+    """GPTQ with 8 values per int32 and groups of 32: not once per value."""
     code = code_of(formats.build("gptq", 128, 128), "16x64x32_w4_s3_g8")
     words, zeros, scales = 32 // 8 * 64 * 4, 64 // 8 * 4, 64 * 2
     assert code.loaded_bytes() == words + zeros + scales
@@ -146,7 +149,7 @@ def test_a_word_and_a_row_of_scales_are_read_once_a_tile():
     assert long.loaded_bytes() == 4 * (words + zeros + scales)
 
 
-def test_the_scales_of_columns_are_applied_behind_the_loop():
+def test_per_channel_scales_are_applied_after_the_loop():
     code = code_of(formats.build("int8_zero_channel", 128, 128), "16x64x32_w4_s3_g8")
     hooks = (lambda name, dim: "1", lambda name, dim: "128")
     assert "W2" not in code.tile(*hooks)
@@ -154,9 +157,9 @@ def test_the_scales_of_columns_are_applied_behind_the_loop():
     assert code.columns(*hooks).count("out = out * ") == 2
 
 
-def test_what_lies_in_a_tensor_is_bounded_before_it_is_used():
-    """Timing runs on arbitrary numbers: none may read past the end, or shift by more than a word.
-    A code of 4 bits cannot leave a table of 16."""
+def test_indices_and_shifts_from_a_tensor_are_clamped():
+    """Autotuning runs on random data, which must not load out of bounds or shift by 32 or more. A
+    4-bit code cannot leave a table of 16."""
     hooks = (lambda name, dim: "1", lambda name, dim: "128")
 
     def tile(name: str) -> str:
@@ -167,8 +170,8 @@ def test_what_lies_in_a_tensor_is_bounded_before_it_is_used():
     assert "tl.minimum" not in tile("nf4")
 
 
-def test_as_a_constant_the_weight_is_the_text_of_its_format():
-    """A literal that Python reads back, so that it can stand in the kernel and in its keys."""
+def test_as_a_constant_the_weight_reads_as_its_format():
+    """A Python literal, so that it can be part of the kernel's text and of cache keys."""
     for name in FORMATS:
         packed = formats.build(name, 128, 128)
         code = code_of(packed, "16x64x32_w4_s3_g8")
@@ -178,4 +181,4 @@ def test_as_a_constant_the_weight_is_the_text_of_its_format():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_template_begins_with_its_formula(kernel):
     head = kernel.source().split("-#}")[0]
-    assert head.startswith("{#- out[m, n] = ")
+    assert head.startswith(("{#- out[m, n] = ", "{#- out[k, n] = "))

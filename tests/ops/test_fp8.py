@@ -8,8 +8,8 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import fp8, fp8_block
-from tests.support.fp8 import Case, e4m3, e5m2, e8m0, gemm, make_inputs, reference
-from tests.support.numerics import assert_close
+from tests.support.gemms.fp8 import Case, e4m3, e5m2, e8m0, gemm, make_inputs, reference
+from tests.support.gemms.w8a8 import assert_close
 
 CASES = [
     *(Case(33, 57, 100, out_dtype=t) for t in (torch.bfloat16, torch.float16, torch.float32)),

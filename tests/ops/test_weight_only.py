@@ -11,10 +11,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.weight_format import Field, Form, Step, WeightFormat
-from tests.support import formats
-from tests.support.formats import FORMATS, form
-from tests.support.weight_only import Case, assert_close, gemm, laid_out, make_inputs, reference
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from tests.support.gemms import formats
+from tests.support.gemms.formats import FORMATS, form
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    laid_out,
+    make_inputs,
+    reference,
+)
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -69,7 +76,10 @@ def test_a_shift_that_is_data_goes_as_far_as_torch_shifts(dtype, values):
 
 def test_steps_are_rounded_one_by_one_in_the_type_that_is_asked_for():
     format = WeightFormat(
-        (1,), (1,), Field(0, ()), (Step("mul", 3.0), Step("sub", 0.1), Step("div", 7.0))
+        (1,),
+        (1,),
+        Field(0, ()),
+        (DequantOp("mul", 3.0), DequantOp("sub", 0.1), DequantOp("div", 7.0)),
     )
     value = torch.tensor(1.1, dtype=f32)
     assert dequantize(format, [value]).item() == (((value * 3) - 0.1) / 7).item()
@@ -111,11 +121,13 @@ def test_one_hot_rows_give_the_weight(name):
     _, _, _, *weight = make_inputs(case, "cpu")
     format = case.packed.format
     got = gemm(case)(torch.eye(format.shape[0]).to(bf16), None, None, *weight)
-    columns = format.column_steps
-    kept = dataclasses.replace(format, steps=format.steps[: len(format.steps) - len(columns)])
+    columns = format.column_ops
+    kept = dataclasses.replace(
+        format, dequant_ops=format.dequant_ops[: len(format.dequant_ops) - len(columns)]
+    )
     value = dequantize(kept, weight).to(bf16).float()
     for step in columns:
-        alone = dataclasses.replace(format, steps=())
+        alone = dataclasses.replace(format, dequant_ops=())
         if isinstance(step.operand, Field):
             alone = dataclasses.replace(alone, element=step.operand)
             operand = dequantize(alone, weight)
@@ -183,8 +195,8 @@ def test_properties_of_a_format():
     assert packs["nf4"].pack_order == (4, 0)
     assert packs["int8_group"].pack_axis is None
     assert packs["shift_table"].pack_order == ()
-    assert len(packs["int8_zero_channel"].column_steps) == 2
-    assert packs["gptq"].column_steps == ()
+    assert len(packs["int8_zero_channel"].column_ops) == 2
+    assert packs["gptq"].column_ops == ()
 
 
 def test_opcheck():
@@ -226,31 +238,35 @@ BAD = {
     "x is int8": ({"x": torch.zeros(3, 64, dtype=torch.int8)}, "int8"),
     "K differs": ({"x": torch.zeros(3, 65, dtype=bf16)}, "[M, 64]"),
     "x is a vector": ({"x": torch.zeros(64, dtype=bf16)}, "[M, 64]"),
-    "column_scale is a column": ({"column_scale": torch.zeros(16, 1)}, "(1, 16)"),
+    "column_scale is a column": ({"column_scale": torch.zeros(16, 1)}, "[1, 16] or [1, 1]"),
     "column_scale is fp64": ({"column_scale": torch.zeros(1, 16).double()}, "float64"),
-    "bias is short": ({"bias": torch.zeros(1)}, "(16,)"),
+    "bias is short": ({"bias": torch.zeros(1)}, "must be [16]"),
     "out is int8": ({"out_dtype": torch.int8}, "int8"),
     "a tensor is missing": ({"weight": [WORDS, ZEROS]}, "2 were given"),
     "a tensor too many": ({"weight": [WORDS, ZEROS, SCALES, SCALES]}, "4 were given"),
-    "the words are short": ({"weight": [WORDS[:-1], ZEROS, SCALES]}, "positions 0 to 7"),
-    "the words are flat": ({"weight": [WORDS.flatten(), ZEROS, SCALES]}, "2 positions for 1"),
-    "the scales are narrow": ({"weight": [WORDS, ZEROS, SCALES[:, :9]]}, "positions 0 to 15"),
+    "the words are short": ({"weight": [WORDS[:-1], ZEROS, SCALES]}, "indices 0 to 7"),
+    "the words are flat": ({"weight": [WORDS.flatten(), ZEROS, SCALES]}, "2 indices for 1"),
+    "the scales are narrow": ({"weight": [WORDS, ZEROS, SCALES[:, :9]]}, "indices 0 to 15"),
     "the words are bytes": ({"weight": [WORDS.to(torch.int8), ZEROS, SCALES]}, "words of 8"),
-    "the words are floats": ({"weight": [WORDS.float(), ZEROS, SCALES]}, "no integer"),
-    "the words are booleans": ({"weight": [WORDS > 0, ZEROS, SCALES]}, "no type"),
+    "the words are floats": ({"weight": [WORDS.float(), ZEROS, SCALES]}, "bit field of a float"),
+    "the words are booleans": ({"weight": [WORDS > 0, ZEROS, SCALES]}, "unsupported dtype"),
     "an offset below 0": (_with(offset=form(("k2", 4), const=-1)), "bits -1 to"),
     "an offset beyond the word": (_with(offset=form(("k2", 4), const=1)), "bits 1 to 32"),
     "a digit that is not there": (_with(offset=form(("k3", 4))), "no digit k3"),
-    "a table of another length": (_with(offset=Form(tables=(("k2", (0, 4)),))), "2 entries"),
-    "a wrap without a width": (_with(width=0, offset=Form(), wrap=True), "without a width"),
-    "an element that is wide": (_with(width=16, offset=Form()), "wider than 15"),
+    "a table of another length": (_with(offset=AffineIndex(tables=(("k2", (0, 4)),))), "2 entries"),
+    "a wrap without a width": (_with(width=0, offset=AffineIndex(), wrap=True), "without a width"),
+    "an element that is wide": (_with(width=16, offset=AffineIndex()), "wider than 15"),
     "an empty dimension": ({"format": dataclasses.replace(FORMAT, k=(2, 4, 0))}, "empty"),
     "a position that is a float": (
-        {"format": WeightFormat((64,), (16,), Field(0, (form(data=Field(1, ())), Form())))},
+        {"format": WeightFormat((64,), (16,), Field(0, (form(data=Field(1, ())), AffineIndex())))},
         "not an integer",
     ),
     "a number without an end": (
-        {"format": dataclasses.replace(FORMAT, steps=(*FORMAT.steps, Step("mul", float("inf"))))},
+        {
+            "format": dataclasses.replace(
+                FORMAT, dequant_ops=(*FORMAT.dequant_ops, DequantOp("mul", float("inf")))
+            )
+        },
         "inf",
     ),
     "no format": ({"format": "GPTQ"}, "GPTQ"),
@@ -320,10 +336,12 @@ def test_two_levels_of_scales_do_not_leave_fp16_between_them(size):
     fmt = WeightFormat(
         (groups, k // groups),
         (n,),
-        Field(0, (Form(0, (("k0", k // groups), ("k1", 1))), Form(0, (("n0", 1),)))),
+        Field(0, (AffineIndex(0, (("k0", k // groups), ("k1", 1))), AffineIndex(0, (("n0", 1),)))),
         (
-            Step("mul", Field(1, (Form(0, (("k0", 1),)), Form(0, (("n0", 1),))))),
-            Step("mul", Field(2, (Form(0, (("n0", 1),)),))),
+            DequantOp(
+                "mul", Field(1, (AffineIndex(0, (("k0", 1),)), AffineIndex(0, (("n0", 1),))))
+            ),
+            DequantOp("mul", Field(2, (AffineIndex(0, (("n0", 1),)),))),
         ),
     )
     x = torch.randn(8, k).to(f16)

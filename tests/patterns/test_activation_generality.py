@@ -1,16 +1,16 @@
-"""How an int8 activation and its epilogue are spelled does not matter, and a near miss is none.
+"""The spelling of an int8 activation and its epilogue does not matter; near misses are declined.
 
 A small number of seeds; the full measurement is
 
-    python -m tests.support.activation_programs --programs 1000 --near-misses 500
+    python -m tests.support.programs.activation --programs 1000 --near-misses 500
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.activation_programs import CRASH, REJECTED, WRONG, draw, verdict
-from tests.support.correction_programs import outcome
+from tests.support.programs.activation import CRASH, REJECTED, WRONG, draw, verdict
+from tests.support.programs.zero_point import outcome
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -33,6 +33,6 @@ def test_near_misses_keep_their_value(block: int) -> None:
 
 @pytest.mark.parametrize("block", range(2))
 def test_random_terms_keep_their_value(block: int) -> None:
-    """``python -m tests.support.correction_programs --programs 500``"""
+    """``python -m tests.support.programs.zero_point --programs 500``"""
     for seed in range(7 * block, 7 * block + 7):
         assert not outcome(seed).startswith(WRONG), seed

@@ -1,8 +1,8 @@
-"""What is recognised does not depend on how a dequantization is spelled, and a near miss is none.
+"""The spelling of a dequantization does not matter; near misses are declined.
 
-A small number of seeds of the measurement in ``tests/support/generality.py``; the full one is
+A few seeds of the measurement in ``tests/support/programs/generality.py``; the full one is
 
-    python -m tests.support.generality --programs 2000 --near-misses 1000
+    python -m tests.support.programs.generality --programs 2000 --near-misses 1000
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.dequant_axes import draw, histogram
-from tests.support.dequant_edits import same_bits
-from tests.support.dequant_mutations import near_miss
-from tests.support.dequant_programs import Program, draw_program
-from tests.support.dequant_reference import decode
-from tests.support.generality import CRASH, WRONG, Measurement
+from tests.support.programs.axes import draw, histogram
+from tests.support.programs.dequantization import Program, draw_program
+from tests.support.programs.edits import same_bits
+from tests.support.programs.generality import CRASH, WRONG, Measurement
+from tests.support.programs.mutations import near_miss
+from tests.support.programs.reference import decode
 
 PROGRAMS = range(120)
 STRADDLING = range(15)
@@ -49,7 +49,7 @@ def test_nothing_is_matched_wrongly(measured: Measurement) -> None:
     assert not [cause for _, cause in measured.failures if cause.startswith((CRASH, WRONG))]
 
 
-def test_every_program_is_recognised(measured: Measurement) -> None:
+def test_every_program_is_recognized(measured: Measurement) -> None:
     measured.print_failures()
     assert not [cause for group, cause in measured.failures if group == "programs"]
 
@@ -64,7 +64,7 @@ def test_what_leaves_the_family_is_rejected(measured: Measurement) -> None:
 
 
 def test_the_graphs_compute_what_their_axes_say() -> None:
-    """The graph and an evaluation in numpy that never sees it."""
+    """The graph against a numpy evaluation that never sees it."""
     straddling = [draw_program(seed, is_mixed_radix=False) for seed in STRADDLING]
     for program in [*map(draw_program, PROGRAMS), *straddling]:
         want = decode(program.axes, program.data, program.arrangements)
@@ -98,7 +98,7 @@ def test_every_value_of_every_axis_is_drawn_often() -> None:
 
 
 def test_near_misses_differ_by_execution() -> None:
-    """From what the axes of the program that it was made from say."""
+    """According to the axes that the program was made from."""
     for leaving in (True, False):
         mutants: list[Program] = [near_miss(seed, leaving=leaving) for seed in range(30)]
         assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 8

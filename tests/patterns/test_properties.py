@@ -1,4 +1,4 @@
-"""Random programs behind an integer GEMM: whatever the pass makes of them is right."""
+"""Random programs after an integer GEMM: whatever the pass makes of them is right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.graphs import CAST, INT_MM, W8A8, Float64Epilogue, Rewrite, calls
-from tests.support.handmade import Call, rewritten
+from tests.support.graphs.handmade import Call, rewritten
+from tests.support.graphs.post_grad import CAST, INT_MM, W8A8, Float64Epilogue, Rewrite, calls
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,7 +28,7 @@ PROFILE = settings(
 
 @dataclasses.dataclass
 class Program:
-    """``steps`` behind ``_int_mm(x0, x1)``: (what, position of an input, or a value)."""
+    """``steps`` after ``_int_mm(x0, x1)``: (what, position of an input, or a value)."""
 
     m: int
     n: int
@@ -172,7 +172,7 @@ def source(node: Any) -> torch.fx.Node | None:
 
 
 def assert_right(rewrite: Rewrite) -> None:
-    """Every element within the rounding errors of the rewritten graph, of the value in fp64."""
+    """Every element is within the rewritten graph's rounding error of the fp64 value."""
     [call] = calls(rewrite.after)
     behind = list(rewrite.after.graph.nodes)
     behind = behind[behind.index(call) : -1]

@@ -1,4 +1,4 @@
-"""What the pass costs a compilation: on a quantized Llama of 32 layers, and on a plain one."""
+"""The compile time of the pass: on a quantized Llama of 32 layers, and on a plain one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from inductor_quant.options import Options
-from tests.support.graphs import printed, rewrite_graph
-from tests.support.producers import PRODUCERS, capture, need
+from tests.support.graphs.post_grad import printed, rewrite_graph
+from tests.support.producers.registry import PRODUCERS, capture, need
 
 # The products of a layer of Llama 3 8B, (K, N), at a quarter of their sizes.
 PRODUCTS = (
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def llama(layers: dict[tuple[int, int], fx.GraphModule]) -> fx.GraphModule:
-    """One graph of all products of all layers, each a copy of the graph of its shape; what is
-    between them does not matter."""
+    """One graph with all products of all layers, each a copy of the graph of its shape, without the
+    nodes between them."""
     graph, results = fx.Graph(), []
     activations: dict[int, fx.Node] = {}
     for layer in range(LAYERS):
@@ -74,7 +74,7 @@ def layers_of(make: Callable[[int, int], torch.nn.Module], dtype: torch.dtype) -
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of this thread."""
+    """CPU seconds of this thread."""
     start = time.thread_time()
     work()
     return time.thread_time() - start
@@ -89,7 +89,7 @@ def rewriting(module: fx.GraphModule) -> float:
 
 
 @pytest.mark.parametrize("name", ["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"])
-def test_a_llama_of_32_layers_is_recognised_in_seconds(name: str) -> None:
+def test_a_llama_of_32_layers_is_recognized_in_seconds(name: str) -> None:
     need(PRODUCERS[name])
     dtype = PRODUCERS[name].dtypes[0]
     module = layers_of(lambda k, n: PRODUCERS[name].make(dtype, k, n), dtype)

@@ -61,9 +61,17 @@ INT8_SM100 = "tcgen05.mma.cta_group::1.kind::i8" if TRITON_VERSION >= (3, 8) els
         (int8_linear, int8_inputs, 89, "mma.sync.aligned.m16n8k32.row.col.satfinite.s32.s8.s8.s32"),
         (int8_linear, int8_inputs, 90, r"wgmma.mma_async.sync.aligned.m64n\d+k32.s32.s8.s8"),
         (int8_linear, int8_inputs, 100, INT8_SM100),
-        (fp8_linear, fp8_inputs, 89, "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"),
+        pytest.param(
+            *(fp8_linear, fp8_inputs, 89),
+            "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+            marks=pytest.mark.slow,
+        ),
         (fp8_linear, fp8_inputs, 90, r"wgmma.mma_async.sync.aligned.m64n\d+k32.f32.e4m3.e4m3"),
-        (fp8_linear, fp8_inputs, 100, "tcgen05.mma.cta_group::1.kind::f8f6f4"),
+        pytest.param(
+            *(fp8_linear, fp8_inputs, 100),
+            "tcgen05.mma.cta_group::1.kind::f8f6f4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_matrix_instruction_is_that_of_the_card(fn, make_inputs, arch, instruction):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from inductor_quant.kernels.words import BASES, Words, scale_and_shift, unpack
+from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
+from inductor_quant.kernels.codegen.unpack_ptx import add_and_scale, unpack
 from inductor_quant.simulate import _ptx
 
 LAYOUTS = [
@@ -27,7 +28,7 @@ def bits_of(values: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_field_comes_out_with_its_base(bits, offsets, width, signed, dtype):
-    words = Words("k", bits, offsets, width, signed, 0, ((1, 1, 0),))
+    words = PackedLayout("k", bits, offsets, width, signed, 0, ((1, 1, 0),))
     base = BASES[dtype]
     kind = np.int32 if bits == 32 else np.uint8
     info = np.iinfo(kind)
@@ -47,7 +48,7 @@ def test_a_sum_and_a_product_are_rounded_as_the_hardware_does(dtype):
     torch.manual_seed(0)
     a = torch.randint(128, 144, (4096,)).to(dtype)
     b, c = -torch.randint(128, 144, (4096,)).to(dtype), torch.rand(4096).to(dtype)
-    assembly = scale_and_shift(dtype)
+    assembly = add_and_scale(dtype)
     [got] = _ptx.run(assembly.text, [bits_of(t) for t in (a, b, c)], [np.uint16], assembly.pack)
     want = ((a.double() + b.double()) * c.double()).to(dtype)
     assert np.array_equal(got, bits_of(want))

@@ -1,0 +1,1 @@
+"""Runnable examples, benchmarks and tuning tools. Not part of the wheel."""

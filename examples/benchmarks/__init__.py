@@ -1,0 +1,1 @@
+"""Benchmarks of GEMMs and models against other systems."""

@@ -1,0 +1,1 @@
+"""Sentence search with a quantized model, with or without a GPU."""

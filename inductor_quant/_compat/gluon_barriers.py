@@ -1,0 +1,120 @@
+"""Barriers at which each warp arrives and waits for itself (``warps`` in a Gluon kernel).
+
+Triton synchronises all warps of a partition (``bar.sync``) before one thread arrives at, or waits
+for, a Gluon ``mbarrier``. Two warpgroups of a partition should alternate, one multiplies while the
+other dequantizes; a ``bar.sync`` twice an iteration forces them into step. These barriers have no
+such synchronisation.
+
+They have shared memory of their own. Triton does not expose the address of Gluon's barriers, which
+TMA signals; a relay warp forwards each arrival to ours (``forward_barrier``).
+
+Imported by ``gluon.runtime`` alone: needs Triton. A phase is 0 or 1, as for ``mbarrier``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language import core
+
+# Bytes. Triton's own shared memory starts after it, at a multiple of 1024 as tiles with a 128-byte
+# swizzle need.
+MEMORY = 1024
+BYTES = 8  # of a barrier
+MOST = MEMORY // BYTES
+
+_ALLOCATE = f"{{ .shared .align {MEMORY} .b8 barriers[{MEMORY}]; mov.u32 $0, barriers; }}"
+_INIT = """{
+    .reg .pred is_first;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 is_first, thread, 0;
+    @is_first mbarrier.init.shared::cta.b64 [$1], $2;
+    mov.u32 $0, 0;
+}"""
+_WAIT = """{
+    .reg .pred is_over;
+again:
+    mbarrier.try_wait.parity.shared::cta.b64 is_over, [$1], $2;
+    @!is_over bra.uni again;
+    mov.u32 $0, 0;
+}"""
+_ARRIVE = """{
+    .reg .pred is_first;
+    .reg .b32 lane;
+    mov.u32 lane, %laneid;
+    setp.eq.u32 is_first, lane, 0;
+    setp.ne.and.u32 is_first, $2, 0, is_first;
+    @is_first mbarrier.arrive.shared::cta.b64 _, [$1];
+    mov.u32 $0, 0;
+}"""
+
+
+@core.builtin
+def barriers(*, _semantic: Any) -> Any:
+    """Allocates ``MOST`` barriers, once a kernel."""
+    return _run(_ALLOCATE, [], _semantic)
+
+
+@core.builtin
+def init(base: Any, index: Any, count: Any, *, _semantic: Any) -> None:
+    """``count`` warps must arrive. The first thread does this; a ``cta_barrier`` must follow."""
+    _run(_INIT, [_address(base, index, _semantic), count], _semantic)
+
+
+@core.builtin
+def wait(base: Any, index: Any, phase: Any, *, _semantic: Any) -> None:
+    """Wait until the phase is over: all warps have arrived, and what they wrote is visible."""
+    _run(_WAIT, [_address(base, index, _semantic), phase], _semantic)
+
+
+@core.builtin
+def arrive(base: Any, index: Any, pred: Any = True, *, _semantic: Any) -> None:
+    """Each warp arrives once, if ``pred``."""
+    is_due = _semantic.cast(_semantic.to_tensor(pred), core.int32)
+    _run(_ARRIVE, [_address(base, index, _semantic), is_due], _semantic)
+
+
+@core.builtin
+def forward_barrier(barrier: Any, phase: Any, base: Any, index: Any, *, _semantic: Any) -> None:
+    """Wait for the phase of Gluon's ``barrier``, then arrive."""
+    mbarrier.wait(barrier, phase, _semantic=_semantic)
+    arrive(base, index, _semantic=_semantic)
+
+
+@core.builtin
+def own_stage_buffer(buffers: Any, index: Any, slices: Any, count: Any, *, _semantic: Any) -> Any:
+    """The stage buffer of this warp's K slice, ``buffers[index * slices + slice]``: the first
+    ``count`` warps of the kernel form ``slices`` equal slices."""
+    slices, count = core._unwrap_if_constexpr(slices), core._unwrap_if_constexpr(count)
+    if slices > 1:
+        shift = (32 * count // slices).bit_length() - 1
+        asm = f"{{ mov.u32 $0, %tid.x; shr.u32 $0, $0, {shift}; }}"
+        mine = core.inline_asm_elementwise(
+            asm, "=r", [], core.int32, is_pure=True, pack=1, _semantic=_semantic
+        )
+        first = _semantic.mul(_semantic.to_tensor(index), _semantic.to_tensor(slices), True)
+        index = _semantic.add(first, mine, True)
+    return buffers.index(index, _semantic=_semantic)
+
+
+@core.builtin
+def prefetch(pointers: Any, *, _semantic: Any) -> None:
+    """Prefetch to L2."""
+    asm = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
+    core.inline_asm_elementwise(
+        asm, "=r,l", [pointers], core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+def _address(base: Any, index: Any, semantic: Any) -> Any:
+    offset = semantic.mul(semantic.to_tensor(index), semantic.to_tensor(BYTES), True)
+    return semantic.add(base, offset, True)
+
+
+def _run(asm: str, arguments: list[Any], semantic: Any) -> Any:
+    constraints = ",".join(["=r", *("r" for _ in arguments), "~{memory}"])
+    return core.inline_asm_elementwise(
+        asm, constraints, arguments, core.int32, is_pure=False, pack=1, _semantic=semantic
+    )

@@ -1,0 +1,361 @@
+"""Constant buffers: specialise on GPTQ's shift tables and ``g_idx``, and guard them on every call.
+
+After AOTAutograd a buffer is an input without a value, so a kernel would have to load the shift
+amounts and positions that such a table holds. Dynamo hands a backend the tensors themselves. So,
+before tracing, such a table becomes a constant of the graph, and its content part of Inductor's
+cache keys (``digest``); each call first checks that the tables are unchanged (``Guarded``).
+
+We read integer vectors owned by a module and used only as indices or shifts inside a weight, and
+only if their content is a sum over digits of the position, such as ``k // group``. The row order of
+act-order is not: the kernel looks it up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+
+DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MAX_LENGTH = 1 << 17
+# Sets of buffers that one compiled graph remembers: a layer that is compiled by itself serves all
+# layers of its kind, each with its own buffers.
+MAX_STATES = 512
+
+# By name, for functions, methods and operators. Ops whose result is a table again:
+_DERIVES = (
+    *("to", "long", "int", "short", "type", "view", "reshape", "flatten", "unsqueeze", "squeeze"),
+    *(
+        "expand",
+        "expand_as",
+        "repeat",
+        "t",
+        "permute",
+        "transpose",
+        "contiguous",
+        "clone",
+        "detach",
+    ),
+    *("getitem", "add", "sub", "mul", "floordiv", "floor_divide", "mod", "remainder"),
+)
+_SHIFTS = frozenset(
+    ["rshift", "lshift", "__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"]
+)
+# name -> position and keyword of the index argument
+_INDEXES = {
+    "getitem": (1, "indices"),
+    "index": (1, "indices"),
+    "index_select": (2, "index"),
+    "embedding": (0, "input"),
+    "gather": (2, "index"),
+}
+_PRODUCTS = frozenset(
+    ["linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "mv", "_int_mm", "_scaled_mm"]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantBuffer:
+    """``node`` is a placeholder, the argument at ``position``, or, with frozen parameters, a
+    ``get_attr`` (None); ``value`` is a copy of its present value."""
+
+    node: fx.Node
+    position: int | None
+    value: torch.Tensor
+
+
+def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuffer]:
+    """The constant buffers of a Dynamo graph, which stays as it is."""
+    held = list(_tensors_of_modules(gm, example_inputs))
+    weight_side = _weight_side(gm.graph, {buffer.node for buffer in held})
+    found = [
+        buffer
+        for buffer in held
+        if _is_short_vector(buffer.value)
+        and _decides_positions_alone(buffer.node, weight_side)
+        and _has_form(buffer.value)
+    ]
+    # This graph writes to none of them, but may write to a tensor that shares memory with one.
+    known = {id(buffer.value) for buffer in found}
+    others = {_address(t) for t in example_inputs if _is_real(t) and id(t) not in known}
+    return [
+        dataclasses.replace(buffer, value=buffer.value.detach().clone())
+        for buffer in found
+        if buffer.position is None or _address(buffer.value) not in others
+    ]
+
+
+def make_constant(gm: fx.GraphModule, buffers: Sequence[ConstantBuffer]) -> None:
+    """Replace the nodes of the buffers by constants of the graph."""
+    if not buffers:
+        return
+    for number, buffer in enumerate(buffers):
+        name = f"_inductor_quant_table{number}"
+        # an attribute and no buffer: AOTAutograd makes inputs of buffers
+        setattr(gm, name, buffer.value)
+        with gm.graph.inserting_after(buffer.node):
+            held = gm.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
+        with gm.graph.inserting_after(held):
+            constant = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (held,))
+        constant.meta = {k: v for k, v in buffer.node.meta.items() if k != "grapharg"}
+        buffer.node.replace_all_uses_with(constant)
+    gm.recompile()
+
+
+def digest(buffers: Sequence[ConstantBuffer]) -> str:
+    """SHA-256 of the dtypes, shapes and contents, in order; "" for none."""
+    if not buffers:
+        return ""
+    parts = [(t.value.dtype, t.value.shape, compat.values_of(t.value)) for t in buffers]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph without the metadata of its nodes."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule(gm, graph)
+
+
+# ------------------------------------------------------------------------------------------
+# candidates
+
+
+def _tensors_of_modules(
+    gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Iterator[ConstantBuffer]:
+    inputs = iter(enumerate(example_inputs))
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            position, value = next(inputs, (0, None))
+            if _is_real(value) and compat.is_of_module(node):
+                yield ConstantBuffer(node, position, value)
+        elif node.op == "get_attr":
+            value = _attribute(gm, str(node.target))
+            if _is_real(value):
+                yield ConstantBuffer(node, None, value)
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    found: Any = gm
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _is_real(value: Any) -> TypeGuard[torch.Tensor]:
+    """A plain strided tensor with values and a version counter."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        and value.layout == torch.strided
+        and value.device.type != "meta"
+        and not value.is_inference()
+    )
+
+
+def _is_short_vector(value: torch.Tensor) -> bool:
+    return (
+        value.dtype in DTYPES
+        and 0 < value.numel() <= MAX_LENGTH
+        and sum(size > 1 for size in value.shape) <= 1
+    )
+
+
+def _address(value: torch.Tensor) -> int:
+    return value.untyped_storage().data_ptr()
+
+
+def _has_form(value: torch.Tensor) -> bool:
+    from inductor_quant.patterns.symbolic.index import Space, Unsupported
+
+    space = Space()
+    try:
+        space.look_up(compat.values_of(value), space.variable("k", value.numel()))
+    except Unsupported:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------
+# uses
+
+
+def _weight_side(graph: fx.Graph, held: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from tensors of modules only."""
+    found = set(held)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op in ("call_function", "call_method") and inputs and found.issuperset(inputs):
+            found.add(node)
+    return found
+
+
+def _decides_positions_alone(buffer: fx.Node, weight_side: set[fx.Node]) -> bool:
+    derived, todo = {buffer}, [buffer]
+    deciding: list[fx.Node] = []
+    while todo:
+        node = todo.pop()
+        for user in node.users:
+            name = _name(user)
+            if user not in weight_side:
+                return False
+            if _decides(node, user, name):
+                deciding.append(user)
+            elif name in _DERIVES and derived.issuperset(user.all_input_nodes):
+                if user not in derived:
+                    derived.add(user)
+                    todo.append(user)
+            else:
+                return False
+    return bool(deciding) and all(_is_multiplied_with(node, weight_side) for node in deciding)
+
+
+def _decides(node: fx.Node, user: fx.Node, name: str) -> bool:
+    """Whether ``node`` is only the index, or the shift amount, of ``user``."""
+    if name in _SHIFTS:
+        position, keyword = 1, "other"
+    elif name in _INDEXES:
+        position, keyword = _INDEXES[name]
+    else:
+        return False
+    given = user.args[position] if position < len(user.args) else user.kwargs.get(keyword)
+    inside: list[fx.Node] = []
+    fx.map_arg(given, inside.append)
+    everywhere: list[fx.Node] = []
+    fx.map_arg((user.args, dict(user.kwargs)), everywhere.append)
+    return node in inside and inside.count(node) == everywhere.count(node)
+
+
+def _is_multiplied_with(node: fx.Node, weight_side: set[fx.Node]) -> bool:
+    """Whether all that is computed from ``node`` ends as a factor of matrix products."""
+    todo, seen = [node], {node}
+    is_factor = False
+    while todo:
+        for user in todo.pop().users:
+            if user not in weight_side:
+                if _name(user) not in _PRODUCTS:
+                    return False
+                is_factor = True
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return is_factor
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return str(name)
+
+
+# ------------------------------------------------------------------------------------------
+# the guard
+
+_version = operator.attrgetter("_version")
+_address_of = torch.Tensor.data_ptr
+
+
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Tensors that were compared with the compiled values.
+
+    They and their memory are kept alive, so that no later tensor has the same identity or address.
+    ``counted``: one tensor per version counter, which views share.
+    """
+
+    tensors: list[torch.Tensor]
+    storages: list[Any]
+    addresses: list[int]
+    counted: list[torch.Tensor]
+    versions: list[int]
+    is_as_compiled: bool
+
+    @property
+    def is_unchanged(self) -> bool:
+        return (
+            list(map(_version, self.counted)) == self.versions
+            and list(map(_address_of, self.tensors)) == self.addresses
+        )
+
+
+def _counted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    owners = {id(t if t._base is None else t._base): t for t in tensors}
+    return list(owners.values())
+
+
+class Guarded:
+    """Calls ``compiled`` while the buffers hold the values that it was compiled with, otherwise
+    ``general()``, which reads them as data and is compiled when first needed.
+
+    Each call checks identity, address and version of the tensors, and compares the contents only if
+    one differs. Every write through torch changes the version; a write through ``.data``, numpy or
+    a custom kernel does not. A CUDA graph that the user captures replays without this check.
+    """
+
+    def __init__(
+        self,
+        compiled: Callable[..., Any],
+        buffers: Sequence[ConstantBuffer],
+        general: Callable[[], Callable[..., Any]],
+    ) -> None:
+        positions = [buffer.position for buffer in buffers if buffer.position is not None]
+        self._pick = operator.itemgetter(*positions, positions[0])  # always a tuple
+        self._expected = [buffer.value for buffer in buffers if buffer.position is not None]
+        self._call = compiled
+        self._make_general = general
+        self._general: Callable[..., Any] | None = None
+        self._states: OrderedDict[tuple[int, ...], _State] = OrderedDict()
+        self._last: _State | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        tensors = self._pick(args)[:-1]
+        state = self._last
+        if state is None or not all(map(operator.is_, tensors, state.tensors)):
+            state = self._states.get(tuple(map(id, tensors)))
+        if state is None or not state.is_unchanged:
+            state = self._compare(tensors)
+        self._last = state
+        if state.is_as_compiled:
+            return self._call(*args)
+        if self._general is None:
+            self._general = self._make_general()
+        return self._general(*args)
+
+    def _compare(self, tensors: tuple[torch.Tensor, ...]) -> _State:
+        counted = _counted(tensors)
+        # versions first: the next call sees a write that happens meanwhile
+        versions = list(map(_version, counted))
+        addresses = list(map(_address_of, tensors))
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        equal = all(map(torch.equal, self._expected, tensors))
+        state = _State(list(tensors), storages, addresses, counted, versions, equal)
+        self._states[tuple(map(id, tensors))] = state
+        if len(self._states) > MAX_STATES:
+            self._states.popitem(last=False)
+        return state
+
+
+def guarded(
+    compiled: Callable[..., Any],
+    buffers: Sequence[ConstantBuffer],
+    general: Callable[[], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """``Guarded`` as a plain function, which Dynamo requires of a backend."""
+    guard = Guarded(compiled, buffers, general)
+
+    def run(*args: Any) -> Any:
+        return guard(*args)
+
+    return run

@@ -1,0 +1,1 @@
+"""Statements that read and dequantize a tile of a weight, made from its ``WeightFormat``."""

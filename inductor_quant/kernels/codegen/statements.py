@@ -1,0 +1,341 @@
+"""``Statements``: reads and dequantizes a tile of a weight, from its ``WeightFormat``.
+
+A position is a sum over digits of k and n, so its k part [rows, 1] and its n part [1, columns] are
+computed apart; unless it is data it costs two vectors per tile. Each field is read at the coarsest
+resolution at which it is constant (one packed word for eight values, one row of scales per group)
+and repeated in registers: ``[rows, 1, columns]`` is broadcast and reshaped.
+
+All sizes here are constants of the format and of the configuration. Templates provide only the
+strides, and the sizes that bound positions that are data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+
+_FLOAT8 = {"e4m3": "float8e4nv", "e5m2": "float8e5"}
+# An integer b below 2**23 under this exponent is the fp32 number 2**23 + b. Subtracting 2**23 is
+# exact, and takes an eighth of the time of a conversion.
+_MAGIC_BITS, _MAGIC = 0x4B000000, 1 << 23
+_MAX_MAGIC = 1 << 22
+_INT32_MAX = (1 << 31) - 1
+_NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A variable or expression [rows, columns]; a scalar if both are 1.
+
+    bias    an integer to be added, which the conversion to float folds in
+    limit   0 <= code < limit; None: unknown
+    """
+
+    code: str
+    rows: int
+    columns: int
+    is_float: bool = False
+    bias: int = 0
+    limit: int | None = None
+
+
+class Statements:
+    """``lines`` of statements in order; the same expression is assigned once.
+
+    The names of the variables contain ``tag``, which tells apart those of several writers.
+    """
+
+    def __init__(self, codegen: Codegen, stride: Hook, size: Hook, *, tag: str = "") -> None:
+        self.codegen, self.format, self.dialect = codegen, codegen.format, codegen.dialect
+        self.lang = self.dialect.lang
+        self.stride, self.size, self.tag = stride, size, tag
+        self.lines: list[str] = []
+        self._known: dict[str, str] = {}
+        self._fields: dict[Field, Value] = {}
+
+    def assign(self, prefix: str, expression: str) -> str:
+        """The variable that holds ``expression``."""
+        if expression.isidentifier():
+            return expression
+        if expression not in self._known:
+            name = f"{prefix}{self.tag}{len(self._known)}"
+            self._known[expression] = name
+            self.lines.append(f"{name} = {expression}")
+        return self._known[expression]
+
+    # positions
+
+    def position(self, axis: str, count: int, period: int, layout: str) -> str:
+        """The k or n, in units of ``codegen.unit``, of each of ``count`` equal parts of the tile,
+        modulo ``period``: int32 [count], or a scalar."""
+        spread = self.dialect.arange(count, axis, layout)
+        if count % period == 0:
+            return spread  # the same in every tile
+        unit = self.codegen.unit(axis, count)
+        start = "k" if axis == "k" else "(pid_n * BLOCK_N).to(tl.int32)"
+        position = self.assign("p", f"{start} // {unit}" if unit > 1 else start)
+        return self.assign("p", f"{position} + {spread}") if count > 1 else position
+
+    def digit(self, name: str, count: int, layout: str, span: int = 1) -> str:
+        """The digit at each of ``count`` equal parts of the tile, int32 [count], or a scalar.
+
+        ``span`` digits, of which ``name`` is the last, are read as one number.
+        """
+        axis, last = name[0], int(name[1:])
+        first = last - span + 1
+        radix = math.prod(self.format.radix(f"{axis}{i}") for i in range(first, last + 1))
+        divisor = self.format.weight_of(name) // self.codegen.unit(axis, count)
+        position = self.position(axis, count, divisor * radix, layout)
+        if divisor > 1:
+            position = f"({position} // {divisor})"
+        # Parts beyond the end wrap around; what they yield is dropped.
+        is_within = first == 0 and self.codegen.is_within(axis)
+        return self.assign("d", position if is_within else f"{position} % {radix}")
+
+    def spans(self, index: AffineIndex, axis: str) -> list[tuple[str, int, int]]:
+        """The linear terms of one axis as (last digit, number of digits, coefficient). Digits that
+        count as one number become one term: then the compiler sees that neighbours are contiguous.
+        """
+        found: list[tuple[str, int, int]] = []
+        terms = [term for term in index.linear if term[0][0] == axis]
+        for name, coef in sorted(terms, key=lambda term: int(term[0][1:])):
+            if found:
+                last, span, high = found[-1]
+                follows = name == f"{last[0]}{int(last[1:]) + 1}"
+                if follows and high == coef * self.format.radix(name):
+                    found[-1] = (name, span + 1, coef)
+                    continue
+            found.append((name, 1, coef))
+        return found
+
+    def index(self, index: AffineIndex, rows: int, columns: int, layout: str) -> str:
+        """The index as an expression [rows, columns]: int32, int64 if it is data."""
+        index = self._without_trivial_digits(index)
+        terms = [self.axis_part(index, "k", rows, layout)]
+        terms.append(self.axis_part(index, "n", columns, layout))
+        for field, coef in index.fields:
+            value = self.widen(self.field(field), rows, columns)
+            terms.append(f"({value.code} + {value.bias}) * {coef}")
+        if index.const or not any(terms):
+            terms.append(str(index.const))
+        return " + ".join(term for term in terms if term)
+
+    def axis_part(self, index: AffineIndex, axis: str, count: int, layout: str) -> str:
+        """The sum of the terms of k or n: [count, 1], [1, count] or a scalar; "": none."""
+        is_wide = max(map(abs, index.bounds(self.format.radix))) > _INT32_MAX
+        terms = []
+        for name, span, coef in self.spans(index, axis):
+            digit = self.digit(name, count, layout, span)
+            digit += f".to({self.lang}.int64)" if is_wide else ""
+            terms.append(digit if coef == 1 else f"{digit} * {coef}")
+        for name, table in index.tables:
+            if name[0] == axis:
+                digit = self.digit(name, count, layout)
+                terms.append(self.assign("t", self.dialect.lookup(table, digit)))
+        if not terms:
+            return ""
+        # Added up before they get their second dimension: fewer and smaller tensors.
+        whole = self.assign("i", " + ".join(terms))
+        return whole if count == 1 else f"{whole}[{':, None' if axis == 'k' else 'None, :'}]"
+
+    def _without_trivial_digits(self, index: AffineIndex) -> AffineIndex:
+        """The same index without digits of radix 1."""
+        radix = self.format.radix
+        return AffineIndex(
+            index.const + sum(table[0] for name, table in index.tables if radix(name) == 1),
+            tuple(term for term in index.linear if radix(term[0]) > 1),
+            tuple(term for term in index.tables if radix(term[0]) > 1),
+            index.fields,
+        )
+
+    def layout(self, columns: int) -> str:
+        """The name of the layout of positions [1, columns]; "" in Triton."""
+        return ""
+
+    def pointer(self, field: Field, layout: str | None = None) -> tuple[str, int, int]:
+        """The address of each element, and (rows, columns) of them."""
+        rows, columns = self.codegen.resolution(*field.index)
+        layout = self.layout(columns) if layout is None else layout
+        source = self.codegen.sources[field.source]
+        terms = [source]
+        for dim, index in enumerate(map(self._without_trivial_digits, field.index)):
+            low, high = index.bounds(self.format.radix)
+            stride = self.stride(source, dim)
+            if index.is_data or low < 0 <= high:
+                position = self.assign("i", self.index(index, rows, columns, layout))
+                terms.append(f"{self.inside(position, index, source, dim)} * {stride}")
+                continue
+            for axis, count in (("k", rows), ("n", columns)):
+                part = self.axis_part(index, axis, count, layout)
+                if part:
+                    terms.append(f"{part}.to(INDEX_DTYPE) * {stride}")
+            if low < 0:
+                terms.append(f"({index.const} + {self.size(source, dim)}) * {stride}")
+            elif index.const:
+                terms.append(f"{index.const} * {stride}")
+        return " + ".join(terms), rows, columns
+
+    def inside(self, position: str, index: AffineIndex, source: str, dim: int) -> str:
+        """``position``, counted from the end if it is negative. Data is clamped to the tensor,
+        because autotuning runs on arbitrary values."""
+        size, lang = self.size(source, dim), self.lang
+        low, high = self._data_bounds(index)
+        if low < 0:
+            code = f"{lang}.where({position} < 0, {position} + {size}, {position})"
+            position = self.assign("i", code)
+        length = self.codegen.shapes[int(source[1:])][dim]
+        if index.is_data and (low < 0 or length is None or high >= length):
+            code = f"{lang}.minimum({lang}.maximum({position}, 0), {size} - 1)"
+            position = self.assign("i", code)
+        return f"{position}.to(INDEX_DTYPE)"
+
+    def _data_bounds(self, index: AffineIndex) -> tuple[float, float]:
+        low, high = map(float, index.bounds(self.format.radix))
+        for field, coef in index.fields:
+            value = self.field(field)
+            if value.limit is None:
+                return -math.inf, math.inf
+            ends = (coef * value.bias, coef * (value.bias + value.limit - 1))
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    # values
+
+    def field(self, field: Field) -> Value:
+        if field not in self._fields:
+            self._fields[field] = self._field(field)
+        return self._fields[field]
+
+    def read(self, field: Field) -> tuple[str, int, int]:
+        """The variable that holds the field's stored words, and (rows, columns) of them."""
+        pointer, rows, columns = self.pointer(field)
+        return self.assign("w", f"{self.lang}.load({pointer})"), rows, columns
+
+    def _field(self, field: Field) -> Value:
+        dtype = self.codegen.dtypes[field.source]
+        word, rows, columns = self.read(field)
+        if dtype.is_floating_point:
+            return Value(word, rows, columns, is_float=True)
+        if not field.width:
+            return self._whole(Value(word, rows, columns), dtype, field)
+        is_wide = self._is_wide(dtype, field)
+        word = self._as_word(word, dtype, is_wide)
+        rows_out, columns_out = self.codegen.resolution(*field.index, field.offset)
+        wide = self.widen(Value(word, rows, columns), rows_out, columns_out)
+        bits = self._bits(wide, field, 64 if is_wide else 32)
+        if field.float8:
+            code = self.assign("b", bits)
+            type = f"{self.lang}.{_FLOAT8[field.float8]}"
+            cast = f"{code}.to({self.lang}.uint8).to({type}, bitcast=True)"
+            return Value(self.assign("f", cast), rows_out, columns_out, is_float=True)
+        bias = field.add
+        if field.signed:
+            sign = 1 << field.width - 1
+            bits, bias = f"({bits} ^ {sign})", bias - sign
+        if field.wrap:
+            bits, bias = f"(({bits} + {bias}) & {(1 << field.width) - 1})", 0
+        if is_wide and field.width < 31:
+            bits = f"{bits}.to({self.lang}.int32)"
+        limit = 1 << field.width
+        value = Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
+        return self._from_end(value, field)
+
+    def _from_end(self, value: Value, field: Field) -> Value:
+        """``value`` with the field's ``size`` added if it is negative."""
+        if not field.size or (value.limit is not None and value.bias >= 0):
+            return value
+        number = self.assign("b", f"{value.code} + {value.bias}")
+        code = f"{self.lang}.where({number} < 0, {number} + {field.size}, {number})"
+        limit = None
+        if value.limit is not None and value.bias + field.size >= 0:
+            limit = max(value.limit + value.bias, field.size)
+        return dataclasses.replace(value, code=self.assign("b", code), bias=0, limit=limit)
+
+    def _whole(self, word: Value, dtype: torch.dtype, field: Field) -> Value:
+        code, bias = word.code, field.add
+        if dtype not in _NARROW:
+            if dtype != torch.int32 or bias:
+                code = f"{code}.to({self.lang}.int64)"
+            value = dataclasses.replace(word, code=self.assign("b", code), bias=bias)
+            return self._from_end(value, field)
+        limit = 1 << 8 * dtype.itemsize
+        is_last = field == self.format.element and not self.codegen.loop_ops
+        if is_last and self.codegen.casts_directly:
+            return word
+        code = f"{code}.to({self.lang}.int32)"
+        if dtype.is_signed:
+            code, bias = f"({code} & {limit - 1}) ^ {limit >> 1}", bias - (limit >> 1)
+        code = self.assign("b", code)
+        return self._from_end(dataclasses.replace(word, code=code, bias=bias, limit=limit), field)
+
+    def _is_wide(self, dtype: torch.dtype, field: Field) -> bool:
+        """Whether the word is shifted as an int64."""
+        is_unsigned = dtype == torch.uint32 and field.offset.is_data
+        return dtype.itemsize == 8 or is_unsigned or field.width > 30
+
+    def _as_word(self, word: str, dtype: torch.dtype, is_wide: bool) -> str:
+        if dtype == (torch.int64 if is_wide else torch.int32):
+            return word
+        bitcast = ", bitcast=True" if dtype == torch.uint32 and not is_wide else ""
+        return self.assign("w", f"{word}.to({self.lang}.int{64 if is_wide else 32}{bitcast})")
+
+    def _bits(self, word: Value, field: Field, word_bits: int) -> str:
+        """The unsigned integer at the field's offset in each word."""
+        mask = (1 << field.width) - 1
+        if field.offset == AffineIndex():
+            return f"({word.code} & {mask})"
+        rows, columns = self.codegen.resolution(field.offset)
+        shift = self.index(field.offset, rows, columns, self.layout(columns))
+        shift = self.assign("s", shift)
+        if field.offset.is_data:
+            last = word_bits - 1  # torch shifts no further: the sign is left
+            outside = f"({shift} < 0) | ({shift} > {last})"
+            shift = f"{self.lang}.where({outside}, {last}, {shift}).to({self.lang}.int{word_bits})"
+            shift = self.assign("s", shift)
+        wide = self.widen(Value(shift, rows, columns), word.rows, word.columns)
+        return f"(({word.code} >> {wide.code}) & {mask})"
+
+    def widen(self, value: Value, rows: int, columns: int) -> Value:
+        """``value`` at a finer resolution; dimensions of size 1 are left to broadcasting."""
+        if 1 < value.rows < rows:
+            code = self.dialect.repeat(value.code, (value.rows, value.columns), 0, rows)
+            value = dataclasses.replace(value, code=self.assign("x", code), rows=rows)
+        if 1 < value.columns < columns:
+            code = self.dialect.repeat(value.code, (value.rows, value.columns), 1, columns)
+            value = dataclasses.replace(value, code=self.assign("x", code), columns=columns)
+        return value
+
+    def to_float(self, value: Value) -> Value:
+        """``value`` as fp32; exact for integers of up to 24 bits and for all narrower floats."""
+        fp32 = f"{self.lang}.float32"
+        if value.is_float:
+            code = f"{value.code}.to({fp32})"
+        elif value.limit is not None and max(value.limit, abs(value.bias)) <= _MAX_MAGIC:
+            magic = f"({value.code} | {_MAGIC_BITS}).to({fp32}, bitcast=True)"
+            code = f"{magic} - {float(_MAGIC - value.bias)}"
+        else:
+            code = f"({value.code} + {value.bias}).to({fp32})"
+        return Value(self.assign("f", code), value.rows, value.columns, is_float=True)
+
+    # dequantization ops
+
+    def operand(self, op: DequantOp) -> Value:
+        if isinstance(op.operand, Field):
+            return self.to_float(self.field(op.operand))
+        return Value(repr(float(op.operand)), 1, 1, is_float=True)
+
+    def apply(self, value: Value, ops: Sequence[DequantOp]) -> Value:
+        for op in ops:
+            operand = self.operand(op)
+            rows = max(value.rows, operand.rows)
+            columns = max(value.columns, operand.columns)
+            value, operand = (self.widen(each, rows, columns) for each in (value, operand))
+            code = self.assign("f", self.dialect.apply(op, value.code, operand.code))
+            value = Value(code, rows, columns, is_float=True)
+        return value

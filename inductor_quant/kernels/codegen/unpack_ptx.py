@@ -1,0 +1,224 @@
+"""PTX that turns packed weights into 16-bit floats, about one instruction per pair of values.
+
+A field masked into the mantissa of ``Base`` is the float ``base + field``: one ``lop3`` makes a
+float of an integer. Two fields that are 16 bits apart are unpacked together. ``unpack`` takes the
+same field of two words, which ``prmt`` puts side by side; which two words does not matter, so for
+Triton it is a function of one element and correct in every layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from inductor_quant.kernels.codegen.byte_layout import ByteLayout
+from inductor_quant.kernels.codegen.packed_layout import BASES, Base, PackedLayout
+
+FMA_TYPES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+# ``lop3`` tables: (a & b) | c, and (a & b) ^ c.
+_OR, _XOR = "0xea", "0x6a"
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+    """Arguments of ``tl.inline_asm_elementwise``: ``count`` outputs per element, ``pack`` elements
+    at a time."""
+
+    text: str
+    constraints: str
+    pack: int
+    count: int = 1
+
+
+def _assembly(lines: Sequence[str], registers: str, inputs: int, **sizes: int) -> Assembly:
+    """Of ``lines`` in a scope that declares ``registers``, each output and input one register."""
+    text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
+    outputs = sizes["pack"] * sizes.get("count", 1) // 2
+    return Assembly(text, ",".join(["=r"] * outputs + ["r"] * inputs), **sizes)
+
+
+def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:
+    """``base + field`` for each field, in the order of ``layout.offsets``; for a signed field
+    ``base + field + 2**(width - 1)``."""
+    is_byte = layout.bits == 8
+    # The first two and the last two of four bytes; the low halves of two words and their high ones.
+    pairs, selectors = (2, ("0x4140", "0x4342")) if is_byte else (1, ("0x5410", "0x7632"))
+    first = layout.count * pairs
+    second = "0" if is_byte else f"${first + 1}"
+    lines = [
+        f"prmt.b32 {half}, ${first}, {second}, {selector};"
+        for half, selector in zip("lh", selectors, strict=True)
+    ]
+    for i, offset in enumerate(layout.offsets):
+        for pair in range(pairs):
+            half = "lh"[pair if is_byte else offset // 16]
+            lines += _field(layout, base, f"${i * pairs + pair}", half, offset % 16)
+    inputs = 1 if is_byte else 2
+    return _assembly(lines, "l, h, t", inputs, pack=2 * pairs, count=layout.count)
+
+
+def unpack_pair(layout: PackedLayout, base: Base, pair: int) -> Assembly:
+    """``base + field`` for the fields ``pair`` and ``pair + 4``, which are 16 bits apart, of an
+    int32 with eight: two neighbouring outputs of a word that is given twice."""
+    return _assembly(_field(layout, base, "$0", "$1", layout.offsets[pair]), "t", 2, pack=2)
+
+
+def _field(
+    layout: PackedLayout | ByteLayout, base: Base, to: str, half: str, shift: int
+) -> list[str]:
+    """``base + field`` in both halves of ``to``, of the fields ``shift`` bits up in ``half``. The
+    sign bit of a signed field is flipped."""
+    lines = [f"shr.u32 t, {half}, {shift};"] if shift else []
+    sign = 1 << layout.width - 1 if layout.signed else 0
+    mask, exponent = _twice((1 << layout.width) - 1), _twice(base.bits ^ sign)
+    table = _XOR if layout.signed else _OR
+    source = "t" if shift else half
+    return [*lines, f"lop3.b32 {to}, {source}, {mask:#010x}, {exponent:#010x}, {table};"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Subnormal:
+    """A field in bits 0-3 or 4-7 of 16 zero bits is a subnormal float. (Bit 7 of a bf16 belongs to
+    the exponent, but counts like the bits below it.) Multiplied by the float ``factors``, as bits,
+    for the two places, it is ``field / divisor``."""
+
+    factors: tuple[int, int]
+    divisor: int
+
+
+SUBNORMALS = {
+    torch.bfloat16: Subnormal((0x7F00, 0x7D00), 64),
+    torch.float16: Subnormal((0x7800, 0x6800), 512),
+}
+
+
+def unpack_pair_shifted(layout: PackedLayout, dtype: torch.dtype, pair: int) -> Assembly:
+    """As ``unpack_pair``, but ``field / divisor + b`` with ``SUBNORMALS[dtype].divisor``.
+
+    Arguments: the word, twice, and b. The multiplication replaces the shift for two of the four
+    pairs: on Hopper shifts and ``lop3`` run at half the rate of ``fma``.
+    """
+    assert layout.width == 4
+    byte, place = divmod(layout.offsets[pair], 8)
+    place //= 4
+    mask, factor = _twice(0xF << 4 * place), _twice(SUBNORMALS[dtype].factors[place])
+    lines = [f"shr.u32 t, $1, {8 * byte};"] if byte else []
+    source = "t" if byte else "$1"
+    if layout.signed:
+        sign = _twice(0x8 << 4 * place)
+        lines.append(f"lop3.b32 t, {source}, {mask:#010x}, {sign:#010x}, {_XOR};")
+    else:
+        lines.append(f"and.b32 t, {source}, {mask:#010x};")
+    lines += [f"mov.b32 times, {factor:#010x};", f"fma.rn.{FMA_TYPES[dtype]} $0, t, times, $3;"]
+    return _assembly(lines, "t, times", 3, pack=2)
+
+
+def add_and_scale(dtype: torch.dtype) -> Assembly:
+    """``(a + b) * c`` of 16-bit floats, rounded after each operation. It uses ``fma`` throughout:
+    below sm_90 there is no other bf16 arithmetic."""
+    kind, one = FMA_TYPES[dtype], {torch.bfloat16: 0x3F80, torch.float16: 0x3C00}[dtype]
+    lines = [
+        f"mov.b32 one, {_twice(one):#010x};",
+        "mov.b32 none, 0x80008000;",
+        f"fma.rn.{kind} t, $1, one, $2;",
+        f"fma.rn.{kind} $0, t, $3, none;",
+    ]
+    return _assembly(lines, "t, one, none", 3, pack=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nibble:
+    """A field in its place in 16 bits, below those of ``exponent``: multiplied by the float
+    ``factor``, as bits too, it is ``base + field / divisor``."""
+
+    exponent: int
+    factor: int
+    base: int
+    divisor: int
+
+
+# For the fields in bits 0-3 and 4-7. Bit 7 of a bf16 belongs to the exponent, but with all other
+# exponent bits zero it counts like the bits below it (2**-129 a unit); 2**127 times that is 1/4.
+NIBBLES = {
+    torch.bfloat16: (Nibble(0x4300, 0x3F80, 128, 1), Nibble(0, 0x7F00, 0, 4)),
+    torch.float16: (Nibble(0x6400, 0x3C00, 1024, 1), Nibble(0x6400, 0x2C00, 64, 1)),
+}
+
+
+def dequantize_byte(layout: PackedLayout, dtype: torch.dtype) -> Assembly:
+    """``(base + field / divisor + b) * c`` for the two fields in one byte of a word, each with its
+    own ``NIBBLES[dtype]``.
+
+    Arguments: the word and, for each of the two outputs, the selector of the byte (for ``prmt``:
+    0x4040 plus the byte's index twice), b and c. The caller's layout must keep two neighbours along
+    K together, the even one first.
+
+    c is ``divisor`` times the scale: in bf16 it overflows for scales of 2**126 and more, whose
+    products with 4 and more overflow anyway.
+    """
+    assert layout.width == 4
+    low, high = NIBBLES[dtype]
+    kind = FMA_TYPES[dtype]
+    sign, table = (0x80 << 16 | 0x8, _XOR) if layout.signed else (0, _OR)
+    exponent = (high.exponent << 16 | low.exponent) ^ sign
+    lines = [
+        f"mov.b32 times, {high.factor << 16 | low.factor:#010x};",
+        "mov.b32 none, 0x80008000;",
+        "prmt.b32 t, $1, 0, $3;",
+        f"lop3.b32 t, t, 0x00f0000f, {exponent:#010x}, {table};",
+        f"fma.rn.{kind} t, t, times, $5;",
+        f"fma.rn.{kind} $0, t, $6, none;",
+    ]
+    return _assembly(lines, "t, times, none", 6, pack=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ByteConversion:
+    """Converts four uint8 at a time; each output is ``(value + bias) / factor``."""
+
+    assembly: Assembly
+    factor: int = 1
+    bias: int = 0
+
+
+def convert_bytes(layout: ByteLayout, x_dtype: torch.dtype) -> ByteConversion:
+    """Integer bytes, or each field of them, as 16-bit floats; exact.
+
+    fp16: a byte under the exponent of 1024 is ``1024 + byte``. The 7-bit mantissa of bf16 is too
+    short for that, but the bits of a byte alone are ``byte * 2**-133``, also where the eighth bit
+    reaches the exponent, since exponents 0 and 1 have the same scale. One multiply-add by a power
+    of two yields the value: two instructions per pair. Narrower fields go through ``unpack``.
+    """
+    if layout.width < 8:
+        base = BASES[x_dtype]
+        return ByteConversion(unpack(layout, base), bias=base.value - layout.add)
+    if x_dtype == torch.bfloat16:
+        # 0x00bb times the second largest power of two is b / 128.
+        high, factor, times = "0", 128, 2.0**126
+        add = layout.add / factor
+    else:
+        high, factor, times = "0x64646464", 1, 1.0
+        add = float(layout.add - 1024)
+    source = "u" if layout.signed else "$2"
+    kind = FMA_TYPES[x_dtype]
+    lines = [
+        f"mov.b32 m, {_bits(times, x_dtype):#010x};",
+        f"mov.b32 c, {_bits(add or -0.0, x_dtype):#010x};",
+        *(["xor.b32 u, $2, 0x80808080;"] if layout.signed else []),
+        f"prmt.b32 l, {source}, {high}, 0x4140;",
+        f"prmt.b32 h, {source}, {high}, 0x4342;",
+        f"fma.rn.{kind} $0, l, m, c;",
+        f"fma.rn.{kind} $1, h, m, c;",
+    ]
+    return ByteConversion(_assembly(lines, "u, l, h, m, c", 1, pack=4), factor)
+
+
+def _twice(half: int) -> int:
+    return half << 16 | half
+
+
+def _bits(value: float, dtype: torch.dtype) -> int:
+    """The bits of a 16-bit float, in both halves."""
+    return _twice(int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF)

@@ -1,0 +1,63 @@
+"""Codegens of Triton templates: that of the kernels for all formats, and their common base."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.kernels.codegen.statements import Statements
+from inductor_quant.spec.weight_format import Field
+
+
+class TritonCodegen(Codegen):
+    def columns(self, stride: Hook, size: Hook) -> str:
+        """Statements after the loop that apply the column ops to ``out`` [BLOCK_M, BLOCK_N]."""
+        out = Statements(self, stride, size)
+        for op in self.column_ops:
+            value = out.widen(out.operand(op), 1, self.block_n)
+            out.lines.append(f"out = {self.dialect.apply(op, 'out', value.code)}")
+        return "\n".join(out.lines)
+
+
+class WeightCodegen(TritonCodegen):
+    """Dequantizes a tile of any format."""
+
+    @property
+    def is_even_k(self) -> bool:
+        return self.is_within("k")
+
+    def tile(self, stride: Hook, size: Hook) -> str:
+        """Statements in the loop that leave the tile at k in ``w`` [BLOCK_K, BLOCK_N]."""
+        out = Statements(self, stride, size)
+        value = out.field(self.format.element)
+        if self.loop_ops or not self.casts_directly:
+            value = out.apply(out.to_float(value), self.loop_ops)
+        value = out.widen(value, self.block_k, self.block_n)
+        code = f"{value.code}.to({self.x_type})"
+        if 1 in (value.rows, value.columns):
+            code = f"tl.broadcast_to({code}, [BLOCK_K, BLOCK_N])"
+        out.lines.append(f"w = {code}")
+        if not self.is_even_k:
+            # x is 0 beyond K, but W wraps around there and may be infinite.
+            out.lines.append("w = tl.where((k + tl.arange(0, BLOCK_K))[:, None] < K, w, 0.0)")
+        return "\n".join(out.lines)
+
+    def loaded_bytes(self) -> int:
+        """Bytes of the weight that one iteration of the loop loads: one pipeline stage."""
+        fields = [self.format.element]
+        fields += [op.operand for op in self.loop_ops if isinstance(op.operand, Field)]
+        total = 0
+        for field in _with_nested(fields):
+            rows, columns = self.resolution(*field.index)
+            total += rows * columns * self.dtypes[field.source].itemsize
+        return total
+
+
+def _with_nested(fields: Sequence[Field]) -> list[Field]:
+    todo, found = list(fields), []
+    while todo:
+        field = todo.pop()
+        if field not in found:
+            found.append(field)
+            todo.extend(field.nested)
+    return found

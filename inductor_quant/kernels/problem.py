@@ -1,0 +1,94 @@
+"""What kernels know of one GEMM: its sizes, its packed weight and the device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from inductor_quant.spec.weight_format import WeightFormat
+
+INTERPRETER_ARCH = 0  # Triton's interpreter; it gets the limits of sm_90, to choose as a GPU does
+# The largest M of the regimes that kernels are named after: decode, small_m, medium_m; large_m is
+# above. A kernel with another bound gives it a constant of its own, with the reason.
+DECODE_M, SMALL_M, MEDIUM_M = 16, 32, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the choice of a kernel and a configuration needs to know of a GPU.
+
+    ``arch`` is 10 * major + minor of the compute capability, or INTERPRETER_ARCH;
+    ``shared_memory`` is the most that one CTA can have, in bytes.
+    """
+
+    arch: int
+    num_sms: int
+    shared_memory: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightTensor:
+    """Dtype, sizes and strides of one tensor of a packed weight. None: symbolic.
+
+    Without ``stride`` the tensor is contiguous. ``is_aligned``: its address is a multiple of 16
+    bytes. Strides and alignment decide which kernel is fast, never which result is right.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int | None, ...]
+    stride: tuple[int | None, ...] | None = None
+    is_aligned: bool = True
+
+    @property
+    def strides(self) -> tuple[int | None, ...]:
+        """In elements; None: symbolic."""
+        if self.stride is not None:
+            return self.stride
+        strides: list[int | None] = [1]
+        for size in reversed(self.shape[1:]):
+            last = strides[0]
+            strides.insert(0, None if last is None or size is None else last * size)
+        return tuple(strides[: len(self.shape)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A packed weight: its format, and the tensors that the format's fields index."""
+
+    format: WeightFormat
+    tensors: tuple[WeightTensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One GEMM ``[M, K] x [K, N]``. A symbolic size has its value in the call being compiled."""
+
+    m: int
+    n: int
+    k: int
+    # If K is symbolic, no configuration may assume that it is a multiple of BLOCK_K.
+    k_is_static: bool = True
+    # If M is symbolic, other calls may have a far larger one.
+    m_is_static: bool = True
+    # Takes the place of b [K, N].
+    weight: Weight | None = None
+    # Both operands (the activation alone where there is ``weight``) are contiguous along K, and
+    # their rows begin at multiples of 16 bytes, whatever the symbolic sizes: TMA requires it.
+    has_aligned_rows: bool = False
+    # x and the quantized values of ``weight`` are matrices that TMA descriptors can describe.
+    has_weight_descriptors: bool = False
+    # The result is stored in 2 bytes an element or fewer, by the epilogue if not by the GEMM.
+    is_stored_narrow: bool = True
+    # A tile must have a row beyond M, which the kernel uses to sum the columns of b.
+    needs_spare_row: bool = False
+    # Element size of the activation, if the kernel quantizes it; else 0.
+    quantized_bytes: int = 0
+    # GEMMs of one activation in one horizontal launch; ``n`` is the sum of theirs.
+    members: tuple[Problem, ...] = ()
+    # Kernels that the horizontal launch adds because what follows each GEMM can no longer be fused
+    # into it, unless K is split: then the kernel that adds the partials takes the fusions.
+    lost_fusions: int = 0
+
+    def is_even_k(self, block_k: int) -> bool:
+        return self.k_is_static and self.k % block_k == 0

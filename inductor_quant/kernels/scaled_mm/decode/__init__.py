@@ -1,0 +1,1 @@
+"""Up to 8 rows: the weight goes straight from memory to registers."""

@@ -1,0 +1,1 @@
+"""Many rows on Hopper: TMA, wgmma and warp specialisation, in Gluon."""

@@ -1,0 +1,156 @@
+"""Kernels of ``w8a8``, ``fp8`` and ``fp8_block`` for large GEMMs on Hopper, in Gluon.
+
+out = scale * (A @ B) + bias, chosen on sm_90 from M = 256 on, with operands that TMA can read, a
+result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (``w8a8``), and tiles
+that keep 60 % of the SMs busy.
+
+Warp specialisation: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
+tile of 128 rows. One CTA an SM takes tile after tile. Where partial sums are scaled (``fp8_block``)
+or promoted to fp32 (``fp8``), one warpgroup adds while the other multiplies; Triton's ``tl.dot``
+would let the matrix unit wait for each addition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.scaled_mm.base import (
+    ScaledMm,
+    alignment_rejection,
+    count_tiles,
+    unlisted_rejection,
+)
+from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel, is_block_scaled, reject_unless_128
+from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel, reject_if_only_mm
+from inductor_quant.kernels.shared.grids import persistent_grid
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+ARCH = 90  # the only one with wgmma
+BLOCK_K = 128  # one row of the 128-byte swizzle
+MIN_M = 256  # below, reading the weight takes the time
+MIN_PRODUCTS = 6 * 10**9  # multiply-adds; smaller GEMMs end before TMA pays off
+MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configuration
+# Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap.
+MIN_K_STEPS = 32
+# By BLOCK_N: as many as fit the 227 KB of shared memory beside the barriers.
+STAGES = {64: 8, 96: 7, 128: 6, 192: 5, 256: 4}
+
+
+def tile(block_n: int, group_m: int) -> GemmConfig:
+    return GemmConfig(
+        128, block_n, BLOCK_K, num_warps=4, num_stages=STAGES[block_n], group_m=group_m
+    )
+
+
+# Widest first: of tiles with equal cost it is the fastest.
+CONFIGS = (
+    *(tile(block_n, group_m=8) for block_n in (256, 192, 128, 96, 64)),
+    *(tile(block_n, group_m=16) for block_n in (256, 128)),
+)
+BLOCK_CONFIGS = (
+    *(tile(block_n, group_m) for block_n in (256, 192) for group_m in (16, 8)),
+    tile(128, group_m=8),
+)
+# By BLOCK_N: time per output element, relative to the widest tile.
+ELEMENT_COST = {256: 1.0, 192: 1.0, 128: 1.0, 96: 1.2, 64: 1.6}
+BLOCK_ELEMENT_COST = {256: 1.0, 192: 1.05, 128: 1.3}
+
+
+class LargeM(ScaledMm):
+    template = "scaled_mm/large_m_sm90/template"
+    is_gluon = True
+    listed: ClassVar[tuple[GemmConfig, ...]] = CONFIGS
+    element_cost: ClassVar[Mapping[int, float]] = ELEMENT_COST
+
+    grid = staticmethod(persistent_grid)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device) or alignment_rejection(problem):
+            return found
+        products = problem.m * problem.n * problem.k
+        if device.arch != ARCH:
+            detail = f"written for sm_{ARCH}, this is sm_{device.arch}"
+        elif not problem.k_is_static:
+            detail = "K is symbolic"
+        elif not problem.is_stored_narrow:
+            detail = "an fp32 result takes twice as long to store"
+        elif problem.m < MIN_M:
+            detail = f"M = {problem.m} is small"
+        elif products < MIN_PRODUCTS and not is_block_scaled(spec):
+            detail = f"{products} products are few"
+        elif (filled := self.filled(spec, problem, device)) < MIN_FILL:
+            detail = f"{filled:.0%} of the chip is used"
+        else:
+            return None
+        return Rejection(RejectionCode.NO_KERNEL, detail)
+
+    def filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
+        """Share of the chip's time that computes output elements, with the best configuration."""
+        best = self.configs(spec, problem, device)[0]
+        return problem.m * problem.n / _computed_elements(best, problem, device)
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        return super().constants(spec, problem, config, device) | {
+            "STAGES": config.num_stages,
+            "NUM_CTAS": device.num_sms,
+            "K_BLOCKS": math.ceil(problem.k / BLOCK_K),
+            "FAST_MATH_EPILOGUE": problem.is_stored_narrow,
+        }
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Least predicted time first."""
+        return sorted(
+            self.listed,
+            key=lambda config: (
+                _computed_elements(config, problem, device) * self.element_cost[config.block_n]
+            ),
+        )
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        return unlisted_rejection(config, self.listed)
+
+
+class W8A8LargeM(LargeM, Int8Kernel):
+    name = "w8a8_large_m_sm90"
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device) or reject_if_only_mm(spec, problem):
+            return found
+        if problem.k < MIN_K_STEPS * BLOCK_K:
+            return Rejection(RejectionCode.NO_KERNEL, f"K = {problem.k} is short")
+        return None
+
+
+class Fp8LargeM(LargeM, Fp8Kernel):
+    name = "fp8_large_m_sm90"
+
+
+class Fp8BlockLargeM(Fp8LargeM):
+    name = "fp8_block_large_m_sm90"
+    family = "fp8_block"
+    listed = BLOCK_CONFIGS
+    element_cost = BLOCK_ELEMENT_COST
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        return reject_unless_128(spec) or super().rejection(spec, problem, device)
+
+
+def _computed_elements(config: GemmConfig, problem: Problem, device: Device) -> int:
+    """Output elements that the chip computes, idle SMs of the last round of tiles included."""
+    tiles = count_tiles(problem, config.block_m, config.block_n)
+    rounds = math.ceil(tiles / device.num_sms)
+    return rounds * device.num_sms * config.block_m * config.block_n
+
+
+W8A8_LARGE_M_SM90 = W8A8LargeM()
+FP8_LARGE_M_SM90 = Fp8LargeM()
+FP8_BLOCK_LARGE_M_SM90 = Fp8BlockLargeM()

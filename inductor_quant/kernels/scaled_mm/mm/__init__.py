@@ -1,0 +1,1 @@
+"""The general kernels: one CTA a tile, any strides."""

@@ -1,0 +1,150 @@
+"""The general kernels of ``w8a8``, ``fp8`` and ``fp8_block``: one CTA per output tile.
+
+out = scale * (A @ B) + bias, for any M, N, K, strides and scales that the family supports, from
+sm_80 on. They are chosen if no specialised kernel applies.
+
+Loads are plain pointers, masked where K or M ends within a block; Triton pipelines them. The tiles
+come from one table, measured on sm_90: its cost model accounts for the shape and the number of SMs,
+``config_rejection`` for the registers and shared memory of the device. FP8 takes the table of int8,
+whose operands have the same size and rate.
+
+``fp8_block_split_k`` is the variant for small M on sm_90, where whole tiles leave SMs idle: up to
+8 CTAs share a tile, each with a part of K, and the lowering adds their fp32 partials. With M below
+64 the tile is computed as its transpose (swap_ab).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from inductor_quant.kernels.config import GemmConfig, shortened
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.scaled_mm.base import WGMMA_ARCHS, count_tiles
+from inductor_quant.kernels.scaled_mm.fp8 import (
+    Fp8Kernel,
+    fp8_tile_rejection,
+    is_block_scaled,
+    max_block_k,
+)
+from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
+from inductor_quant.kernels.shared.grids import tile_grid
+from inductor_quant.kernels.tuning import cost_model
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+
+def table_configs(problem: Problem, device: Device, *, max_block_k: int = 0) -> list[GemmConfig]:
+    """The measured tiles, best first; with ``max_block_k`` their steps are cut to it."""
+    ranked = cost_model.load("w8a8_mm", 90).rank(problem, device, element_bytes=1)
+    if max_block_k:
+        ranked = list(dict.fromkeys(shortened(config, max_block_k) for config in ranked))
+    return ranked
+
+
+class W8A8Mm(Int8Kernel):
+    name = "w8a8_mm"
+    template = "scaled_mm/mm/int8"
+    is_horizontal = True
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        group = spec.group_size
+        return table_configs(problem, device, max_block_k=group & -group)
+
+
+class Fp8Mm(Fp8Kernel):
+    name = "fp8_mm"
+    template = "scaled_mm/mm/fp8"
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        longest = max_block_k(spec) if is_block_scaled(spec) else 0
+        return table_configs(problem, device, max_block_k=longest)
+
+
+class Fp8BlockMm(Fp8Mm):
+    name = "fp8_block_mm"
+    family = "fp8_block"
+
+
+# ------------------------------------------------------------------------------------------
+# split K
+
+SMALL_M = 64  # any N up to this M
+MAX_M = 256  # up to this M if tiles of 128 x 128 occupy half of the SMs or fewer
+MAX_SPLIT_K = 8
+# K steps that each part must keep: while SMs are idle, and once all have a CTA. The sum of the
+# partials is one more kernel.
+MIN_STEPS = 6
+MIN_STEPS_FULL = 12
+# K steps per part that pay for three parts, and three CTAs an SM, instead of two.
+MIN_STEPS_THREE = 40
+BLOCK_N = 64
+
+
+class Fp8BlockSplitK(Fp8Kernel):
+    name = "fp8_block_split_k"
+    family = "fp8_block"
+    template = "scaled_mm/mm/fp8"
+
+    @staticmethod
+    def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+        """One CTA for each tile of the output and each part of K."""
+        tiles, _, _ = tile_grid(*sizes, cdiv=cdiv)
+        return (tiles, sizes[-1]["SPLIT_K"], 1)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device):
+            return found
+        if device.arch not in WGMMA_ARCHS:
+            return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
+        is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
+        if problem.m > SMALL_M and not (
+            problem.m <= MAX_M and problem.m_is_static and is_half_idle
+        ):
+            return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is not small")
+        return None
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Best guess first; all with one ``split_k``, which is the shape of the output."""
+        block_m = next(block for block in (16, 32, 64, 128) if problem.m <= block or block == 128)
+        block_k = max_block_k(spec)
+        tiles = count_tiles(problem, block_m, BLOCK_N)
+        split = _split_k(problem, block_m, tiles, math.ceil(problem.k / block_k), device)
+        # Six stages while they cost no CTA its place on an SM. At BLOCK_M = 128 two CTAs fit with
+        # four stages, one with six: better if there is one per SM at most.
+        roomy = {16: 2.0, 32: 2.0, 64: 1.25, 128: 1.0}[block_m] * device.num_sms
+        first = 6 if tiles * split <= roomy else 4
+        stages = sorted((3, 4, 6), key=lambda count: abs(count - first))
+        offered = [(BLOCK_N, 4, count) for count in stages] + [(128, 4, 4), (128, 8, 4)]
+        return [
+            GemmConfig(block_m, block_n, block_k, warps, count, split_k=split)
+            for block_n, warps, count in [*offered, (128, 8, 3)]
+        ]
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if config.split_k > 1 and not problem.m_is_static:
+            # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
+            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
+        return fp8_tile_rejection(spec, config, device)
+
+
+def _split_k(problem: Problem, block_m: int, tiles: int, steps: int, device: Device) -> int:
+    """Double the parts up to two CTAs an SM, as long as each part keeps enough K steps."""
+    if not problem.m_is_static:
+        return 1
+    split = 1
+    while 2 * split <= MAX_SPLIT_K and 2 * split * tiles <= 2 * device.num_sms:
+        is_full = 4 * split * tiles >= 3 * device.num_sms
+        if steps < 2 * split * (MIN_STEPS_FULL if is_full else MIN_STEPS):
+            break
+        split *= 2
+    is_long = steps >= 3 * MIN_STEPS_THREE and tiles <= device.num_sms
+    return 3 if split == 2 and block_m <= SMALL_M and is_long else split
+
+
+W8A8_MM = W8A8Mm()
+FP8_MM = Fp8Mm()
+FP8_BLOCK_MM = Fp8BlockMm()
+FP8_BLOCK_SPLIT_K = Fp8BlockSplitK()

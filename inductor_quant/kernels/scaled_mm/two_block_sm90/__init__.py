@@ -1,0 +1,1 @@
+"""FP8 blocks, few tiles and a short K: two blocks of K a step."""

@@ -1,0 +1,1 @@
+"""What kernels of several families have in common."""

@@ -1,0 +1,1 @@
+"""Measured configurations and the cost model fitted to them."""

@@ -1,0 +1,1 @@
+"""A float activation times a packed weight (``weight_only``)."""

@@ -1,0 +1,1 @@
+"""Decode (M <= 16), 4-bit packed along K: the warps of a CTA split K."""

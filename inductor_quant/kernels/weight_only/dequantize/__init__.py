@@ -1,0 +1,1 @@
+"""Writes W once, for a GEMM of the library."""

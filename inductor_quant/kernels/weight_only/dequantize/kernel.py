@@ -1,0 +1,54 @@
+"""``weight_only_dequantize``: writes W [K, N] in x's dtype, in Triton.
+
+Chosen for weight-only GEMMs that no kernel takes, above all for M where dequantizing W once and
+multiplying with cuBLAS is faster than dequantizing it for every tile (``preferred_rows``).
+
+Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
+and stores the result, rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inductor_quant.kernels.codegen.base import WeightTile
+from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
+from inductor_quant.kernels.codegen.weight import WeightCodegen
+from inductor_quant.kernels.config import GemmConfig, reject_if_split
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+
+class WeightOnlyDequantize(Kernel):
+    name = "weight_only_dequantize"
+    family = "weight_only_dequantize"
+    template = "weight_only/dequantize/template"
+
+    @staticmethod
+    def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+        k, n, meta = sizes
+        return (cdiv(k, meta["BLOCK_K"]) * cdiv(n, meta["BLOCK_N"]), 1, 1)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        return rules.rejection(spec, problem, device)
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        weight = rules.weight_of(problem)
+        tile = WeightTile(weight, config, spec.a.dtype, weight.format.dequant_ops)
+        return {"CODEGEN": WeightCodegen(tile), "ACC_TYPE": TRITON_TYPES[spec.a.dtype]}
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        return reject_if_split(config)
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        return [GemmConfig(16, 128, 32, num_warps=4, num_stages=1)]
+
+
+WEIGHT_ONLY_DEQUANTIZE = WeightOnlyDequantize()

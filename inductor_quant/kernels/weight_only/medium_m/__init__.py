@@ -1,0 +1,1 @@
+"""More than 32 rows, any packed layout."""

@@ -1,0 +1,1 @@
+"""17 rows and more on Hopper, 4-bit packed along K."""

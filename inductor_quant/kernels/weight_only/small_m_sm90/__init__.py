@@ -1,0 +1,1 @@
+"""9 to 32 rows and wide N on Hopper: wgmma with swap_ab."""

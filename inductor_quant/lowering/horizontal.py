@@ -1,0 +1,66 @@
+"""Lowering of ``w8a8_horizontal`` and ``weight_only_horizontal``: one launch, or one each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.shared.horizontal import together
+from inductor_quant.lowering import w8a8, weight_only
+from inductor_quant.lowering.fusion_lookahead import lost_fusions
+from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of
+from inductor_quant.ops import horizontal
+
+aten = torch.ops.aten
+
+
+@compat.register_lowering(horizontal.w8a8_op, type_promotion_kind=None)
+def lower_w8a8(
+    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, *, alpha: float = 1.0, out_dtype: Any
+) -> list[Any]:
+    calls = list(horizontal.w8a8_members(a, b, a_scale, b_scale, bias, alpha, out_dtype))
+    gemms = [w8a8.W8A8Call(*args, **kwargs).gemm() for args, kwargs in calls]
+    results = _in_one_launch("w8a8", gemms)
+    return results or [w8a8.lower(*args, **kwargs) for args, kwargs in calls]
+
+
+@compat.register_lowering(horizontal.weight_only_op, type_promotion_kind=None)
+def lower_weight_only(
+    x: Any, weight: Any, column_scale: Any, bias: Any, *, format: list[str], out_dtype: Any
+) -> list[Any]:
+    members = list(horizontal.weight_only_members(x, weight, column_scale, bias, format, out_dtype))
+    calls = [weight_only.WeightOnlyCall(*args, **kwargs) for args, kwargs in members]
+    results = _in_one_launch("weight_only", [call.gemm() for call in calls])
+    if results is None:
+        return [weight_only.lower(*args, **kwargs) for args, kwargs in members]
+    return [call.finished(result) for call, result in zip(calls, results, strict=True)]
+
+
+def _in_one_launch(family: str, gemms: Sequence[Gemm]) -> list[Any] | None:
+    """Each GEMM's columns of one kernel's output; None: no kernel takes them together.
+
+    The output is one matrix, and each result a view with its strides. Split-K partials are split
+    likewise, and each result is computed from its own.
+    """
+    first, node = gemms[0], compat.current_node()
+    is_alike = all((g.spec, g.constants) == (first.spec, first.constants) for g in gemms)
+    is_static = all(gemm.problem.m_is_static for gemm in gemms)
+    columns = [gemm.problem.n for gemm in gemms]
+    is_empty = not all((first.problem.m, *columns))
+    if len(gemms) == 1 or node is None or not is_alike or not is_static or is_empty:
+        return None
+    problem = together([g.problem for g in gemms], lost_fusions=lost_fusions(node))
+    x = first.shared[0]
+    out_dtype = first.spec.out_dtype
+    layout = compat.FixedLayout(x.get_device(), out_dtype, [x.get_size()[0], problem.n])
+    inputs = [*first.shared, *(tensor for gemm in gemms for tensor in gemm.own)]
+    whole = lower_gemm(family, first.spec, problem, inputs, layout, first.constants)
+    if whole is None:
+        return None
+    ends = list(itertools.accumulate(columns))
+    slice_of = lowering_of(aten.slice.Tensor)
+    return [slice_of(whole, -1, *ends_of) for ends_of in zip([0, *ends], ends, strict=False)]

@@ -1,0 +1,213 @@
+"""Read-only queries on FX nodes. None of them adds a guard on a symbolic size."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+
+aten = torch.ops.aten
+CAST = torch.ops.prims.convert_element_type.default
+
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+SQUEEZES = (
+    *(aten.unsqueeze.default, aten.squeeze.default),
+    *(aten.squeeze.dim, aten.squeeze.dims),
+)
+# Exported graphs keep them until after our slot. They read metadata and compute nothing.
+ASSERTIONS = (aten._assert_tensor_metadata.default,)
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of the node's value."""
+    return node.meta["val"]
+
+
+def is_tensor_node(item: Any) -> bool:
+    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
+
+
+def users(node: fx.Node) -> list[fx.Node]:
+    """The users of ``node`` that compute something."""
+    return [user for user in node.users if user.target not in ASSERTIONS]
+
+
+def single_user(node: fx.Node) -> fx.Node | None:
+    found = users(node)
+    return found[0] if len(found) == 1 else None
+
+
+def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
+    """The first arguments of a call, given by position or by these names."""
+    return tuple(
+        node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        for i, name in enumerate(names)
+    )
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are provably equal: the same int or the same symbolic expression."""
+    if isinstance(a, int) or isinstance(b, int):
+        return isinstance(a, int) and isinstance(b, int) and a == b
+    return bool(a.node.expr == b.node.expr)
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def is_single(node: fx.Node) -> bool:
+    """Whether the tensor has one element."""
+    return all(map(is_one, value(node).shape))
+
+
+def is_symbolic(size: int | torch.SymInt) -> bool:
+    return not isinstance(size, int)
+
+
+def as_monomial(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
+    """``(c, powers)`` if a symbolic size is c > 0 times powers of symbols, else None."""
+    factor, rest = size.node.expr.as_coeff_Mul()
+    powers = dict(rest.as_powers_dict())
+    is_monomial = all(s.is_Symbol and p.is_Integer and p > 0 for s, p in powers.items())
+    if not is_monomial or not factor.is_Integer or factor <= 0:
+        return None
+    return int(factor), {symbol: int(power) for symbol, power in powers.items()}
+
+
+def size_name(size: int | torch.SymInt) -> int | str:
+    """A size for a report: the int, or the text of the symbolic expression."""
+    return size if isinstance(size, int) else str(size)
+
+
+def size_hint(size: int | torch.SymInt) -> int | None:
+    """The size, or its value in the call that triggered the compilation; None if unknown."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(size.node, "hint", None)
+    return hint if isinstance(hint, int) else None
+
+
+def base(node: fx.Node) -> fx.Node:
+    """The node that owns the memory of ``node``: ``node`` itself if it is no view."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the value may share memory with the first argument, according to the op's schema."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target in RESHAPES or node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info for result in schema.returns)
+
+
+def is_mutated(node: fx.Node) -> bool:
+    """Whether the graph writes to the memory of ``node`` anywhere."""
+    todo, seen = [base(node)], set()
+    while todo:
+        current = todo.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for user in current.users:
+            if _writes_to(user, current):
+                return True
+            if is_view(user) and user.args[0] is current:
+                todo.append(user)
+    return False
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns ``node`` or a view of it."""
+    return any(user.op == "output" for user in _users_of_memory(node))
+
+
+def are_strides_read(node: fx.Node) -> bool:
+    """Whether the strides of ``node`` were baked in when the graph was traced: as arguments of
+    as_strided or of a Triton kernel."""
+    return any(
+        user.target == aten.as_strided.default
+        or str(user.target).startswith("triton_kernel_wrapper")
+        for user in _users_of_memory(node)
+    )
+
+
+def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
+    """The users of ``node`` and of its views; the views are among them."""
+    for user in node.users:
+        yield user
+        if is_view(user) and user.args[0] is node:
+            yield from _users_of_memory(user)
+
+
+def _writes_to(user: fx.Node, node: fx.Node) -> bool:
+    if str(user.target) == "triton_kernel_wrapper_mutation":
+        return True  # may write to any argument
+    schema = getattr(user.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return False
+    named = zip(schema.arguments, user.args, strict=False)
+    written = [arg for spec, arg in named if spec.alias_info and spec.alias_info.is_write]
+    written += [
+        user.kwargs.get(spec.name)
+        for spec in schema.arguments
+        if spec.alias_info and spec.alias_info.is_write
+    ]
+    return any(
+        node is item or (isinstance(item, (list, tuple)) and node in item) for item in written
+    )
+
+
+def attribute(node: fx.Node) -> torch.Tensor | None:
+    """The constant tensor of a ``get_attr`` node; None if its values cannot be known, because it is
+    no plain tensor or the graph writes to it."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    is_plain = type(found) in (torch.Tensor, torch.nn.Parameter)
+    # Inductor's cache keys a frozen parameter by shape alone: two models may share an entry.
+    is_frozen = getattr(found, "_is_frozen_param", False)
+    return found if is_plain and not is_frozen and not is_mutated(node) else None
+
+
+def is_literal(node: fx.Node) -> bool:
+    """Whether a ``get_attr`` node is a tensor literal of the traced code."""
+    return str(node.target).startswith(("_tensor_constant", "lifted_tensor"))
+
+
+def has_fixed_values(node: fx.Node) -> bool:
+    """Whether a ``get_attr`` tensor has the same values in every call.
+
+    Parameters and buffers of an exported model are ``get_attr`` nodes too. ``load_constants`` may
+    replace them in a package, unless they are frozen.
+    """
+    return is_literal(node) or (compat.is_exporting() and compat.is_freezing())
+
+
+def is_stored(node: fx.Node) -> bool:
+    """Whether the value is in memory before the graph runs: an input, a constant or a view."""
+    return base(node).op in ("placeholder", "get_attr")
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the module that ``node`` comes from ("layers.0.mlp.up"), "" if unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = next(reversed(stack.values()))[0]
+    # Dynamo prefixes the variable of the outermost module: L['self'], G['model'].
+    return re.sub(r"^[LG]\['[^']*'\]\.?", "", path)

@@ -1,0 +1,322 @@
+"""The pass in Inductor's post-grad *pre* slot: recognize, decide, rewrite, report.
+
+With freezing, constant folding would turn a dequantization into a dense weight before that slot.
+The pass then runs in the joint graph's pre slot, on the same operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import fx
+
+import inductor_quant
+from inductor_quant._compat import inductor as compat
+from inductor_quant.errors import InductorQuantError, OptionError, RequirementError
+from inductor_quant.ops import verify
+from inductor_quant.options import Options
+from inductor_quant.report import events
+from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
+
+from . import fx_utils, has_third_party, patterns
+from .fusion.concat_weights import concat_weights
+from .fusion.cse import eliminate_common_subexpressions
+from .fusion.duplicate_casts import duplicate_casts
+from .fusion.horizontal import horizontal_fusion
+from .fusion.norm_group_quant import fuse_norm_and_group_quant
+from .fusion.quantize_in_gemm import quantize_in_gemms
+from .fusion.row_quant import mark_row_reductions
+from .fusion.simplify_quant import simplify_quantization
+from .fusion.weight_k_major import make_weights_k_major
+from .match import Pattern, RecognizedGemm
+from .matching.pad_mm import unpadded
+from .reporting import activation_scheme, matrix_products
+from .reporting.exactness import classify, strictly
+from .rewrite import rewrite, subgraph_of
+
+log = logging.getLogger(__name__)
+
+SLOT = "post_grad_custom_pre_pass"
+EARLY_SLOT = "joint_custom_pre_pass"
+# Metadata of a product that the early slot has decided about.
+_DECIDED = "inductor_quant_decided"
+# Codes that recognizers return for unquantized products too, where they tell nothing.
+_UNINFORMATIVE = (
+    RejectionCode.NOT_QUANTIZED,
+    RejectionCode.WEIGHT_FORM,
+    RejectionCode.COMPUTED_WEIGHT,
+    RejectionCode.BATCHED_WEIGHT,
+    RejectionCode.BIAS,
+)
+
+
+class QuantGemmPass(compat.CustomGraphPass):
+    """One instance for each Options (``for_options``): Inductor compares passes by identity.
+
+    The lowering reads ``options`` from here: only the config slot travels with every compilation,
+    even with that of a backward pass, which happens later.
+    """
+
+    def __init__(self, options: Options, constants: str = "", *, is_early: bool = False) -> None:
+        self._options = options
+        self._constants = constants
+        self._is_early = is_early
+
+    @property
+    def options(self) -> Options | None:
+        """The options in force; None: the pass does nothing."""
+        return self._options
+
+    def __call__(self, graph: fx.Graph) -> None:
+        options = self.options
+        if options is None or (self._is_early and not _will_be_frozen(graph)):
+            return
+        by_anchor: dict[object, list[Pattern]] = {}
+        for pattern in patterns():
+            for op in pattern.anchors:
+                by_anchor.setdefault(op, []).append(pattern)
+        matches: Counter[str] = Counter()
+        has_products = False
+        for node in list(graph.nodes):
+            if node.op != "call_function" or node._erased:  # by an earlier rewrite
+                continue
+            if node.meta.pop(_DECIDED, False):
+                continue
+            candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
+            if not candidates and not (
+                events.is_open() and matrix_products.is_matrix_product(node)
+            ):
+                continue
+            match = _match_without_padding(node, candidates, options)
+            decision = match or _decide(node, candidates, options)
+            if decision is None:
+                continue
+            if self._is_early and not node._erased:
+                node.meta[_DECIDED] = True
+            log.info("%s", decision)
+            events.add(decision)
+            has_products = True
+            matches[decision.family if isinstance(decision, Match) else ""] += 1
+        if matches.keys() - {""}:
+            _run_fusion_passes(graph, options, is_frozen=self._is_early)
+        for family, least in dict(options.require).items():
+            if has_products and matches[family] < least:
+                raise RequirementError(family, least, matches[family])
+
+    def uuid(self) -> tuple[str, ...] | None:
+        """Our part of Inductor's cache key: the files of the package, the options, the
+        versions and the constants that we put into this graph (AOTAutograd's cache keys them by
+        shape alone).
+
+        None (no caching) while a third party's pattern is registered, whose code the key does not
+        cover, and with ``verify``, whose subgraphs exist in this process only.
+        """
+        if has_third_party() or (self.options is not None and self.options.verify):
+            return None
+        state = repr(self.options) if self.options is not None else "inactive"
+        versions = (torch.__version__, triton.__version__)
+        return (
+            "inductor_quant",
+            source_hash(),
+            state,
+            *versions,
+            self._constants,
+            "early" if self._is_early else "",
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
+        return self  # Inductor copies config values
+
+
+def for_options(options: Options, constants: str = "", *, is_early: bool = False) -> QuantGemmPass:
+    """The one pass for these options; with ``is_early`` that of EARLY_SLOT."""
+    return _made(options, constants, is_early)
+
+
+@functools.cache
+def _made(options: Options, constants: str, is_early: bool) -> QuantGemmPass:
+    return QuantGemmPass(options, constants, is_early=is_early)
+
+
+def _will_be_frozen(graph: fx.Graph) -> bool:
+    """Whether Inductor will fold this graph's constants; it freezes no training graph."""
+    is_joint = any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
+    return compat.is_freezing() and not is_joint
+
+
+@functools.cache
+def source_hash() -> str:
+    """SHA-256 over the names and contents of the package's ``.py``, ``.jinja`` and ``.json`` files.
+
+    Inductor's cache key covers torch's sources only: without this hash, a warm cache would serve
+    the old kernel after a template is edited.
+    """
+    roots = {
+        "patterns": Path(__file__).parent,
+        "inductor_quant": Path(inductor_quant.__file__).parent,
+    }
+    digest = hashlib.sha256()
+    for label, root in roots.items():
+        for path in sorted(root.rglob("*")):
+            if path.suffix in (".py", ".jinja", ".json") and path.is_file():
+                digest.update(f"{label}/{path.relative_to(root)}\0".encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _match_without_padding(
+    node: fx.Node, candidates: list[Pattern], options: Options
+) -> Match | None:
+    """The match of a product that Inductor has padded; if there is none, the graph is unchanged."""
+    try:
+        product = unpadded(node) if candidates else None
+    except Exception as error:
+        _failed(f"at {node.name}", error, options)
+        return None
+    if product is None:
+        return None
+    try:
+        decision = _decide(product.node, candidates, options)
+    except BaseException:
+        product.undo()
+        raise
+    if not isinstance(decision, Match):
+        product.undo()
+        return None
+    product.finish()
+    return decision
+
+
+def _decide(
+    anchor: fx.Node, candidates: list[Pattern], options: Options
+) -> Match | Rejection | None:
+    """Match and rewrite one matrix product, or say why not; None if it is no matrix product.
+
+    ``candidates``: the patterns that are anchored at its op.
+    """
+    module = fx_utils.module_path(anchor)
+    site = None
+    try:
+        # before the rewrite: the report shows the user's model
+        site = matrix_products.describe(anchor) if events.is_open() else None
+        if not candidates:
+            return matrix_products.decline(anchor, site)
+        found = _first_recognition(anchor, candidates)
+        if found is None:
+            return None
+        is_ordinary = isinstance(found, Rejection) and found.code in _UNINFORMATIVE
+        if is_ordinary and site is not None and not site.source:
+            return matrix_products.decline(anchor, site)
+        if isinstance(found, RecognizedGemm) and options.numerics == "strict":
+            found = _policy(found, module, options) or strictly(found)
+        refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
+        if refusal is not None:
+            where = refusal.node or anchor.name
+            return Rejection(refusal.code, refusal.detail, where, module, site)
+        assert isinstance(found, RecognizedGemm)
+        if site is None and events.is_open():
+            site = matrix_products.describe_found(found)
+        name, exactness = anchor.name, classify(found)
+        activation = activation_scheme.describe(found)
+        call = rewrite(found, _verify_args(found, options) if options.verify else None)
+        if found.row_scale is not None:
+            mark_row_reductions(found.row_scale)
+        size, names = (found.m, found.n, found.k), (name, module, call.name)
+        return Match(found.family, found.spec, *size, *names, site, activation, exactness)
+    except OptionError:
+        raise
+    except Exception as error:
+        _failed(f"at {anchor.name}", error, options)
+        _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
+        return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
+
+
+def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
+    """The passes that need to see every canonical op. Their order matters."""
+    try:
+        merged = eliminate_common_subexpressions(graph)
+        log.info("%d duplicate nodes merged before quantized GEMMs", merged)
+        constants = _constants(graph) if is_frozen else set()
+        log.info("%d GEMMs became part of another", concat_weights(graph, constants))
+        copies = make_weights_k_major(graph, constants)
+        log.info("%d int8 weights are copied to K-major", copies)
+        if options.numerics != "strict":  # divides by a reciprocal
+            simplify_quantization(graph)
+            joined = fuse_norm_and_group_quant(graph)  # sums a row in another order
+            log.info("%d quantizations in groups joined the kernel of a norm", joined)
+        if options.horizontal_fusion:  # after them: the passes above look for single GEMMs
+            log.info("%d GEMMs may share the launch of another", horizontal_fusion(graph))
+        # Needs round_to_int8 of the passes above; verified subgraphs start at the integers.
+        if options.fuse_quantization and not options.verify:
+            log.info("%d GEMMs may quantize their activation", quantize_in_gemms(graph))
+        log.info("%d casts duplicated after GEMMs, one for each user", duplicate_casts(graph))
+    except Exception as error:
+        _failed("after its rewrites", error, options)
+
+
+def _failed(where: str, error: Exception, options: Options) -> None:
+    """Called in an ``except``: raise with on_error="raise", else log."""
+    if options.on_error == "raise":
+        raise InductorQuantError(f"inductor_quant failed {where}") from error
+    log.warning("failed %s", where, exc_info=True)
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs that are constants of a graph that Inductor will freeze."""
+    inputs = graph.find_nodes(op="placeholder")[: compat.inputs_to_be_frozen()]
+    return {*inputs, *graph.find_nodes(op="get_attr")}
+
+
+def _verify_args(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:
+    """The arguments of ``inductor_quant::verify`` that follow the result."""
+    if compat.is_exporting():
+        raise OptionError("verify compares in the process that compiled: leave it out of an export")
+    subgraph, tensors, sizes = subgraph_of(found)
+    name = f"{found.family} {found.spec} at {found.anchor.name}"
+    return tensors, sizes, verify.remember(subgraph, name, raises=options.on_error == "raise")
+
+
+def _first_recognition(
+    anchor: fx.Node, candidates: list[Pattern]
+) -> RecognizedGemm | Rejection | None:
+    """The result of the first pattern that recognizes ``anchor``. If none does, the first rejection
+    that is not NOT_QUANTIZED, or else the first one."""
+    first: Rejection | None = None
+    for pattern in candidates:
+        found = pattern.recognize(anchor)
+        if isinstance(found, RecognizedGemm):
+            return found
+        if first is None or first.code is RejectionCode.NOT_QUANTIZED:
+            first = found or first
+    return first
+
+
+def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:
+    """Why the user's options or the device forbid a correct rewrite."""
+    if found.family not in options.families:
+        return Rejection(RejectionCode.FAMILY_DISABLED, f"{found.family} {found.spec}")
+    if not options.selects(module):
+        return Rejection(RejectionCode.MODULE_EXCLUDED, module)
+    device = fx_utils.value(found.anchor).device
+    if not compat.runs_triton(device):
+        return Rejection(RejectionCode.DEVICE, f"{device} runs {found.family} without our kernels")
+    if options.numerics == "strict" and not compat.keeps_roundings():
+        return Rejection(
+            RejectionCode.NUMERICS, "torch._inductor.config.emulate_precision_casts is off"
+        )
+    if found.too_many_rows:
+        return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,0 +1,1 @@
+"""Shared by recognizers: products, weights, scales, zero points and epilogues."""

@@ -1,0 +1,407 @@
+"""Decodes the expression of a weight W[k, n] into a ``WeightFormat``.
+
+The chain of affine steps is followed inwards to the one stored element of each (k, n): a bit field,
+an int8 or FP8 element, or an entry of a lookup table. The other operands (scales, zero points) vary
+along fewer digits. Casts between floats are dropped: the canonical op rounds less often. An
+expression of any other shape is a Rejection.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import fx
+
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.weight_format import (
+    AffineIndex,
+    DequantOp,
+    DequantOpKind,
+    Field,
+    WeightFormat,
+)
+
+from .. import fx_utils
+from ..symbolic import Reader
+from ..symbolic.expr import (
+    EXACT_IN_FP32,
+    FLOAT8,
+    FLOATS,
+    INTEGERS,
+    Bits,
+    Expr,
+    Load,
+    Number,
+    Op,
+    constant,
+    digits,
+    forms,
+    integer,
+    interval,
+    is_whole,
+    limits,
+    normalized,
+)
+from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
+
+MAX_BITS = 8
+_STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A decoded weight; ``sources``: the tensors that ``format`` refers to by position."""
+
+    format: WeightFormat
+    sources: tuple[fx.Node, ...]
+
+
+def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejection:
+    """Decode the weight ``node`` [K, N], or [N, K] if ``transposed``."""
+    k, n = fx_utils.value(node).shape
+    if transposed:
+        k, n = n, k
+    if fx_utils.is_symbolic(k) or fx_utils.is_symbolic(n):
+        return Rejection(RejectionCode.WEIGHT_FORM, "its shape is symbolic", node.name)
+
+    def read(reader: Reader) -> Weight | Rejection:
+        row, column = reader.space.variable("k", k), reader.space.variable("n", n)
+        index = (column, row) if transposed else (row, column)
+        return decode(reader, reader.read(node, index), node)
+
+    return attempt(read, lambda found: isinstance(found, Weight))
+
+
+# Possible numbers of bit fields in an element of 8 to 64 bits.
+_FIELDS = (2, 4, 5, 8, 10, 16, 21, 32)
+Found = TypeVar("Found")
+
+
+def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
+    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
+    reader = Reader()
+    first = read(reader)
+    if is_good(first) or not reader.space.is_torn:
+        return first
+    for whole in itertools.product("kn", _FIELDS):
+        try:
+            found = read(Reader(whole))
+        except Unsupported:
+            continue
+        if is_good(found):
+            return found
+    return first
+
+
+def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
+    """The weight with the element ``expr`` in the axes "k" and "n" of the reader's space."""
+    decoder = _Decoder(reader, node)
+    try:
+        return decoder.weight(normalized(expr, reader.space))
+    except _NoWeight as reason:
+        return reason.rejection
+    except Unsupported as reason:
+        reader.space.is_torn |= isinstance(reason, SplitConflict)
+        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), node.name)
+
+
+class _NoWeight(Exception):
+    """Internal to this module."""
+
+    def __init__(self, code: RejectionCode, detail: str, node: fx.Node) -> None:
+        super().__init__(detail)
+        self.rejection = Rejection(code, detail, node.name)
+
+
+class _Decoder:
+    def __init__(self, reader: Reader, node: fx.Node) -> None:
+        self.space = reader.space
+        self.node = node  # for messages, if no other node is to blame
+        self.sources: list[fx.Node] = []
+        self.names: dict[Digit, str] = {}
+
+    def weight(self, expr: Expr) -> Weight:
+        element, steps = self._unwind(expr)
+        self._check_element(element)
+        # Name digits only now: everything is normalized, so none will be split again.
+        radices = self._name_digits([element, *(operand for _, operand in steps)])
+        field = self._field(element)
+        built = tuple(DequantOp(kind, self._operand(operand)) for kind, operand in steps)
+        found = WeightFormat(radices["k"], radices["n"], field, built)
+        return Weight(found, tuple(self.sources))
+
+    # -- the chain of steps
+
+    def _unwind(self, expr: Expr) -> tuple[Expr, list[tuple[DequantOpKind, Expr]]]:
+        """The stored element, and the steps from it to ``expr`` in order."""
+        steps: list[tuple[DequantOpKind, Expr]] = []
+        while isinstance(expr, Op):
+            if expr.name == "cast":
+                self._check_cast(expr)
+                (expr,) = expr.args
+                continue
+            if expr.name == "shl":
+                expr = self._as_product(expr)
+            if expr.name == "float8":
+                break
+            if expr.name not in _STEPS:
+                raise self._blame(expr, f"{expr.name} is no affine step")
+            left, right = expr.args
+            is_left, is_right = self._sides(expr)
+            if is_left == is_right:
+                raise self._blame(expr, "no operand, or both, vary with every k and n")
+            inner, outer = (left, right) if is_left else (right, left)
+            if inner.dtype in INTEGERS and expr.dtype in FLOATS:
+                self._check_exact(inner)  # an implicit cast
+            if is_left or expr.name in ("add", "mul"):
+                steps += self._factors(_STEPS[expr.name], outer)
+            elif expr.name == "sub":  # z - q = -q + z
+                steps += [("add", outer), ("mul", Number(-1.0, torch.float32))]
+            else:
+                raise self._blame(expr, "the quantized value is a divisor")
+            expr = inner
+        return expr, _simplified(steps[::-1])
+
+    def _factors(self, kind: DequantOpKind, operand: Expr) -> list[tuple[DequantOpKind, Expr]]:
+        """Split a scale into its factors, the last step first.
+
+        Only if the graph computes it in fp32, or for every (k, n) as an outer product. Otherwise
+        the kernel reads the scale as the graph computes and rounds it.
+        """
+        inner = _stripped(operand)
+        if kind in ("add", "sub") or not isinstance(inner, Op) or inner.name not in ("mul", "div"):
+            return [(kind, operand)]
+        every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
+        is_outer = every <= digits(inner, self.space)
+        if not (is_outer or inner.at is None or inner.dtype == torch.float32):
+            return [(kind, operand)]
+        left, right = inner.args
+        opposite: DequantOpKind = "div" if kind == "mul" else "mul"
+        first = [] if isinstance(left, Number) and left.value == 1 else self._factors(kind, left)
+        second = self._factors(kind if inner.name == "mul" else opposite, right)
+        return [*second, *first]
+
+    def _as_product(self, shift: Op) -> Op:
+        value, amount = shift.args
+        low, high = interval(value)
+        least, most = limits(shift.dtype)
+        by = constant(amount)
+        if by is None or low << by < least or high << by > most:
+            raise self._blame(shift, "a shift to the left that may overflow")
+        return dataclasses.replace(shift, name="mul", args=(value, integer(1 << by, shift.dtype)))
+
+    def _check_cast(self, cast: Op) -> None:
+        before, after = cast.args[0].dtype, cast.dtype
+        if after not in FLOATS or before not in (*FLOATS, *FLOAT8, *INTEGERS):
+            raise self._blame(cast, f"a cast from {before} to {after}")
+        if before in INTEGERS:
+            self._check_exact(cast.args[0])
+
+    def _check_exact(self, expr: Expr) -> None:
+        low, high = interval(expr)
+        if max(-low, high) > EXACT_IN_FP32:
+            raise self._blame(expr, f"{low} ... {high} is not exact in fp32")
+
+    def _is_element(self, expr: Expr, *, by_data: bool = False) -> bool:
+        """Whether ``expr`` has an element of its own for every (k, n); ``by_data``: also one that a
+        tensor of indices selects."""
+        if isinstance(expr, Op):
+            return any(self._is_element(arg, by_data=by_data) for arg in expr.args)
+        every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
+        if every <= digits(expr, self.space, through_data=by_data):
+            return True
+        data = (d.expr for form in forms(expr, through_data=False) for d, _ in form.data)
+        return any(self._is_element(d, by_data=by_data) for d in data)
+
+    def _sides(self, expr: Op) -> tuple[bool, bool]:
+        """Which of the two arguments holds the element."""
+        left, right = expr.args
+        sides = self._is_element(left), self._is_element(right)
+        if not any(sides):  # a tensor permutes K of the weight itself
+            sides = self._is_element(left, by_data=True), self._is_element(right, by_data=True)
+        return sides
+
+    def _check_element(self, element: Expr) -> None:
+        stored = element
+        if isinstance(stored, Op) and stored.name == "float8":
+            (stored,) = stored.args
+        if not isinstance(stored, (Bits, Load)):
+            raise self._blame(element, "no stored element at its end")
+        if not self._is_element(stored, by_data=True):
+            raise self._blame(element, "no element of its own for every k and n")
+        # of a lookup table: the stored element is the index into it
+        while codes := self._codes(stored):
+            stored = _code(codes[0])
+        if isinstance(stored, Load):
+            if stored.dtype not in FLOAT8:
+                code = RejectionCode.NOT_QUANTIZED
+                if not fx_utils.is_stored(stored.node):
+                    code = RejectionCode.WEIGHT_FORM
+                raise _NoWeight(code, f"{stored.node.target} gives {stored.dtype}", stored.node)
+        elif stored.width > MAX_BITS:
+            raise _NoWeight(
+                RejectionCode.WEIGHT_FORM, f"an element of {stored.width} bits", stored.node
+            )
+        if not fx_utils.is_stored(stored.node):
+            raise _NoWeight(
+                RejectionCode.COMPUTED_WEIGHT, f"{stored.node.target} computes it", stored.node
+            )
+
+    def _codes(self, stored: Bits | Load) -> list[Expr]:
+        """The elements, one for every (k, n), that index into ``stored``."""
+        data = [datum.expr for index in stored.index for datum, _ in index.data]
+        return [expr for expr in data if self._is_element(expr)]
+
+    # -- fields
+
+    def _operand(self, expr: Expr) -> Field | float:
+        """A scale or zero point: a constant, a stored field, or a small computed tensor."""
+        if isinstance(expr, Number):
+            return expr.value
+        value = constant(expr)
+        if value is not None:
+            return float(value)
+        try:
+            return self._field(_stripped(expr))
+        except _NoWeight:
+            if not isinstance(expr, Op) or expr.at is None:
+                raise
+        node, index = expr.at
+        return self._loaded(node, tuple(map(self.space.leaves, index)), Field(0, ()))
+
+    def _field(self, expr: Expr) -> Field:
+        if isinstance(expr, Load):
+            if expr.dtype not in (*FLOATS, *FLOAT8):
+                raise self._blame(expr, f"an element of {expr.dtype}")
+            return self._loaded(expr.node, expr.index, Field(0, ()))
+        if isinstance(expr, Bits):
+            field = Field(0, ())
+            if not is_whole(expr):
+                offset = self._form(expr.offset)
+                field = Field(0, (), offset, expr.width, expr.signed)
+            return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Op) and expr.name in ("add", "sub"):
+            value = constant(expr.args[1])
+            inner = self._field(expr.args[0])
+            if value is not None and not inner.wrap:
+                add = inner.add + (value if expr.name == "add" else -value)
+                return dataclasses.replace(inner, add=add)
+        if isinstance(expr, Op) and expr.name == "from_end":
+            inner = self._field(expr.args[0])
+            if not inner.size:
+                return dataclasses.replace(inner, size=expr.args[1].index.const)
+        if isinstance(expr, Op) and expr.name == "float8":
+            inner = self._field(expr.args[0])
+            if not (inner.add or inner.wrap):
+                kind = "e4m3" if expr.dtype == torch.float8_e4m3fn else "e5m2"
+                return dataclasses.replace(inner, width=8, signed=False, float8=kind)
+        if isinstance(expr, Op) and expr.name == "wrap":
+            inner = self._field(expr.args[0])
+            if not inner.wrap and inner.width == constant(expr.args[1]):
+                return dataclasses.replace(inner, wrap=True)
+        raise self._blame(expr, "a scale or zero point that is neither stored nor computed apart")
+
+    def _loaded(self, node: fx.Node, index: tuple[IndexExpr, ...], field: Field) -> Field:
+        if node not in self.sources:
+            self.sources.append(node)
+        source = self.sources.index(node)
+        return dataclasses.replace(field, source=source, index=tuple(map(self._form, index)))
+
+    # -- digits
+
+    def _name_digits(self, parts: list[Expr]) -> dict[str, tuple[int, ...]]:
+        """Name as few digits as the expressions need; returns the radices of each axis."""
+        indices = [index for part in parts for index in forms(part)]
+        for part in parts:  # a computed scale is read from the graph
+            if isinstance(part, Op) and part.at is not None:
+                indices += map(self.space.leaves, part.at[1])
+        terms = [dict(self.space.leaves(index).terms) for index in indices]
+        radices: dict[str, tuple[int, ...]] = {}
+        for axis in ("k", "n"):
+            groups: list[list[Digit]] = []
+            for digit in self.space.axes[axis]:
+                if groups and all(_continues(groups[-1][-1], digit, term) for term in terms):
+                    groups[-1].append(digit)
+                else:
+                    groups.append([digit])
+            radices[axis] = tuple(math.prod(d.radix for d in group) for group in groups)
+            for number, group in enumerate(groups):
+                # the last digit of a group has its coefficient
+                self.names.update(dict.fromkeys(group[:-1], ""))
+                self.names[group[-1]] = f"{axis}{number}"
+        return radices
+
+    def _form(self, index: IndexExpr) -> AffineIndex:
+        index = self.space.leaves(index)
+        linear, tables = [], []
+        for digit, term in index.terms:
+            name = self.names.get(digit)
+            if not name:
+                continue  # part of a coarser digit, or a batch axis
+            if isinstance(term, tuple):
+                tables.append((name, term))
+            else:
+                linear.append((name, term))
+        fields = tuple((self._field(datum.expr), coef) for datum, coef in index.data)
+        return AffineIndex(index.const, tuple(sorted(linear)), tuple(sorted(tables)), fields)
+
+    def _blame(self, expr: Expr, reason: str) -> _NoWeight:
+        node = self.node
+        if isinstance(expr, (Load, Bits)):
+            node = expr.node
+        elif isinstance(expr, Op) and expr.at is not None:
+            node = expr.at[0]
+        return _NoWeight(RejectionCode.WEIGHT_FORM, reason, node)
+
+
+def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOpKind, Expr]]:
+    """Merge leading integer additions: (q + 8) - 8 is no step at all."""
+    total, rest = 0, list(steps)
+    while rest and rest[0][0] in ("add", "sub") and (value := constant(rest[0][1])) is not None:
+        total += value if rest.pop(0)[0] == "add" else -value
+    if total:
+        rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
+    return rest
+
+
+def _code(expr: Expr) -> Bits | Load:
+    """The stored element that an index is computed from."""
+    while isinstance(expr, Op):
+        expr = expr.args[0]
+    if not isinstance(expr, (Bits, Load)):
+        raise Unsupported("an index that is not stored")
+    return expr
+
+
+def _stripped(expr: Expr) -> Expr:
+    """``expr`` without casts that change no value: the kernel computes in fp32."""
+    while isinstance(expr, Op) and expr.name == "cast":
+        (inner,) = expr.args
+        if inner.dtype in INTEGERS:
+            low, high = interval(inner)  # the kernel converts it to fp32 too
+            if max(-low, high) > EXACT_IN_FP32 and expr.dtype != torch.float32:
+                break
+        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in _WIDER.get(inner.dtype, ()):
+            break
+        expr = inner
+    return expr
+
+
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+    torch.float8_e4m3fn: FLOATS,
+    torch.float8_e5m2: FLOATS,
+}
+
+
+def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:
+    """Whether both digits appear as one in an index: ``coef * (low.radix * high + low)``."""
+    above, below = terms.get(high, 0), terms.get(low, 0)
+    return isinstance(above, int) and isinstance(below, int) and above == below * low.radix

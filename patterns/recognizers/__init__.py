@@ -1,0 +1,1 @@
+"""One recognizer for each meaning of a quantized GEMM."""

@@ -1,0 +1,1 @@
+"""What a report says about a graph. Nothing here decides about a GEMM."""

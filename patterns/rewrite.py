@@ -1,0 +1,176 @@
+"""The only writer of graphs: replaces a recognized subgraph by one canonical op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.ops import verify
+
+from . import fx_utils
+from .match import Derived, Operand, RecognizedGemm
+
+# Metadata that tells a user or a profiler where a node comes from.
+_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
+
+
+def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -> fx.Node:
+    """Replace ``found.end`` by the canonical op; returns the op's node.
+
+    ``verify_args``: insert ``inductor_quant::verify`` after the op, with these arguments after the
+    op's result.
+
+    New nodes are inserted at ``end``, so every operand is defined and nothing moves across a
+    mutation. All of them are built before any use is redirected; if building raises, they are
+    erased and the graph is unchanged.
+    """
+    owner = found.end.graph
+    built: list[fx.Node] = []
+
+    def build(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        built.append(owner.call_function(target, args, kwargs or {}))
+        _describe(built[-1], found.end)
+        return built[-1]
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, Derived):
+            return build(item.target, tuple(map(argument, item.args)), dict(item.kwargs))
+        if not isinstance(item, Operand):
+            return item
+        node = argument(item.node)
+        if _is_already(fx_utils.value(node).shape, item.shape):
+            return node
+        return build(fx_utils.aten.reshape.default, (node, list(item.shape)))
+
+    try:
+        with owner.inserting_before(found.end):
+            call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
+            result = call if verify_args is None else build(verify.op, (call, *verify_args))
+            if found.shape is not None:
+                result = build(fx_utils.aten.reshape.default, (result, list(found.shape)))
+        _check_same_value(found.end, result)
+    except Exception:
+        for node in reversed(built):
+            owner.erase_node(node)
+        raise
+    found.end.replace_all_uses_with(result)
+    for node in reversed(found.interior):
+        erase_if_dead(node)
+    return call
+
+
+def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Insert a call at the graph's insertion point, with the provenance of ``like``."""
+    node = like.graph.call_function(target, args, kwargs)
+    try:
+        _describe(node, like)
+    except Exception:
+        node.graph.erase_node(node)
+        raise
+    return node
+
+
+def _describe(node: fx.Node, like: fx.Node) -> None:
+    node.meta.update({k: like.meta[k] for k in _PROVENANCE if k in like.meta})
+    node.meta["original_aten"] = node.target  # names the kernel in Inductor
+    node.meta["val"] = _evaluate(node)
+
+
+def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """The replaced subgraph as a module, and its inputs: tensors first, then sizes."""
+    # It starts at the op's own inputs: an activation may be quantized and dequantized before them.
+    sources = set(_nodes_in(found.args))
+    inside = {*found.interior, *_dependents(sources, found.end)} - sources
+    needed, todo = {found.end}, [found.end]
+    while todo:
+        for node in todo.pop().all_input_nodes:
+            is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt, int))
+            is_value &= node.op != "get_attr"  # Inductor's fallbacks take no constants
+            if node not in needed and (node in inside or not is_value):
+                needed.add(node)
+                todo.append(node)
+    inputs = {n: None for node in sorted(needed) for n in node.all_input_nodes if n not in needed}
+    tensors = [node for node in inputs if fx_utils.is_tensor_node(node)]
+    sizes = [node for node in inputs if node not in tensors]
+    owner = fx.Graph()
+    copies = {node: owner.placeholder(node.name) for node in (*tensors, *sizes)}
+    for node in sorted(needed):
+        copies[node] = owner.node_copy(node, copies.__getitem__)
+    owner.output(copies[found.end])
+    for node in owner.nodes:
+        node.meta = {}
+    root = found.end.graph.owning_module or torch.nn.Module()
+    return fx.GraphModule(root, owner), tensors, sizes
+
+
+def _nodes_in(item: Any) -> Iterator[fx.Node]:
+    """The graph nodes that an argument of the rewritten call is made from."""
+    if isinstance(item, fx.Node):
+        yield item
+    elif isinstance(item, Operand):
+        yield from _nodes_in(item.node)
+    elif isinstance(item, (Derived, list, tuple)):
+        for part in item.args if isinstance(item, Derived) else item:
+            yield from _nodes_in(part)
+
+
+def _dependents(sources: set[fx.Node], end: fx.Node) -> set[fx.Node]:
+    """The nodes that depend on ``sources``, without these."""
+    found: set[fx.Node] = set()
+    for node in end.graph.nodes:
+        inputs = node.all_input_nodes
+        if node not in sources and any(n in sources or n in found for n in inputs):
+            found.add(node)
+    return found
+
+
+def _evaluate(node: fx.Node) -> Any:
+    def fake(item: fx.Node) -> Any:
+        return item.meta["val"]
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), fake)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    with compat.fake_mode_of(tensors):
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_already(shape: torch.Size, wanted: tuple[int, ...]) -> bool:
+    """Whether a reshape from ``shape`` to ``wanted``, which may have a -1, changes nothing."""
+    return len(shape) == len(wanted) and all(
+        size == -1 or fx_utils.same_size(have, size)
+        for have, size in zip(shape, wanted, strict=True)
+    )
+
+
+def _check_same_value(old: fx.Node, new: fx.Node) -> None:
+    before, after = fx_utils.value(old), fx_utils.value(new)
+    if before.dtype != after.dtype or not fx_utils.same_shape(before.shape, after.shape):
+        raise AssertionError(
+            f"{new.target} gives {after.dtype} {list(after.shape)}, but {old.name} is "
+            f"{before.dtype} {list(before.shape)}"
+        )
+
+
+def erase_if_dead(node: fx.Node) -> None:
+    """Erase ``node`` if it has no users, and then every pure node that only it used."""
+    todo, seen = [node], set()
+    while todo:
+        node = todo.pop()
+        if node in seen or node._erased:
+            continue
+        for user in list(node.users):
+            if user.target in fx_utils.ASSERTIONS or (_is_pure(user) and not user.users):
+                user.graph.erase_node(user)
+        if not node.users:
+            seen.add(node)
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            todo += filter(_is_pure, inputs)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return node.op == "call_function" and not node.is_impure()

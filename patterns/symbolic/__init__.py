@@ -1,0 +1,19 @@
+"""Reads what a node computes, element by element, as an expression of the position.
+
+``Reader.read(node, index)`` is the value of ``node`` at a symbolic position. Views change the
+position on the way to their source; cat and slice_scatter choose a source by the digits of the
+position; pointwise ops build expressions. An unknown op, or a position that has no form, makes the
+node a leaf, a tensor in memory. So reading never fails, and it does not matter how a producer
+writes its unpacking.
+
+    index        positions: sums over digits            expr         expressions of a position
+    reader       the recursion, and its limits          arithmetic   integer and float ops on them
+    views, concat, pointwise, custom_ops                handlers of ops, registered on import
+"""
+
+from __future__ import annotations
+
+from . import concat, custom_ops, pointwise, views  # they register handlers
+from .reader import At, Reader
+
+__all__ = ["At", "Reader", "concat", "custom_ops", "pointwise", "views"]

@@ -1,0 +1,438 @@
+"""Index arithmetic in mixed radix: an index is a sum over digits, and a reshape only splits digits.
+
+The position of an element is a set of variables, the *digits*. Views, slices and indexing by
+constants give ``const + sum(coef * digit) + sum(table[digit])``. To divide such a sum by a size, as
+a reshape does, at most a finer digit is needed: ``k`` becomes ``8*k0 + k1``. So there is no floor
+and no modulo, equality is equality of coefficients, and nothing needs simplification. (General
+sympy expressions took a hundred times as long, and decide equality by heuristics.)
+
+``IndexExpr`` is the form while a graph is read: its digits are objects, which split on demand. The
+finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, frozen, serialisable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+# The most values that are enumerated: a packed word has at most 64 fields, and permutations within
+# a word or a group are short.
+MAX_CASES = 64
+MAX_TABLE = 1 << 17  # entries of a constant index tensor: K or N
+
+
+class Unsupported(Exception):
+    """The result is no sum over digits. Never leaves the reader."""
+
+
+class SplitConflict(Unsupported):
+    """A digit was split that had to stay whole: see ``Space``."""
+
+
+class Digit:
+    """A digit with the values 0 ... radix - 1, of the variable ``axis``. A ``whole`` digit is never
+    split; what would split it becomes a table."""
+
+    __slots__ = ("axis", "children", "radix", "serial", "whole")
+
+    def __init__(self, axis: str, radix: int, serial: int, *, whole: bool = False) -> None:
+        self.axis = axis
+        self.radix = radix
+        self.serial = serial
+        self.whole = whole
+        self.children: tuple[Digit, Digit] | None = None  # once it is split: high and low
+
+    def __repr__(self) -> str:
+        return f"{self.axis}{self.serial}:{self.radix}"
+
+
+Table = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Datum:
+    """An integer in a tensor, within ``low`` ... ``high``."""
+
+    expr: Any
+    low: int
+    high: int
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexExpr:
+    """``const + sum(coef * digit) + sum(table[digit]) + sum(coef * data)``.
+
+    ``terms`` are (digit, coefficient or table), ``data`` are (datum, coefficient), such as
+    the group of a row in act-order.
+    """
+
+    const: int = 0
+    terms: tuple[tuple[Digit, int | Table], ...] = ()
+    data: tuple[tuple[Datum, int], ...] = ()
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms and not self.data
+
+    def __add__(self, other: IndexExpr | int) -> IndexExpr:
+        if isinstance(other, int):
+            return dataclasses.replace(self, const=self.const + other)
+        return _index(
+            self.const + other.const, (*self.terms, *other.terms), (*self.data, *other.data)
+        )
+
+    def __mul__(self, factor: int) -> IndexExpr:
+        if factor == 1:
+            return self
+        terms = [(d, _scaled(t, factor)) for d, t in self.terms]
+        return _index(self.const * factor, terms, [(d, c * factor) for d, c in self.data])
+
+    def __sub__(self, other: IndexExpr) -> IndexExpr:
+        return self + other * -1
+
+    def at(self, digit: Digit, value: int) -> IndexExpr:
+        """The index where ``digit`` has this value, without the data."""
+        const, terms = self.const, []
+        for known, term in self.terms:
+            if known is digit:
+                const += term[value] if isinstance(term, tuple) else term * value
+            else:
+                terms.append((known, term))
+        return IndexExpr(const, tuple(terms))
+
+    def bounds(self) -> tuple[int, int]:
+        """The smallest and the largest value."""
+        low = high = self.const
+        ends: Sequence[int]
+        for datum, coef in self.data:
+            ends = (coef * datum.low, coef * datum.high)
+            low, high = low + min(ends), high + max(ends)
+        for digit, term in self.terms:
+            ends = term if isinstance(term, tuple) else (0, term * (digit.radix - 1))
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def values(self) -> list[int]:
+        """All values, if there are at most ``MAX_CASES``."""
+        if self.data or math.prod(digit.radix for digit, _ in self.terms) > MAX_CASES:
+            raise Unsupported("too many values to go through")
+        return [_value(self, position) for position in _positions(self)]
+
+
+ZERO = IndexExpr()
+
+
+def _scaled(term: int | Table, factor: int) -> int | Table:
+    return tuple(v * factor for v in term) if isinstance(term, tuple) else term * factor
+
+
+def _index(
+    const: int, terms: Iterable[tuple[Digit, int | Table]], data: Iterable[tuple[Datum, int]] = ()
+) -> IndexExpr:
+    """A sum whose terms may repeat a digit, in canonical form: a linear table is a coefficient."""
+    linear: dict[Digit, int] = {}
+    tables: dict[Digit, list[int]] = {}
+    for digit, term in terms:
+        if isinstance(term, tuple):
+            old = tables.get(digit, [0] * digit.radix)
+            tables[digit] = [a + b for a, b in zip(old, term, strict=True)]
+        else:
+            linear[digit] = linear.get(digit, 0) + term
+    found: list[tuple[Digit, int | Table]] = []
+    for digit in sorted({*linear, *tables}, key=lambda d: d.serial):
+        coef = linear.get(digit, 0)
+        if digit in tables:
+            values = [v + coef * i for i, v in enumerate(tables[digit])]
+            const += values[0]
+            if not _is_linear(values):
+                found.append((digit, tuple(v - values[0] for v in values)))
+                continue
+            coef = values[1] - values[0] if len(values) > 1 else 0
+        if coef:
+            found.append((digit, coef))
+    merged: dict[Datum, int] = {}
+    for datum, factor in data:
+        merged[datum] = merged.get(datum, 0) + factor
+    return IndexExpr(const, tuple(found), tuple((d, c) for d, c in merged.items() if c))
+
+
+class Space:
+    """The digits of one operand; they are final once everything has been read.
+
+    ``axes`` maps "k" and "n" to the digits of that variable, most significant first.
+
+    The fields of a packed word may be far apart along an axis, in a permuted order, and a group may
+    end between them. Then the group splits the digit that counts the fields, and their order is no
+    sum over the parts: ``is_torn``. A second reading avoids that: ``whole`` = (axis, fields) keeps
+    the highest digit of an axis, of so many values, whole from the start.
+    """
+
+    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+        self.axes: dict[str, list[Digit]] = {}
+        self.is_torn = False
+        self._whole = whole
+        self._serials = itertools.count()
+
+    def variable(self, axis: str, size: int) -> IndexExpr:
+        """A new variable that takes the values 0 ... size - 1."""
+        if self._whole and axis == self._whole[0]:
+            fields = self._whole[1]
+            if size % fields or size == fields:
+                raise Unsupported(f"{size} is not a multiple of {fields}")
+            high = Digit(axis, fields, next(self._serials), whole=True)
+            low = Digit(axis, size // fields, next(self._serials))
+            self.axes[axis] = [high, low]
+            return IndexExpr(0, ((high, size // fields), (low, 1)))
+        digit = Digit(axis, size, next(self._serials))
+        self.axes[axis] = [digit]
+        return IndexExpr(0, ((digit, 1),)) if size > 1 else ZERO
+
+    def split(self, digit: Digit, low: int) -> None:
+        """Write ``digit`` as ``low * high_digit + low_digit``."""
+        if digit.whole or digit.children or digit.radix % low or not 1 < low < digit.radix:
+            raise Unsupported(f"{digit} is not split into parts of {low}")
+        high = Digit(digit.axis, digit.radix // low, next(self._serials))
+        rest = Digit(digit.axis, low, next(self._serials))
+        digit.children = (high, rest)
+        digits = self.axes[digit.axis]
+        at = digits.index(digit)
+        digits[at : at + 1] = [high, rest]
+
+    def leaves(self, index: IndexExpr) -> IndexExpr:
+        """The same index in unsplit digits."""
+        if all(digit.children is None for digit, _ in index.terms):
+            return index
+        terms: list[tuple[Digit, int | Table]] = []
+        const = index.const
+        todo = list(index.terms)
+        while todo:
+            digit, term = todo.pop()
+            if digit.children is None:
+                terms.append((digit, term))
+                continue
+            high, low = digit.children
+            if isinstance(term, tuple):
+                first, upper, lower = _outer_sum(term, low.radix)
+                const += first
+                todo += [(high, upper), (low, lower)]
+            else:
+                todo += [(high, term * low.radix), (low, term)]
+        return _index(const, terms, index.data)
+
+    def divmod(self, index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
+        """Quotient and remainder of an index >= 0; splits digits as needed."""
+        if size == 1:
+            return index, ZERO
+        if size == 0:
+            raise Unsupported("an empty dimension")
+        while True:
+            index = self.leaves(index)
+            quotient, rest = _parts(index, size)
+            low, high = rest.bounds()
+            if low >= 0 and high < size:
+                return self._simplified(quotient), self._simplified(rest)
+            self._split_across(rest, size)
+
+    def _simplified(self, index: IndexExpr) -> IndexExpr:
+        """The same index; a table that is a sum over finer digits becomes one."""
+        index = self.leaves(index)
+        if all(isinstance(term, int) or digit.radix < 4 for digit, term in index.terms):
+            return index
+        found = IndexExpr(index.const, (), index.data)
+        for digit, term in index.terms:
+            if isinstance(term, tuple):
+                found = found + self._profile(digit, list(term))
+            else:
+                found = found + _index(0, [(digit, term)])
+        return self.leaves(found)
+
+    def _split_across(self, rest: IndexExpr, size: int) -> None:
+        """Split the digit whose values are on both sides of ``size``."""
+        for digit, term in rest.terms:
+            if isinstance(term, tuple) or term <= 0 or size % term:
+                continue
+            low = size // term
+            if 1 < low < digit.radix and digit.radix % low == 0:
+                self.split(digit, low)
+                return
+        raise SplitConflict(f"{rest} does not divide by {size}")
+
+    def unflatten(self, index: IndexExpr, shape: Sequence[int]) -> tuple[IndexExpr, ...]:
+        """The position in a row-major tensor of ``shape`` at flat ``index``."""
+        found: list[IndexExpr] = []
+        for size in reversed(shape[1:]):
+            index, rest = self.divmod(index, size)
+            found.append(rest)
+        return (*([index] if shape else []), *reversed(found))
+
+    def look_up(self, values: Sequence[int], index: IndexExpr) -> IndexExpr:
+        """``values[index]`` as a sum over digits, or Unsupported."""
+        index = self.leaves(index)
+        if index.data:
+            raise Unsupported("a table is indexed by data")
+        low, high = index.bounds()
+        if low < 0 or high >= len(values):
+            raise Unsupported("a table is indexed beyond its end")
+        origin = [0] * len(index.terms)
+        base = values[_value(index, origin)]
+        result = IndexExpr(base)
+        profiles = []
+        for position, (digit, _) in enumerate(index.terms):
+            profile = []
+            for value in range(digit.radix):
+                origin[position] = value
+                profile.append(values[_value(index, origin)] - base)
+            origin[position] = 0
+            profiles.append(profile)
+        if len(profiles) > 1:
+            self._check_additive(values, index, profiles, base)
+        for (digit, _), profile in zip(index.terms, profiles, strict=True):
+            result = result + self._profile(digit, profile)
+        return self.leaves(result)
+
+    @staticmethod
+    def _check_additive(
+        values: Sequence[int], index: IndexExpr, profiles: list[list[int]], base: int
+    ) -> None:
+        if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
+            raise Unsupported("a table over too many positions")
+        for position in itertools.product(*(range(d.radix) for d, _ in index.terms)):
+            expected = base + sum(p[v] for p, v in zip(profiles, position, strict=True))
+            if values[_value(index, position)] != expected:
+                raise SplitConflict("a table that is no sum over digits")
+
+    def _profile(self, digit: Digit, values: list[int]) -> IndexExpr:
+        """``values[digit]``, where values[0] is 0; splits the digit if that is simpler."""
+        if _is_linear(values):
+            return _index(0, [(digit, values[1] if len(values) > 1 else 0)])
+        low = 0 if digit.whole else _simplest_split(values)
+        if low:
+            self.split(digit, low)
+            high, rest = digit.children  # type: ignore[misc]
+            return self._profile(high, values[::low]) + self._profile(rest, values[:low])
+        if digit.radix > MAX_CASES:
+            raise Unsupported("a table without structure")
+        return _index(0, [(digit, tuple(values))])
+
+    def cases(self, index: IndexExpr) -> list[Digit]:
+        """The digits on which ``index`` depends; Unsupported if they have too many values."""
+        index = self.leaves(index)
+        total = math.prod(digit.radix for digit, _ in index.terms)
+        if index.data or total > MAX_CASES:
+            raise Unsupported(f"{total} cases")
+        return [digit for digit, _ in index.terms]
+
+
+def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
+    """The index over the digits of ``index`` whose ``values()`` are ``values``."""
+    first = values[0]
+    found = IndexExpr(first)
+    stride = len(values)
+    for digit, _ in index.terms:
+        stride //= digit.radix
+        table = tuple(values[i * stride] - first for i in range(digit.radix))
+        found = found + _index(0, [(digit, table)])
+    digits = [digit for digit, _ in index.terms]
+    for position, value in zip(_positions(index), values, strict=True):
+        at = dict(zip(digits, position, strict=True))
+        if _value(found, [at[digit] for digit, _ in found.terms]) != value:
+            raise SplitConflict("a table that is no sum over digits")
+    return found
+
+
+def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) -> IndexExpr:
+    """``function(a, b)`` of two indices in unsplit digits, by enumeration."""
+    joint = IndexExpr(0, tuple((d, 1) for d in {**dict(a.terms), **dict(b.terms)}))
+    joint.values()  # few enough
+    digits = [digit for digit, _ in joint.terms]
+    values = []
+    for position in _positions(joint):
+        known = dict(zip(digits, position, strict=True))
+        x, y = (_value(i, [known[d] for d, _ in i.terms]) for i in (a, b))
+        values.append(function(x, y))
+    return from_values(joint, values)
+
+
+def _positions(index: IndexExpr) -> Iterable[tuple[int, ...]]:
+    return itertools.product(*(range(digit.radix) for digit, _ in index.terms))
+
+
+def merge(digit: Digit, cases: Sequence[IndexExpr]) -> IndexExpr | None:
+    """The index that is ``cases[v]`` where ``digit`` is v; None if it is no sum over digits."""
+    first = cases[0]
+    if any(case.terms != first.terms or case.data != first.data for case in cases[1:]):
+        return None
+    table = tuple(case.const - first.const for case in cases)
+    return _index(first.const, [*first.terms, (digit, table)], first.data)
+
+
+def _parts(index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
+    """``index = size * quotient + rest`` with every coefficient of ``rest`` in [0, size)."""
+    upper: list[tuple[Digit, int | Table]] = []
+    lower: list[tuple[Digit, int | Table]] = []
+    const = index.const
+    for digit, term in index.terms:
+        is_negative = isinstance(term, int) and term < 0 and digit.radix <= MAX_CASES
+        if isinstance(term, int) and (is_negative or (digit.whole and term % size)):
+            term = tuple([term * i for i in range(digit.radix)])
+        if isinstance(term, tuple):
+            least = min(term)
+            const += least
+            upper.append((digit, tuple((v - least) // size for v in term)))
+            lower.append((digit, tuple((v - least) % size for v in term)))
+        else:
+            upper.append((digit, term // size))
+            lower.append((digit, term % size))
+    quotient, rest = divmod(const, size)
+    above = [(datum, coef // size) for datum, coef in index.data]
+    below = [(datum, coef % size) for datum, coef in index.data]
+    return _index(quotient, upper, above), _index(rest, lower, below)
+
+
+def _is_linear(values: Sequence[int]) -> bool:
+    step = values[1] - values[0] if len(values) > 1 else 0
+    return all(v == values[0] + step * i for i, v in enumerate(values))
+
+
+def _simplest_split(values: Sequence[int]) -> int:
+    """The radix of the lower of two digits over which ``values`` is a sum; 0 if there are none.
+
+    Prefers two linear parts, then a linear upper part and the shortest table (an order within
+    words), then the longest linear lower part (groups).
+    """
+    size = len(values)
+    best = (0, 0, 0)
+    for low in range(2, size // 2 + 1):
+        if size % low:
+            continue
+        upper, lower = values[::low], values[:low]
+        if not all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
+            continue
+        is_upper, is_lower = _is_linear(upper), _is_linear(lower)
+        if is_upper and is_lower:
+            return low
+        if is_lower:
+            best = max(best, (1, low, low))
+        elif low <= MAX_CASES:
+            best = max(best, (2 if is_upper else 0, -low, low))
+    return best[2]
+
+
+def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
+    """``table[low * h + l] = first + upper[h] + lower[l]``, or SplitConflict."""
+    first = table[0]
+    upper = tuple(v - first for v in table[::low])
+    lower = tuple(v - first for v in table[:low])
+    if any(v != first + upper[i // low] + lower[i % low] for i, v in enumerate(table)):
+        raise SplitConflict("a digit is split on which a table depends")
+    return first, upper, lower
+
+
+def _value(index: IndexExpr, position: Sequence[int]) -> int:
+    value = index.const
+    for (_, term), digit in zip(index.terms, position, strict=True):
+        value += term[digit] if isinstance(term, tuple) else term * digit
+    return value

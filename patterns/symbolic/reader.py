@@ -1,0 +1,215 @@
+"""The reader: an expression for any element of a node, from the handler of the node's op.
+
+The modules ``views``, ``concat``, ``pointwise`` and ``custom_ops`` register handlers (``handles``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import fx_utils
+from .expr import (
+    INTEGERS,
+    Choice,
+    Expr,
+    Load,
+    Number,
+    at,
+    fixed,
+    integer,
+    join,
+    normalized,
+    size_of,
+    whole,
+)
+from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported
+
+At = tuple[IndexExpr, ...]
+Handler = Callable[["Reader", fx.Node, At], Expr]
+_HANDLERS: dict[Any, Handler] = {}
+CONSTANT = "get_attr"  # the target under which constant tensors have their handler
+# The longest known dequantization has 60 nodes, some of which are read once per field of a packed
+# word. A longer one is no weight.
+MAX_DEPTH = 100
+MAX_READS = 20_000
+MAX_SIZE = 5_000
+
+
+def handles(*targets: Any) -> Callable[[Handler], Handler]:
+    """Registers the handler of these ops. An op of another package is given by name: it exists
+    only once that package is imported."""
+
+    def register(handler: Handler) -> Handler:
+        _HANDLERS.update(dict.fromkeys(targets, handler))
+        return handler
+
+    return register
+
+
+class Reader:
+    """Expressions of the elements of one operand. ``space`` holds the digits of its position;
+    ``whole``: see ``Space``."""
+
+    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+        self.space = Space(whole)
+        self._memo: dict[tuple[fx.Node, At], Expr] = {}
+        self._depth = 0
+
+    def nodes(self) -> set[fx.Node]:
+        """The nodes that were read."""
+        return {node for node, _ in self._memo}
+
+    def read(self, node: fx.Node, index: At) -> Expr:
+        """The value of ``node`` at ``index``, one IndexExpr per dimension."""
+        key = (node, index)
+        found = self._memo.get(key)
+        if found is None:
+            if self._depth > MAX_DEPTH or len(self._memo) > MAX_READS:
+                return self.leaf(node, index)
+            self._depth += 1
+            try:
+                found = self._read(node, index)
+                if size_of(found) > MAX_SIZE:
+                    found = self.leaf(node, index)
+                self._memo[key] = found
+            finally:
+                self._depth -= 1
+        return found
+
+    def _read(self, node: fx.Node, index: At) -> Expr:
+        target = CONSTANT if node.op == "get_attr" else node.target
+        handler = _HANDLERS.get(target) or _HANDLERS.get(str(target))
+        if handler is not None:
+            try:
+                return handler(self, node, index)
+            except Unsupported as reason:
+                self.space.is_torn |= isinstance(reason, SplitConflict)
+        return self.leaf(node, index)
+
+    def leaf(self, node: fx.Node, index: At) -> Expr:
+        dtype = fx_utils.value(node).dtype
+        if dtype in INTEGERS:
+            return whole(node, index, dtype)
+        return Load(node, index, dtype)
+
+    def by_cases(
+        self,
+        index: IndexExpr,
+        branch: Callable[[IndexExpr, Callable[[IndexExpr], IndexExpr]], Expr],
+    ) -> Expr:
+        """``branch(index, fix)`` for every value that ``index`` takes, as one expression.
+
+        In a branch, index is a constant; ``fix`` restricts another IndexExpr to the same case.
+        """
+        index = self.space.leaves(index)
+        if index.is_const:
+            return branch(index, lambda other: other)
+        digit = self.space.cases(index)[0]
+        cases = []
+        for value in range(digit.radix):
+
+            def fix(other: IndexExpr, value: int = value) -> IndexExpr:
+                return fixed(other, self.space, digit, value)
+
+            def inner(
+                index: IndexExpr,
+                deeper: Callable[[IndexExpr], IndexExpr],
+                fix: Callable[[IndexExpr], IndexExpr] = fix,
+            ) -> Expr:
+                return branch(index, lambda other: deeper(fix(other)))
+
+            cases.append(self.by_cases(index.at(digit, value), inner))
+        if digit.children is not None:
+            raise SplitConflict("a digit is split on which cases depend")
+        return self._joined(digit, [normalized(case, self.space) for case in cases])
+
+    def _joined(self, digit: Digit, cases: list[Expr]) -> Expr:
+        joined = join(digit, cases)
+        self.space.is_torn |= isinstance(joined, Choice)
+        return joined
+
+    def apply(self, function: Callable[..., Expr], *args: Expr) -> Expr:
+        """``function(*args)``, case by case if an argument has cases."""
+        choice = next((arg for arg in args if isinstance(arg, Choice)), None)
+        if choice is None:
+            return function(*args)
+        args = tuple(normalized(arg, self.space) for arg in args)
+        digit = choice.digit
+        cases = [
+            self.apply(function, *(at(arg, digit, value) for arg in args))
+            for value in range(digit.radix)
+        ]
+        return self._joined(digit, cases)
+
+    def operand(self, item: Any, node: fx.Node, index: At) -> Expr:
+        """An argument of a pointwise op, broadcast to the shape of ``node``."""
+        if isinstance(item, bool):
+            raise Unsupported("a bool")
+        if isinstance(item, int):
+            dtype = fx_utils.value(node).dtype
+            return integer(item, dtype) if dtype in INTEGERS else Number(float(item), dtype)
+        if isinstance(item, float):
+            return Number(item, fx_utils.value(node).dtype)
+        if not fx_utils.is_tensor_node(item):
+            raise Unsupported("an argument that is no tensor")
+        return self.read(item, broadcast(item, index))
+
+
+# Stand for size symbols that are read for all their values at once. They are primes larger than any
+# size of a tensor, so each cancels against itself only, and a position has the same form for every
+# other size.
+ANY_SIZES = (2**31 - 1, 2**61 - 1)
+_NONE: dict[Any, int] = {}
+_any_symbols: ContextVar[dict[Any, int]] = ContextVar("any_symbols", default=_NONE)
+
+
+@contextlib.contextmanager
+def for_any(size: int | torch.SymInt) -> Iterator[None]:
+    """Within, the symbols of a product ``size``, such as batch and sequence, have ANY_SIZES."""
+    found = None if isinstance(size, int) else fx_utils.as_monomial(size)
+    symbols = () if found is None else sorted(found[1], key=str)
+    is_known = len(symbols) <= len(ANY_SIZES)
+    token = _any_symbols.set(dict(zip(symbols, ANY_SIZES, strict=False)) if is_known else _NONE)
+    try:
+        yield
+    finally:
+        _any_symbols.reset(token)
+
+
+def sizes(node: fx.Node) -> list[int]:
+    """The shape of a node. Raises Unsupported if it is symbolic, except within ``for_any``."""
+    return [_size(size) for size in fx_utils.value(node).shape]
+
+
+def _size(size: int | torch.SymInt) -> int:
+    known = _any_symbols.get()
+    if isinstance(size, int):
+        if known and size >= min(ANY_SIZES):
+            raise Unsupported("a size as large as ANY_SIZES")
+        return size
+    found = fx_utils.as_monomial(size) if known else None
+    if found is None or not found[1].keys() <= known.keys():
+        raise Unsupported("a symbolic shape")
+    factor, powers = found
+    return factor * math.prod(known[symbol] ** power for symbol, power in powers.items())
+
+
+def broadcast(node: fx.Node, index: At) -> At:
+    """The position in ``node``, which is broadcast, of the element at ``index``."""
+    shape = sizes(node)
+    if len(shape) > len(index):
+        raise Unsupported("an operand of more dimensions")
+    last = index[len(index) - len(shape) :]
+    return tuple(ZERO if size == 1 else i for size, i in zip(shape, last, strict=True))
+
+
+def dimension(dim: int, rank: int) -> int:
+    """``dim`` counted from the front."""
+    return dim + rank if dim < 0 else dim

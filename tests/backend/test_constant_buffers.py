@@ -1,0 +1,540 @@
+"""Constant buffers: which are read by value, and that a change is detected.
+
+The rewritten graph runs eagerly here, so a result shows what was compiled, on any machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inductor_quant import constant_buffers
+from inductor_quant._compat import inductor as compat
+from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.errors import OptionError
+from inductor_quant.options import Options
+from inductor_quant.patterns.fx_utils import aten
+from inductor_quant.spec.weight_format import WeightFormat
+from tests.support.forks import Program
+from tests.support.graphs.post_grad import EagerBackend, calls
+from tests.support.producers.registry import PRODUCERS
+
+pytestmark = pytest.mark.compiles
+
+WEIGHT_ONLY = torch.ops.inductor_quant.weight_only.default
+K = 256
+
+
+@pytest.fixture
+def rewrites(monkeypatch):
+    """The graphs that ``compile_fx`` was given; they run eagerly, rewritten."""
+    found: list[Any] = []
+
+    def compile_fx(gm, inputs, config_patches=None):
+        backend = EagerBackend()
+        compiled = backend(gm, inputs)
+        found.extend(backend.rewrites)
+        return compiled
+
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    return found
+
+
+def compiled(module, **options):
+    options = {f"inductor_quant.{name}": value for name, value in options.items()}
+    return torch.compile(module, backend="inductor_quant", options=options or None)
+
+
+def formats(rewrites):
+    return [
+        WeightFormat.decode(call.kwargs["format"])
+        for rewrite in rewrites
+        for call in calls(rewrite.after, WEIGHT_ONLY)
+    ]
+
+
+def has_data(format):
+    """Whether a position or an offset is read from a tensor at run time."""
+    return any(field.nested for field in format.fields())
+
+
+def gptq(name="gptq_gm_4b_g64_base"):
+    return PRODUCERS[name].make()
+
+
+def x_of(rows=4, dtype=torch.float16):
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(dtype)
+
+
+def is_right(module, f, x):
+    """Whether ``f(x)`` is what the module computes now, except for rounding."""
+    exact = x.double() @ module.dense().t() + module.bias.double()
+    with torch.no_grad():
+        return (f(x).double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+# ------------------------------------------------------------------------------------------
+# what is read
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq_gm_4b_g64_base", "gptq_gm_8b_g64_base", "gptq_4b_attribute", "gptq_4b_autogptq"]
+)
+def test_gptq_is_a_format_without_data(rewrites, name):
+    module = gptq(name)
+    assert is_right(module, compiled(module), x_of())
+    [format] = formats(rewrites)
+    assert not has_data(format)
+    [scale] = format.scales
+    assert format.block(scale.operand) == (64, 1)
+
+
+def test_act_order_reads_the_order_of_rows_as_data_and_the_shifts_by_value(rewrites):
+    module = gptq("gptq_4b_act_order")
+    assert is_right(module, compiled(module), x_of())
+    [format] = formats(rewrites)
+    assert has_data(format)
+    assert not format.code.offset.is_data
+    assert format.pack_order == tuple(range(0, 32, 4))
+
+
+def test_the_option_leaves_all_tables_to_the_kernel(rewrites):
+    module = gptq()
+    assert is_right(module, compiled(module, read_tables=False), x_of())
+    [format] = formats(rewrites)
+    assert has_data(format)
+    assert format.code.offset.is_data
+    with pytest.raises(OptionError, match="read_tables"):
+        Options(read_tables="no")
+
+
+class Variant(nn.Module):
+    """A small module with one table, used in the way that ``use`` says."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.use = use
+        self.register_buffer("weight", torch.randint(-9, 9, (8, 8), dtype=torch.int8))
+        self.register_buffer("table", torch.arange(8))
+        self.register_buffer("scale", torch.rand(8, 8))
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def found_tables(fn, *args):
+    found = []
+
+    def backend(gm, inputs):
+        found.extend(str(table.node) for table in constant_buffers.find(gm, inputs))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend, dynamic=False)(*args)
+    return found
+
+
+GOOD = {
+    "index": lambda m, x: x @ (m.weight * m.scale[m.table]),
+    "index of columns": lambda m, x: x @ (m.weight * m.scale[:, m.table.long()]),
+    "index_select": lambda m, x: x @ (m.weight * m.scale.index_select(0, m.table)),
+    "embedding": lambda m, x: x @ nn.functional.embedding(m.table, m.scale),
+    "shift": lambda m, x: x @ (m.weight >> m.table).float(),
+    "shift by a part": lambda m, x: nn.functional.linear(x, (m.weight >> m.table[None, :]).float()),
+    "of a table": lambda m, x: x @ m.scale[m.table[m.table]],
+    "computed": lambda m, x: x @ m.scale[(m.table * 2 + 1) % 8],
+}
+BAD = {
+    "indexes the input": lambda m, x: x[m.table] @ m.scale,
+    "indexes the result": lambda m, x: (x @ m.scale)[m.table],
+    "is added to the input": lambda m, x: (x + m.table) @ m.scale[m.table],
+    "is arithmetic": lambda m, x: x @ (m.scale * m.table),
+    "is shifted": lambda m, x: x @ m.scale[m.table >> (m.table * 0)],
+    "no product": lambda m, x: x + m.scale[m.table],
+    "also no product": lambda m, x: (x @ m.scale[m.table]) + m.scale[m.table],
+    "an index of two dimensions": lambda m, x: x @ m.scale[0][m.weight.long() % 8].float(),
+    "is written to": lambda m, x: x @ m.scale[m.table.remainder_(8)],
+    "is written to later": lambda m, x: (x @ m.scale[m.table], m.table.add_(0))[0],
+    "is returned": lambda m, x: (x @ m.scale[m.table], m.table + 1),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_table_that_says_where_a_weight_is_read_is_found(name):
+    assert found_tables(Variant(GOOD[name]), torch.randn(8, 8)) == ["l_self_buffers_table_"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_table_that_does_anything_else_is_not(name):
+    assert found_tables(Variant(BAD[name]), torch.randn(8, 8)) == []
+
+
+def without_table(change):
+    module = Variant(GOOD["index"])
+    module.table = change(module.table)
+    return module
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda table: table[torch.tensor([3, 1, 0, 2, 7, 5, 4, 6])].repeat(32)[torch.randperm(256)],
+        lambda table: table.reshape(4, 2).repeat(1, 4),
+        lambda table: table.repeat(1 << 14 | 1),
+        lambda table: table.double().bool(),
+    ],
+    ids=["without form", "a matrix", "long", "bool"],
+)
+def test_a_tensor_that_is_no_such_table_is_not_found(change):
+    module = without_table(change)
+    rows = module.scale[module.table].shape[0]
+    module.use = lambda m, x: x @ m.scale[m.table].reshape(rows, -1)
+    assert found_tables(module, torch.randn(8, rows)) == []
+
+
+def test_an_argument_of_the_call_is_not_read():
+    module = Variant(GOOD["index"])
+
+    def fn(x, weight, scale, table):
+        return x @ (weight * scale[table])
+
+    assert found_tables(fn, torch.randn(8, 8), module.weight, module.scale, module.table) == []
+
+
+def test_a_tensor_of_inference_mode_is_not_read():
+    with torch.inference_mode():
+        module = Variant(GOOD["index"])
+        assert found_tables(module, torch.randn(8, 8)) == []
+
+
+def test_a_table_in_the_memory_of_another_tensor_is_not_read():
+    module = Variant(lambda m, x: (x @ m.scale[m.table], m.other.add_(0))[0])
+    module.other = module.table[2:]
+    assert found_tables(module, torch.randn(8, 8)) == []
+
+
+def test_nothing_else_of_a_graph_becomes_a_constant(rewrites):
+    """Embeddings and masks, without a quantized weight: unchanged."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(32, 8)
+            self.out = nn.Linear(8, 8)
+            self.register_buffer("positions", torch.arange(16))
+
+        def forward(self, tokens):
+            return self.out(self.embed(tokens) + self.embed(self.positions[:4]))
+
+    model = Model().requires_grad_(False)
+    tokens = torch.arange(4)
+    assert torch.allclose(compiled(model)(tokens), model(tokens), atol=1e-6)
+    [rewrite] = rewrites
+    assert not [n for n in rewrite.before.graph.nodes if n.op == "get_attr"]
+
+
+# ------------------------------------------------------------------------------------------
+# a change is detected
+
+
+def reversed_groups(module):
+    return module.g_idx.flip(0)
+
+
+def in_place_copy(module):
+    module.g_idx.copy_(reversed_groups(module))
+
+
+def in_place_arithmetic(module):
+    module.g_idx.mul_(-1).add_(3)
+
+
+def by_item(module):
+    module.g_idx[:64] = 2
+
+
+def through_a_view(module):
+    module.g_idx.view(-1)[128:].zero_()
+
+
+def state_dict(module):
+    module.load_state_dict({**module.state_dict(), "g_idx": reversed_groups(module)})
+
+
+def state_dict_assigned(module):
+    state = {**module.state_dict(), "g_idx": reversed_groups(module)}
+    module.load_state_dict(state, assign=True)
+
+
+def another_buffer(module):
+    module.g_idx = reversed_groups(module)
+
+
+def another_memory(module):
+    module.g_idx.data = reversed_groups(module)
+
+
+def in_inference_mode(module):
+    with torch.inference_mode():
+        module.g_idx.copy_(reversed_groups(module))
+
+
+def by_a_compiled_function(module):
+    torch.compile(lambda buffer: buffer.mul_(-1).add_(3), backend="aot_eager")(module.g_idx)
+
+
+def set_(module):
+    module.g_idx.set_(reversed_groups(module))
+
+
+CHANGES = [
+    in_place_copy,
+    in_place_arithmetic,
+    by_item,
+    through_a_view,
+    state_dict,
+    state_dict_assigned,
+    another_buffer,
+    another_memory,
+    in_inference_mode,
+    by_a_compiled_function,
+    set_,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_change_of_a_table_is_seen(rewrites, change):
+    module, x = gptq(), x_of()
+    f = compiled(module)
+    assert is_right(module, f, x)
+    original = copy.deepcopy(module)
+    with torch.no_grad():
+        change(module)
+    assert not torch.equal(module.g_idx, original.g_idx)
+    assert is_right(module, f, x)
+    assert not is_right(original, f, x)
+    with torch.no_grad():
+        module.g_idx.copy_(original.g_idx)
+    assert is_right(original, f, x)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_without_the_guard_a_change_is_not_seen(rewrites, monkeypatch, change):
+    """Without the guard, the results above are wrong."""
+    monkeypatch.setattr(constant_buffers, "guarded", lambda compiled, *_: compiled)
+    module, x = gptq(), x_of()
+    f = compiled(module)
+    assert is_right(module, f, x)
+    with torch.no_grad():
+        change(module)
+    assert not is_right(module, f, x)
+
+
+@pytest.mark.parametrize("part", ["_version", "_address_of"])
+def test_each_part_of_the_guard_is_needed(rewrites, monkeypatch, part):
+    monkeypatch.setattr(constant_buffers, part, lambda tensor: 0)
+    seen = []
+    for change in CHANGES:
+        torch._dynamo.reset()
+        module, x = gptq(), x_of()
+        f = compiled(module)
+        assert is_right(module, f, x)
+        with torch.no_grad():
+            change(module)
+        seen.append(is_right(module, f, x))
+    assert not all(seen)
+
+
+def test_a_shift_table_that_changes_is_seen(rewrites):
+    module, x = gptq(), x_of()
+    f = compiled(module)
+    with torch.no_grad():
+        before = f(x)
+        module.wf_column.copy_(module.wf_column.flip(1))
+        assert not torch.equal(f(x), before)
+        assert torch.allclose(f(x), module(x), rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_compared_with_is_what_was_compiled(rewrites, monkeypatch):
+    """A table that is written to while Inductor compiles."""
+    module, x = gptq(), x_of()
+    compile_fx = compat.compile_fx
+
+    def slow(*args, **kwargs):
+        compiled = compile_fx(*args, **kwargs)
+        module.g_idx.copy_(reversed_groups(module))
+        return compiled
+
+    monkeypatch.setattr(compat, "compile_fx", slow)
+    f = compiled(module)
+    with torch.no_grad():
+        f(x)
+    monkeypatch.setattr(compat, "compile_fx", compile_fx)
+    assert is_right(module, f, x)
+
+
+def test_the_memory_of_a_table_is_not_given_to_another(rewrites):
+    """``.data = `` twice: the second tensor must not reuse the address of the first."""
+    module, x = gptq(), x_of()
+    f = compiled(module)
+    assert is_right(module, f, x)
+    address = module.g_idx.data_ptr()
+    for _ in range(50):
+        module.g_idx.data = module.g_idx.data.clone()
+        assert module.g_idx.data_ptr() != address
+
+
+def test_views_of_one_tensor_share_a_counter_and_others_do_not():
+    base = torch.arange(8)
+    views, apart = [base.view(1, 8), base.view(8, 1)], [torch.arange(8), base.detach()]
+    assert len(constant_buffers._counted([*views, *apart])) == 3
+    base.add_(1)
+    assert [view._version for view in views] == [1, 1]
+
+
+def test_an_equal_table_is_compared_once(rewrites, monkeypatch):
+    module, x = gptq(), x_of()
+    f = compiled(module)
+    compared = []
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda a, b: compared.append(1) or equal(a, b))
+    for _ in range(3):
+        f(x)
+    assert len(compared) == 3  # one for each table, in the first call
+    module.g_idx.add_(0)
+    f(x), f(x)
+    assert len(compared) == 6
+    assert len(rewrites) == 1
+
+
+def test_one_layer_compiled_serves_others_with_tables_of_their_own(rewrites):
+    """Layers of one class share a compiled graph; a table does not leak from one to the next."""
+    same, other = gptq(), gptq()
+    other.g_idx = reversed_groups(other)
+    x = x_of()
+
+    def apply(module, x):
+        return module(x)
+
+    f = compiled(apply)
+    for module in (same, other, gptq(), other, same):
+        assert is_right(module, lambda x, module=module: f(module, x), x)
+    assert len(rewrites) == 2  # by value, and for the others
+    assert [has_data(format) for format in formats(rewrites)] == [False, True]
+
+
+def test_many_layers_do_not_pile_up(rewrites, monkeypatch):
+    monkeypatch.setattr(constant_buffers, "MAX_STATES", 2)
+    modules, x = [gptq() for _ in range(4)], x_of()
+
+    def apply(module, x):
+        return module(x)
+
+    f = compiled(apply)
+    for module in modules * 2:
+        assert is_right(module, lambda x, module=module: f(module, x), x)
+    assert len(rewrites) == 1
+
+
+def test_the_general_form_takes_any_number_of_rows(rewrites):
+    module = gptq()
+    f = torch.compile(module, backend="inductor_quant", dynamic=True)
+    assert is_right(module, f, x_of(4))
+    with torch.no_grad():
+        module.g_idx.copy_(reversed_groups(module))
+    for rows in (4, 7, 32, 5):
+        assert is_right(module, f, x_of(rows))
+
+
+def test_with_exclusions_the_general_form_is_left_as_it_was(rewrites):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept, self.fused = gptq(), gptq()
+
+        def forward(self, x):
+            return self.kept(x), self.fused(x)
+
+    model, x = Model(), x_of()
+    f = compiled(model, exclude_modules=["kept"])
+    with torch.no_grad():
+        f(x)
+        assert [len(calls(r.after, WEIGHT_ONLY)) for r in rewrites] == [2]
+        model.fused.g_idx.copy_(reversed_groups(model.fused))
+        for got, wanted in zip(f(x), model(x), strict=True):
+            assert torch.allclose(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_failure_to_find_tables_leaves_them_to_the_kernel(rewrites, monkeypatch):
+    def fail(*_):
+        raise ValueError("no")
+
+    monkeypatch.setattr(constant_buffers, "find", fail)
+    module = gptq()
+    with pytest.warns(RuntimeWarning, match="reads no tables"):
+        assert is_right(module, compiled(module), x_of())
+    [format] = formats(rewrites)
+    assert has_data(format)
+
+
+def test_gradients_of_the_input_are_those_of_the_module(rewrites):
+    module = gptq()
+    x = x_of().requires_grad_()
+    f = torch.compile(module, backend=inductor_quant_backend)
+    grads = [torch.autograd.grad(g(x).sum(), x)[0] for g in (f, module)]
+    assert torch.allclose(*grads, rtol=1e-2, atol=1e-2)
+
+
+def test_the_constant_is_removed_with_what_it_decided(rewrites):
+    module = gptq()
+    assert is_right(module, compiled(module), x_of())
+    [rewrite] = rewrites
+    targets = [node.target for node in rewrite.after.graph.nodes]
+    assert aten.index.Tensor not in targets
+    assert aten.lift_fresh_copy.default not in targets
+
+
+# ------------------------------------------------------------------------------------------
+# caches, between processes
+
+PROGRAM = """
+import json, sys, torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from inductor_quant.simulate import interpreted_cpu
+from tests.support.producers.registry import PRODUCERS
+
+results = []
+for tables_of in sys.argv[1:]:
+    torch._dynamo.reset()
+    counters.clear()
+    module = PRODUCERS["gptq_gm_4b_g64_base"].make(torch.float16)
+    if tables_of == "other":
+        module.g_idx = module.g_idx.flip(0).contiguous()
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)).half()
+    exact = x.double() @ module.dense().t() + module.bias.double()
+    cached = config.patch(force_disable_caches=False, fx_graph_cache=True)
+    with interpreted_cpu(), torch.no_grad(), cached:
+        y = torch.compile(module, backend="inductor_quant")(x)
+    results.append({
+        "error": float((y.double() - exact).norm() / exact.norm()),
+        "hits": counters["inductor"]["fxgraph_cache_hit"],
+    })
+print(json.dumps(results))
+"""
+
+
+def test_a_warm_cache_does_not_serve_another_table(tmp_path, interpreter_forks):
+    """Nor does the same process; another process finds what this one left."""
+    results = []
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for chosen in (("first", "other"), ("first",)):
+        [line] = interpreter_forks.run(Program(PROGRAM, chosen, environment=caches))
+        results += json.loads(line)
+    assert [result["hits"] for result in results] == [0, 0, 1]
+    assert all(result["error"] < 2e-3 for result in results)

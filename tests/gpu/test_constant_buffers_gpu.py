@@ -1,0 +1,80 @@
+"""GPTQ with constant buffers on a GPU: right, guarded, and under CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from inductor_quant.report.events import collect
+from tests.support.producers.registry import PRODUCERS
+
+pytestmark = pytest.mark.gpu
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+NAMES = ("gptq_gm_4b_g64_base", "gptq_gm_8b_g64_base", "gptq_4b_act_order", "gptq_4b_autogptq")
+K, N = 1024, 512
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
+def make(name):
+    module = PRODUCERS[name].make(torch.float16, K, N)
+    dense = module.dense().cuda()
+    return module.cuda(), dense
+
+
+def error(module, dense, f, x):
+    exact = x.double() @ dense.t() + module.bias.double()
+    with torch.no_grad():
+        return float((f(x).double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_gptq_is_right(name, rows):
+    module, dense = make(name)
+    x = torch.randn(rows, K, device="cuda").half()
+    with collect() as report:
+        f = torch.compile(module, backend="inductor_quant", options=OPTIONS)
+        ours = error(module, dense, f, x)
+    [match] = report.matches
+    assert ("gathered" in str(match.spec)) == (name == "gptq_4b_act_order")
+    assert ours <= 1.05 * error(module, dense, module, x)
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_a_change_in_place_is_seen(mode):
+    module, dense = make(NAMES[0])
+    x = torch.randn(16, K, device="cuda").half()
+    f = torch.compile(module, backend="inductor_quant", mode=mode)
+    for _ in range(3):
+        assert error(module, dense, f, x) < 1e-3
+    original = copy.deepcopy(module)
+    with torch.no_grad():
+        module.g_idx.copy_(module.g_idx.flip(0))
+        after = copy.deepcopy(module).cpu().dense().cuda()
+        for _ in range(3):
+            assert error(module, dense, f, x) > 0.1
+            assert error(module, after, f, x) < 1e-3
+        module.load_state_dict(original.state_dict())
+    for _ in range(3):
+        assert error(module, dense, f, x) < 1e-3
+
+
+def test_layers_share_what_was_compiled():
+    modules = [make(NAMES[0]) for _ in range(4)]
+    modules[2][0].g_idx.copy_(modules[2][0].g_idx.flip(0))
+    modules[2] = (modules[2][0], copy.deepcopy(modules[2][0]).cpu().dense().cuda())
+    x = torch.randn(16, K, device="cuda").half()
+
+    def apply(module, x):
+        return module(x)
+
+    f = torch.compile(apply, backend="inductor_quant", options=OPTIONS)
+    for module, dense in modules * 2:
+        assert error(module, dense, lambda x, module=module: f(module, x), x) < 1e-3

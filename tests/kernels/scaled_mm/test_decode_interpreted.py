@@ -1,0 +1,92 @@
+"""Numerics of the decode kernels of 8-bit operands, run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.scaled_mm.decode import kernel as decode
+from tests.support.gemms import fp8, w8a8
+from tests.support.gemms.generated import generate
+from tests.support.gemms.horizontal import Integers
+from tests.support.gemms.w8a8 import assert_close
+from tests.support.gemms.zero_points import Zeros, meaning
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+
+CONFIGS = tuple(map(str, decode.CONFIGS))
+
+
+def run(fn, make, inputs, kernel):
+    generated = generate(fn, make, kernel)
+    assert any("@gluon.jit" in source for source in generated.kernels.values())
+    return simulate.interpret(generated, inputs)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (w8a8.Case(1, 72, 640), CONFIGS[3]),  # in the second step K is left for one warp of four
+        (w8a8.Case(8, 64, 128, a_scale="tensor", bias=False), CONFIGS[2]),
+        (w8a8.Case(5, 77, 2304, out_dtype=torch.float32, b_scale="none"), CONFIGS[1]),
+        (w8a8.Case(4, 40, 1536, a_layout="padded"), CONFIGS[3]),  # even steps
+    ],
+    ids=str,
+)
+def test_integers_are_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = w8a8.make_inputs(case, "cpu")
+    got = run(
+        w8a8.gemm(case),
+        lambda device: w8a8.make_inputs(case, device),
+        inputs,
+        f"w8a8_decode {config}",
+    )
+    assert_close(got, w8a8.reference(inputs))
+
+
+def test_zero_points_are_exact():
+    torch.manual_seed(0)
+    case = Zeros(3, n=40, k=256, a=torch.float32, b=torch.int8, out_dtype=torch.bfloat16)
+    inputs = case.inputs("cpu")
+    got = run(case.call(), case.inputs, inputs, f"w8a8_decode {CONFIGS[3]}")
+    assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
+
+
+def test_gemms_of_one_launch():
+    torch.manual_seed(0)
+    group = Integers(w8a8.Case(5, 0, 1024), (64, 16, 48))
+    inputs = group.make_inputs("cpu")
+    got = run(group.grouped, group.make_inputs, inputs, f"w8a8_decode {CONFIGS[2]}")
+    for result, want in zip(got, group.alone(*inputs), strict=True):
+        assert_close(result, want.double())
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (fp8.Case(3, 200, 640, block=(128, 128), a_scales="m"), CONFIGS[3]),
+        (fp8.Case(8, 144, 2048, block=(128, 128), bias=False, a_dtype=fp8.e5m2), CONFIGS[2]),
+        (fp8.Case(1, 77, 2304, block=(128, 256), scale_dtype=torch.bfloat16), CONFIGS[1]),
+    ],
+    ids=str,
+)
+def test_blocks_are_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = fp8.make_inputs(case, "cpu")
+
+    def fn(residual, *inputs):
+        return torch.relu(fp8.gemm(case)(*inputs)) + residual
+
+    def make(device):
+        return torch.ones(case.n, device=device), *fp8.make_inputs(case, device)
+
+    residual = torch.randn(case.n)
+    got = run(fn, make, (residual, *inputs), f"fp8_block_decode {config}")
+    want = torch.relu(fp8.reference(case, inputs)) + residual.double()
+    assert_close(got, want, torch.bfloat16)  # the GEMM rounds its result

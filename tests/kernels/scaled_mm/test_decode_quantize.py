@@ -1,0 +1,204 @@
+"""w8a8_decode_quantize: when it applies, where it is chosen, what it compiles to."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.scaled_mm.decode import kernel as decode
+from inductor_quant.kernels.shared.row_quantization import RowQuantization
+from inductor_quant.ops import w8a8
+from inductor_quant.report.events import collect
+from inductor_quant.spec.gemm import ScaleSpec
+from tests.support.gemms.generated import generate
+from tests.support.gemms.quantizing import ROUNDED, Case
+
+H200 = Device(arch=90, num_sms=132, shared_memory=232448)
+PROBLEM = Problem(m=1, n=4096, k=4096, has_aligned_rows=True, quantized_bytes=2)
+TENSOR, CHANNEL = ScaleSpec(torch.float32, (-1, -1)), ScaleSpec(torch.float32, (-1, 1))
+SPEC = w8a8.make_spec(a_scale=TENSOR, b_scale=CHANNEL, out_dtype=torch.bfloat16, bias=True)
+KERNEL = "w8a8_decode_quantize"
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "is_taken"),
+    [
+        (1, 8192, 4096, True),
+        (2, 14336, 4096, True),
+        (3, 4096, 4096, True),
+        (4, 4096, 4096, True),
+        (4, 6144, 4096, False),
+        (5, 1024, 1024, False),
+        (1, 28672, 4096, True),
+        (1, 57344, 8192, False),
+        (2, 28672, 4096, False),
+    ],
+)
+def test_small_m_and_weights_only(m, n, k, is_taken):
+    problem = dataclasses.replace(PROBLEM, m=m, n=n, k=k)
+    assert (decode.W8A8_DECODE_QUANTIZE.rejection(SPEC, problem, H200) is None) == is_taken
+
+
+def test_x_that_is_too_long_for_a_configuration():
+    problem = dataclasses.replace(PROBLEM, m=2, n=1024, k=14336)
+    kernel = decode.W8A8_DECODE_QUANTIZE
+    legal = [
+        config
+        for config in kernel.configs(SPEC, problem, H200)
+        if kernel.config_rejection(SPEC, problem, config, H200) is None
+    ]
+    assert {config.num_warps for config in legal} == {16}
+    wide = dataclasses.replace(problem, quantized_bytes=4)
+    assert kernel.config_rejection(SPEC, wide, legal[0], H200) is not None
+
+
+@pytest.mark.parametrize(
+    ("scale_ops", "want"),
+    [
+        (["to f32", "div 127.0"], ["scale = gl.div_rn(scale, 127.0)"]),
+        (
+            ["mul 0.0078125", "to f32", "add 1e-06"],
+            [
+                "scale = (scale * 0.0078125).to(gl.bfloat16).to(gl.float32)",
+                "scale = scale + 1e-06",
+            ],
+        ),
+        (["to f16", "to f32"], ["scale = (scale).to(gl.float16).to(gl.float32)"]),
+        ([], []),
+    ],
+)
+def test_statements_round_as_the_steps_do(scale_ops, want):
+    assert list(RowQuantization(torch.bfloat16, scale_ops, -128, 127).statements()) == want
+
+
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("case", "registers"),
+    [
+        (Case(1, 6144, 4096, scale_ops=ROUNDED), 80),
+        (Case(2, 6144, 4096), 80),
+        (Case(1, 4096, 14336), 128),
+        (Case(2, 8192, 8192), 128),
+        (Case(4, 4096, 4096), 128),
+        (Case(1, 8192, 8192, dtype=torch.float32), 128),
+    ],
+    ids=str,
+)
+def test_nothing_spills(case, registers):
+    with collect() as report:
+        generated = generate(case.call(), case.inputs)
+    assert report.kernels[0].chosen.startswith(KERNEL)
+    [(name, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(name, source)
+    assert compiled.spill_stores == compiled.spill_loads == 0
+    assert f".maxnreg {registers}" in compiled.ptx
+
+
+def layer(x, w, b_scale, bias):
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
+    a = (x / scale).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * scale * b_scale + bias).to(x.dtype)
+
+
+def make(device):
+    x, w, _, b_scale, bias = Case(2, 512, 1024).inputs(device)
+    return x, w, b_scale, bias
+
+
+def stored_scale(x, w, b_scale, bias, scale):
+    a = (x.float() / scale).round().clamp(-128, 127).to(torch.int8)
+    return (torch._int_mm(a, w.t()).float() * scale * b_scale + bias).to(x.dtype)
+
+
+def activated(x, *given):
+    return layer(torch.nn.functional.silu(x), *given)
+
+
+def normalized(x, *given):
+    return layer(torch.nn.functional.rms_norm(x, (1024,)), *given)
+
+
+def of_a_product(x, *given):
+    return layer(x @ torch.eye(1024, dtype=x.dtype, device=x.device), *given)
+
+
+def chosen(fn, **options):
+    with collect() as report:
+        generated = generate(fn, make, **options)
+    return [choice.chosen.partition(" ")[0] for choice in report.kernels], generated.kernels
+
+
+@needs_gluon
+@pytest.mark.parametrize("fn", [layer, of_a_product])
+def test_an_activation_in_memory_is_quantized_by_the_gemm(fn):
+    found, kernels = chosen(fn)
+    assert found == [KERNEL]
+    assert sum("cvt.rni.sat.s8" in source for source in kernels.values()) == 1
+
+
+@pytest.mark.parametrize("fn", [activated, normalized])
+def test_a_kernel_that_computes_the_activation_quantizes_it(fn):
+    found, kernels = chosen(fn)
+    assert found == ["w8a8_decode" if gluon.available() else "w8a8_mm"]
+    assert len(kernels) == 2
+    [quantizing] = [source for source in kernels.values() if "cvt.rni.sat.s8" in source]
+    assert "rsqrt(" in quantizing or "exp(" in quantizing
+
+
+@needs_gluon
+def test_a_gemm_with_a_known_output_scale_stores_int8():
+    """The first GEMM quantizes as it stores, for free."""
+
+    def make_more(device):
+        return *make(device), torch.empty(1, device=device)
+
+    def twice(x, w, b_scale, bias, scale):
+        first = stored_scale(x, w, b_scale, bias, scale)
+        return stored_scale(first, w.reshape(1024, 512)[:512], b_scale, bias, scale)
+
+    with collect() as report:
+        generated = generate(twice, make_more)
+    found = [choice.chosen.partition(" ")[0] for choice in report.kernels]
+    assert found == [KERNEL, "w8a8_decode"]
+    first, _ = generated.kernels.values()
+    assert "'out_ptr1': '*i8'" in first or "'out_ptr0': '*i8'" in first
+    assert len(generated.kernels) == 2
+
+
+@needs_gluon
+def test_gate_and_up_stay_one_launch():
+    """A row reduction follows, which is fused into no GEMM."""
+
+    def mlp(x, gate, up, down, column_scale, bias):
+        parts = [layer(x, w, column_scale, bias) for w in (gate, up)]
+        return layer(torch.nn.functional.silu(parts[0]) * parts[1], down, column_scale, bias)
+
+    def make_all(device):
+        weight = [torch.empty(1024, 1024, dtype=torch.int8, device=device) for _ in "gud"]
+        row = torch.empty(2, 1024, dtype=torch.bfloat16, device=device)
+        return row, *weight, torch.empty(1, 1024, device=device), row[0]
+
+    with collect() as report:
+        generated = generate(mlp, make_all)
+    assert [choice.is_horizontal for choice in report.kernels] == [True, True, False]
+    assert len(generated.kernels) == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"arch": 80}, {"arch": 100}, {"configs": "w8a8_mm 64x64x128_w4_s4_g8"}],
+    ids=str,
+)
+def test_other_devices_and_pins_quantize_apart(options):
+    config = options.pop("configs", None)
+    with collect() as report:
+        generated = generate(layer, make, *([config] if config else []), **options)
+    assert [choice.chosen.partition(" ")[0] for choice in report.kernels] == ["w8a8_mm"]
+    assert len(generated.kernels) == 2

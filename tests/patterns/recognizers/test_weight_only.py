@@ -1,0 +1,210 @@
+"""Every producer's layer becomes one ``weight_only`` GEMM with the weight that is stored."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from inductor_quant.ops.weight_only import dequantize
+from inductor_quant.spec.gemm import GATHERED
+from inductor_quant.spec.weight_format import Field, WeightFormat
+from tests.support.graphs.post_grad import Rewrite, calls, capture
+from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, need
+
+bf16, f16 = torch.bfloat16, torch.float16
+OP = torch.ops.inductor_quant.weight_only.default
+K = N = 256
+# Of eager's error. The canonical op rounds less often, or as often. A single row is a small sample:
+# two results of equal quality differ by more there.
+MAX_ERROR = {True: 1.1, False: 1.02}
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def cases(producer: Producer) -> list[tuple[torch.dtype, tuple[int, ...], bool]]:
+    """(dtype, leading sizes of x, bias): one, or all pairs for a producer that is ``given``."""
+    if not producer.given:
+        return [(producer.dtypes[0], (32,), True)]
+    leads = [(1,)] if producer.max_rows == 1 else [(1,), (32,), (2, 16)]
+    pairs = itertools.product(enumerate(producer.dtypes), enumerate(leads))
+    return [(dtype, lead, (i + j) % 2 == 0) for (i, dtype), (j, lead) in pairs]
+
+
+ALL = [(producer, *case) for producer in PRODUCERS.values() for case in cases(producer)]
+MATCHED = [producer for producer in PRODUCERS.values() if producer.expected_matches]
+every = pytest.mark.parametrize(
+    ("producer", "dtype", "lead", "bias"),
+    ALL,
+    ids=lambda item: str(item).removeprefix("torch."),
+)
+
+
+def is_dynamic(lead: tuple[int, ...], bias: bool) -> bool:
+    return len(lead) > 1 and bias
+
+
+@functools.cache
+def rewritten(
+    producer: Producer, dtype: torch.dtype, lead: tuple[int, ...] = (32,), bias: bool = True
+) -> tuple[Any, torch.Tensor, torch.Tensor, Rewrite]:
+    """The layer, an input, the result of its rewritten graph, and the graph. M is symbolic for 3-D
+    inputs with a bias."""
+    need(producer)
+    torch.manual_seed(1)
+    torch._dynamo.reset()
+    module, x = producer.make(dtype, K, N, bias), torch.randn(*lead, K).to(dtype)
+    if is_dynamic(lead, bias):
+        torch._dynamo.mark_dynamic(x, 1)
+    with torch.no_grad():
+        result, [rewrite] = capture(module, [x])
+    return module, x, result, rewrite
+
+
+def exact(producer: Producer, module: Any, x: torch.Tensor) -> torch.Tensor:
+    """The layer in fp64."""
+    bias = getattr(module, "bias", None)
+    if bias is None and isinstance(module, torch.nn.Sequential):
+        bias = module[0].bias
+    y = x.double() @ producer.dense(module).T
+    return y if bias is None else y + bias.double()
+
+
+class Values(fx.Interpreter):
+    """Runs a graph and keeps the value of every node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+
+
+def decoded(rewrite: Rewrite) -> tuple[WeightFormat, fx.Node, dict[fx.Node, Any]]:
+    """The format of the one canonical op, its node, and the values of all nodes."""
+    [node] = calls(rewrite.after, OP)
+    run = Values(rewrite.after)
+    run.run(*rewrite.inputs)
+    return WeightFormat.decode(node.kwargs["format"]), node, run.env
+
+
+# ------------------------------------------------------------------------------------------
+# what is computed
+
+
+@every
+def test_a_layer_becomes_one_gemm_that_is_as_exact(
+    producer: Producer, dtype: torch.dtype, lead: tuple[int, ...], bias: bool
+) -> None:
+    module, x, result, rewrite = rewritten(producer, dtype, lead, bias)
+    assert len(rewrite.report.matches) == producer.expected_matches
+    assert len(calls(rewrite.after, OP)) == producer.expected_matches
+    if not producer.expected_matches:
+        assert rewrite.is_untouched
+        return
+    assert not rewrite.report.rejections
+    [match] = rewrite.report.matches
+    assert (match.family, match.n, match.k) == ("weight_only", N, K)
+    assert isinstance(match.m, str) == is_dynamic(lead, bias)
+    assert is_dynamic(lead, bias) or match.m == torch.Size(lead).numel()
+    rewrite.after.graph.lint()
+    with torch.no_grad():
+        eager = module(x)
+    assert (result.dtype, result.shape, result.stride()) == (dtype, eager.shape, eager.stride())
+    want = exact(producer, module, x)
+    limit = MAX_ERROR[match.m == 1]
+    assert (result.double() - want).norm() <= limit * (eager.double() - want).norm()
+
+
+@pytest.mark.parametrize("producer", MATCHED, ids=str)
+def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
+    """The op reads graph inputs, or computed tensors as small as scales."""
+    _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
+    [node] = calls(rewrite.after, OP)
+    for source in node.args[1]:
+        is_stored = source.op in ("placeholder", "get_attr")
+        assert is_stored or source.meta["val"].numel() <= K * N // 32, source
+    large = [n for n in rewrite.after.graph.nodes if n.op == "call_function" and n is not node]
+    assert all(n.meta["val"].numel() <= K * N // 4 for n in large), large
+
+
+# ------------------------------------------------------------------------------------------
+# what is meant
+
+
+@pytest.mark.parametrize("producer", MATCHED, ids=str)
+def test_the_format_is_what_the_producer_stored(producer: Producer) -> None:
+    _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
+    format, node, env = decoded(rewrite)
+    [match] = rewrite.report.matches
+    assert str(format) == str(WeightFormat.decode(format.encode()))
+    code, spec = format.code, match.spec.b
+    stored = env[node.args[1][code.source]]
+    assert (code.width or 8 * stored.dtype.itemsize) == producer.bits
+    float8 = code.float8 or ("e4m3" if stored.dtype == torch.float8_e4m3fn else "e5m2")
+    is_float8 = bool(code.float8) or stored.is_floating_point()
+    element = "lut" if format.element != code else float8 if is_float8 else "int"
+    assert element == producer.element
+    is_signed = code.signed if code.width else stored.dtype.is_signed
+    assert is_signed == producer.signed
+    assert _zeros(format, env, node) == _expected_zeros(producer)
+    if spec.scale is None:  # a number
+        assert (producer.group_size, producer.group_n) == (None, None)
+        return
+    rows, columns = (None if size == -1 else size for size in spec.scale.block)
+    is_gathered = "g_idx" in producer.reads or producer.group_size == BY_INDEX
+    assert rows == (GATHERED if is_gathered else producer.group_size)
+    assert columns == producer.group_n
+
+
+def _zeros(format: WeightFormat, env: dict[fx.Node, Any], node: fx.Node) -> set[str]:
+    """The kinds of the operands that are added or subtracted."""
+    found, is_scaled = set(), False
+    for step in format.dequant_ops:
+        is_scaled |= step.kind in ("mul", "div")
+        if step.kind not in ("add", "sub"):
+            continue
+        if is_scaled:
+            found.add("folded")
+        elif not isinstance(step.operand, Field):
+            found.add("const")
+        elif env[node.args[1][step.operand.source]].is_floating_point():
+            found.add("float")
+        else:
+            found.add("packed" if step.operand.width else "int")
+    return found | ({"const"} if format.element.add else set())
+
+
+def _expected_zeros(producer: Producer) -> set[str]:
+    if producer.name == "ct_pack_int4_g64_asym":  # (q - 8) - (z - 8)
+        return {"packed", "const"}
+    return set() if producer.zero == "none" else {producer.zero}
+
+
+@pytest.mark.parametrize("producer", MATCHED, ids=str)
+def test_the_decoded_weight_is_the_dense_one(producer: Producer) -> None:
+    """Exact in fp64 (values are stored in fp32), unless the graph itself rounds a scale."""
+    module, _, _, rewrite = rewritten(producer, producer.dtypes[0])
+    format, node, env = decoded(rewrite)
+    _, sources, column_scale, _ = node.args
+    weight = dequantize(format, [env[source] for source in sources], torch.float64)
+    if column_scale is not None:
+        weight = weight * env[column_scale].double()
+    dense = producer.dense(module).T
+    inputs = [*sources, *([column_scale] if column_scale is not None else [])]
+    is_stored = all(_is_stored(source) for source in inputs)
+    assert is_stored or producer.name in ROUNDED
+    tolerance = 1e-7 if is_stored else 2**-8
+    assert (weight - dense).abs().max() <= tolerance * dense.abs().max()
+
+
+# Their graphs compute in 16 bits what the canonical op is given.
+ROUNDED = {"torchao_int8_wo_row", "int8_two_factors", "int4_folded"}
+
+
+def _is_stored(node: fx.Node) -> bool:
+    moves = (torch.ops.aten.reshape.default, torch.ops.aten.permute.default)
+    while node.target in moves:
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op in ("placeholder", "get_attr")

@@ -1,0 +1,25 @@
+"""``python -m inductor_quant codes``: each rejection code with its meaning; CODES.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from inductor_quant.report import codes
+from inductor_quant.spec.decisions import MEANINGS
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "inductor_quant" / "report" / "CODES.md"
+
+
+def test_the_file_is_current():
+    """If not: ``python -m inductor_quant codes --markdown > inductor_quant/report/CODES.md``."""
+    assert FILE.read_text(encoding="utf-8") == codes.markdown()
+
+
+def test_the_command_prints_a_line_for_each_code():
+    command = [sys.executable, "-m", "inductor_quant", "codes"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    assert lines == [[code.value, meaning] for code, meaning in MEANINGS.items()]

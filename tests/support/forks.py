@@ -1,0 +1,99 @@
+"""Python programs in forks of one process that has imported torch and Inductor, and nothing of
+ours.
+
+A test of caches, or of what importing us does, needs a fresh process. Importing torch and Inductor
+takes most of its time; forks share one import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).parents[2]
+SERVER = """
+import json, os, sys, tempfile, traceback
+import torch._inductor.compile_fx
+
+def run(path, program, arguments, environment):
+    os.environ.update(environment)
+    sys.path.insert(0, path)
+    sys.argv[1:] = arguments
+    exec(program, {"__name__": "__main__"})
+
+def forked(job):
+    output = tempfile.TemporaryFile()
+    pid = os.fork()
+    if pid:
+        return pid, output
+    status = 1
+    try:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        run(*job)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(status)
+
+for line in sys.stdin:
+    answers = []
+    for pid, output in [forked(job) for job in json.loads(line)]:
+        status = os.waitpid(pid, 0)[1]
+        output.seek(0)
+        answers.append([status, output.read().decode()])
+    print(json.dumps(answers), flush=True)
+"""
+
+
+@dataclasses.dataclass
+class Program:
+    """What a fork runs: ``text``, with ``path`` first among the folders to import from. Variables
+    that torch or Triton read when they are imported belong to ``Forks``."""
+
+    text: str
+    arguments: Sequence[str] = ()
+    path: str = str(ROOT)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class Forks:
+    """The process that is forked, as a context. ``environment``: what its own has besides."""
+
+    def __init__(self, **environment: str) -> None:
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+
+    def __enter__(self) -> Forks:
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-c", SERVER],  # -P: this folder is not on the path
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        self._server.communicate()
+
+    def run(self, *programs: Program) -> list[str]:
+        """The last line that each program prints. They run at the same time; each must succeed."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        jobs = [(p.path, p.text, tuple(p.arguments), dict(p.environment)) for p in programs]
+        print(json.dumps(jobs), file=self._server.stdin, flush=True)
+        answers = json.loads(self._server.stdout.readline())
+        for status, output in answers:
+            assert status == 0, output
+        return [(output.splitlines() or [""])[-1] for _, output in answers]

@@ -1,0 +1,78 @@
+"""W8A8 layers of float activations: the op that quantizes them, its inputs and its meaning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+Tensor = torch.Tensor
+# Recipes of producers: plain fp32, gpt-fast's, torchao's in bf16.
+PLAIN = ("to f32", "div 127.0")
+GUARDED = ("to f32", "clamp_min 1e-05", "div 127.0")
+ROUNDED = ("div 127.5", "to f32", "clamp_min 1.1920928955078125e-07", "to {}", "to f32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``scale_ops`` None: a_scale is given, one value for each row if ``per_token``."""
+
+    m: int
+    n: int
+    k: int
+    scale_ops: tuple[str, ...] | None = GUARDED
+    per_token: bool = False
+    low: int = -128
+    dtype: torch.dtype = torch.bfloat16
+    has_bias: bool = True
+    distance: int = 0  # of rows in memory, beside K
+
+    def __str__(self) -> str:
+        kind = "static" if self.scale_ops is None else self.scale_ops[0].replace(" ", "-")
+        return f"{self.m}x{self.n}x{self.k}-{kind}-{str(self.dtype).removeprefix('torch.')}"
+
+    def inputs(self, device: str) -> tuple[Tensor | None, ...]:
+        """x, weight [N, K], a_scale, scales of columns, bias; rows that differ much in size."""
+        x = torch.randn(self.m, self.k + self.distance, device=device)
+        x = (x * 3.0 ** torch.arange(self.m, device=device)[:, None]).to(self.dtype)
+        w = torch.randint(-128, 128, (self.n, self.k), dtype=torch.int8, device=device)
+        rows = self.m if self.per_token else 1
+        a_scale = torch.rand(rows, 1, device=device) + 0.02 if self.scale_ops is None else None
+        b_scale = torch.rand(1, self.n, device=device) * 0.01 + 0.001
+        bias = torch.randn(self.n, device=device).to(self.dtype) if self.has_bias else None
+        return x[:, : self.k], w, a_scale, b_scale, bias
+
+    @property
+    def steps(self) -> list[str]:
+        name = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+        return [step.format(name[self.dtype]) for step in self.scale_ops or ()]
+
+    def call(self) -> Callable[..., Tensor]:
+        def linear(x, w, a_scale, b_scale, bias):
+            return torch.ops.inductor_quant.w8a8_linear(
+                *(x, w.t(), a_scale, b_scale, bias),
+                scale_ops=self.steps,
+                low=self.low,
+                out_dtype=self.dtype,
+            )
+
+        return linear
+
+    def meaning(self, inputs: tuple[Tensor | None, ...]) -> Tensor:
+        """fp64 of the integers that eager mode quantizes to by a product with the reciprocal."""
+        x, w, a_scale, b_scale, bias = inputs
+        assert x is not None
+        assert w is not None
+        assert b_scale is not None
+        if a_scale is None:
+            a_scale = x.abs().amax(1, keepdim=True)
+            for step in self.steps:
+                kind, operand = step.split()
+                if kind == "to":
+                    a_scale = a_scale.to({"f32": torch.float32}.get(operand, self.dtype))
+                else:
+                    a_scale = getattr(torch, kind)(a_scale, float(operand))
+        a = (x.float() * (1 / a_scale)).round().clamp(self.low, 127)
+        out = a.double() @ w.double().t() * a_scale.double() * b_scale.double()
+        return out if bias is None else out + bias.double()
