@@ -58,10 +58,13 @@ def inductor_quant_backend(
     general = None
     if any(table.position is not None for table in found):
         general = functools.partial(_general, constant_buffers.copy_of(gm), mode, options)
+    has_effects = constant_buffers.has_effects(gm)
     constant_buffers.make_constant(gm, found)
     patched = patches(wrapper.config, checked, constant_buffers.digest(found))
     compiled = compat.compile_fx(gm, example_inputs, config_patches=patched)
-    return compiled if general is None else constant_buffers.guarded(compiled, found, general)
+    if general is None:
+        return compiled
+    return constant_buffers.guarded(compiled, found, general, has_effects=has_effects)
 
 
 def _tables(

@@ -3,7 +3,7 @@
 After AOTAutograd a buffer is an input without a value, so a kernel would have to load the shift
 amounts and positions that such a table holds. Dynamo hands a backend the tensors themselves. So,
 before tracing, such a table becomes a constant of the graph, and its content part of Inductor's
-cache keys (``digest``); each call first checks that the tables are unchanged (``Guarded``).
+cache keys (``digest``); each call compares the tables with it (``Guarded``).
 
 We read integer vectors owned by a module and used only as indices or shifts inside a weight, and
 only if their content is a sum over digits of the position, such as ``k // group``. The row order of
@@ -13,16 +13,20 @@ act-order is not: the kernel looks it up.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
+
+if TYPE_CHECKING:
+    from inductor_quant.table_check import TableCheck
 
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_LENGTH = 1 << 17
@@ -154,7 +158,7 @@ def _attribute(gm: fx.GraphModule, path: str) -> Any:
 
 
 def _is_real(value: Any) -> TypeGuard[torch.Tensor]:
-    """A plain strided tensor with values and a version counter."""
+    """A plain strided tensor with values, whose writes through torch are counted."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and value.layout == torch.strided
@@ -168,6 +172,7 @@ def _is_short_vector(value: torch.Tensor) -> bool:
         value.dtype in DTYPES
         and 0 < value.numel() <= MAX_LENGTH
         and sum(size > 1 for size in value.shape) <= 1
+        and value.is_contiguous()
     )
 
 
@@ -263,45 +268,44 @@ def _name(node: fx.Node) -> str:
 # ------------------------------------------------------------------------------------------
 # the guard
 
-_version = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 
 
-@dataclasses.dataclass(frozen=True)
 class _State:
-    """Tensors that were compared with the compiled values.
+    """Tables of one call. They are kept alive, so that no later tensor has the same identity."""
 
-    They and their memory are kept alive, so that no later tensor has the same identity or address.
-    ``counted``: one tensor per version counter, which views share.
-    """
+    def __init__(self, tables: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+        self.tables = list(tables)
+        self.addresses = list(map(_address_of, tables))
+        self._expected = expected
+        self._on_device: TableCheck | None = None
+        # Cleared for good: tables that were written to once are read at run time from then on.
+        self.is_as_compiled = self._are_equal()
+        devices = {table.device for table in (*tables, *expected)}
+        if self.is_as_compiled and len(devices) == 1 and tables[0].is_cuda:
+            from inductor_quant.table_check import TableCheck
 
-    tensors: list[torch.Tensor]
-    storages: list[Any]
-    addresses: list[int]
-    counted: list[torch.Tensor]
-    versions: list[int]
-    is_as_compiled: bool
+            self._on_device = TableCheck(tables, expected)
 
-    @property
-    def is_unchanged(self) -> bool:
-        return (
-            list(map(_version, self.counted)) == self.versions
-            and list(map(_address_of, self.tensors)) == self.addresses
-        )
+    def start(self) -> Callable[[], bool]:
+        """Compare the contents as they are now; the function returned waits for the answer."""
+        if self._on_device is not None:
+            return self._on_device.start()
+        equal = self._are_equal()
+        return lambda: equal
 
-
-def _counted(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    owners = {id(t if t._base is None else t._base): t for t in tensors}
-    return list(owners.values())
+    def _are_equal(self) -> bool:
+        return all(map(torch.equal, self._expected, self.tables))
 
 
 class Guarded:
     """Calls ``compiled`` while the buffers hold the values that it was compiled with, otherwise
     ``general()``, which reads them as data and is compiled when first needed.
 
-    Each call checks identity, address and version of the tensors, and compares the contents only if
-    one differs. Every write through torch changes the version; a write through ``.data``, numpy or
-    a custom kernel does not. A CUDA graph that the user captures replays without this check.
+    Each call compares the contents, whoever wrote them. On a GPU that is one small kernel, before
+    those of the call. The host waits for its answer after it has enqueued the call, whose result it
+    drops if a table was written; a call that must not run twice, because it writes to its
+    arguments or ``has_effects``, waits first.
     """
 
     def __init__(
@@ -309,51 +313,77 @@ class Guarded:
         compiled: Callable[..., Any],
         buffers: Sequence[ConstantBuffer],
         general: Callable[[], Callable[..., Any]],
+        *,
+        has_effects: bool = False,
     ) -> None:
         positions = [buffer.position for buffer in buffers if buffer.position is not None]
         self._pick = operator.itemgetter(*positions, positions[0])  # always a tuple
         self._expected = [buffer.value for buffer in buffers if buffer.position is not None]
         self._call = compiled
-        self._make_general = general
-        self._general: Callable[..., Any] | None = None
+        self._general = functools.cache(general)
         self._states: OrderedDict[tuple[int, ...], _State] = OrderedDict()
-        self._last: _State | None = None
+        # None: a first call shows whether it writes to its arguments
+        self._may_run_twice = False if has_effects else None
 
     def __call__(self, *args: Any) -> Any:
-        tensors = self._pick(args)[:-1]
-        state = self._last
-        if state is None or not all(map(operator.is_, tensors, state.tensors)):
-            state = self._states.get(tuple(map(id, tensors)))
-        if state is None or not state.is_unchanged:
-            state = self._compare(tensors)
-        self._last = state
+        state = self._state(self._pick(args)[:-1])
         if state.is_as_compiled:
-            return self._call(*args)
-        if self._general is None:
-            self._general = self._make_general()
-        return self._general(*args)
+            are_equal = state.start()
+            if self._may_run_twice:
+                result = self._call(*args)
+                if are_equal():
+                    return result
+            elif are_equal():
+                return self._call(*args) if self._may_run_twice is False else self._watched(args)
+            state.is_as_compiled = False
+        return self._general()(*args)
 
-    def _compare(self, tensors: tuple[torch.Tensor, ...]) -> _State:
-        counted = _counted(tensors)
-        # versions first: the next call sees a write that happens meanwhile
-        versions = list(map(_version, counted))
-        addresses = list(map(_address_of, tensors))
-        storages = [tensor.untyped_storage() for tensor in tensors]
-        equal = all(map(torch.equal, self._expected, tensors))
-        state = _State(list(tensors), storages, addresses, counted, versions, equal)
-        self._states[tuple(map(id, tensors))] = state
-        if len(self._states) > MAX_STATES:
-            self._states.popitem(last=False)
+    def _state(self, tables: tuple[torch.Tensor, ...]) -> _State:
+        key = tuple(map(id, tables))
+        state = self._states.get(key)
+        if state is None or list(map(_address_of, tables)) != state.addresses:
+            state = self._states[key] = _State(tables, self._expected)
+            if len(self._states) > MAX_STATES:
+                self._states.popitem(last=False)
         return state
+
+    def _watched(self, args: tuple[Any, ...]) -> Any:
+        before = _versions(args)
+        result = self._call(*args)
+        self._may_run_twice = before is not None and before == _versions(args)
+        return result
+
+
+def _versions(args: Sequence[Any]) -> list[int] | None:
+    """How often each argument was written to; None if one does not count it."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return None if any(t.is_inference() for t in tensors) else [t._version for t in tensors]
+
+
+def has_effects(gm: fx.GraphModule) -> bool:
+    """Whether a Dynamo graph may do more than compute results and write to its arguments: it has
+    collectives, ops of other packages, or ops that run graphs."""
+    for node in gm.graph.nodes:
+        target = node.target
+        namespace = getattr(target, "namespace", None)
+        if isinstance(target, torch._ops.OpOverloadPacket):
+            namespace = target._qualified_op_name.partition("::")[0]
+        is_foreign = isinstance(namespace, str) and namespace not in ("aten", "prims")
+        module = str(getattr(target, "__module__", ""))
+        if node.op == "call_function" and (is_foreign or "distributed" in module):
+            return True
+    return False
 
 
 def guarded(
     compiled: Callable[..., Any],
     buffers: Sequence[ConstantBuffer],
     general: Callable[[], Callable[..., Any]],
+    *,
+    has_effects: bool = False,
 ) -> Callable[..., Any]:
     """``Guarded`` as a plain function, which Dynamo requires of a backend."""
-    guard = Guarded(compiled, buffers, general)
+    guard = Guarded(compiled, buffers, general, has_effects=has_effects)
 
     def run(*args: Any) -> Any:
         return guard(*args)

@@ -32,7 +32,7 @@ class Options:
                       ones are skipped
     max_choices       most configurations that max-autotune times for one GEMM
     read_tables       specialise on small integer tables of the model (GPTQ's shift tables and
-                      ``g_idx``) and guard their values on every call; only with
+                      ``g_idx``) and compare them on every call; only with
                       ``backend="inductor_quant"``. False: kernels read the tables
     numerics          "default": at least as close to the exact result as the graph. "strict": only
                       GEMMs that are bit for bit the graph's in eager mode on the same quantized

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inductor_quant.report.events import collect
+from inductor_quant.table_check import TableCheck
 from tests.support.producers.registry import PRODUCERS
 
 pytestmark = pytest.mark.gpu
@@ -47,8 +48,17 @@ def test_gptq_is_right(name, rows):
     assert ours <= 1.05 * error(module, dense, module, x)
 
 
+def in_place(table):
+    table.copy_(table.flip(0))
+
+
+def uncounted(table):
+    table.data.copy_(table.flip(0))
+
+
+@pytest.mark.parametrize("change", [in_place, uncounted], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_a_change_in_place_is_seen(mode):
+def test_a_change_is_seen(mode, change):
     module, dense = make(NAMES[0])
     x = torch.randn(16, K, device="cuda").half()
     f = torch.compile(module, backend="inductor_quant", mode=mode)
@@ -56,7 +66,7 @@ def test_a_change_in_place_is_seen(mode):
         assert error(module, dense, f, x) < 1e-3
     original = copy.deepcopy(module)
     with torch.no_grad():
-        module.g_idx.copy_(module.g_idx.flip(0))
+        change(module.g_idx)
         after = copy.deepcopy(module).cpu().dense().cuda()
         for _ in range(3):
             assert error(module, dense, f, x) > 0.1
@@ -64,6 +74,35 @@ def test_a_change_in_place_is_seen(mode):
         module.load_state_dict(original.state_dict())
     for _ in range(3):
         assert error(module, dense, f, x) < 1e-3
+
+
+def test_a_captured_graph_replays_the_comparison():
+    module, dense = make(NAMES[0])
+    x = torch.randn(16, K, device="cuda").half()
+    f = torch.compile(module, backend="inductor_quant", options=OPTIONS)
+    with torch.no_grad():
+        for _ in range(2):
+            f(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = f(x)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert error(module, dense, lambda _: y, x) < 1e-3
+
+
+def test_the_comparison_sees_what_is_enqueued_before_it():
+    table = torch.arange(5000, device="cuda", dtype=torch.int32)
+    check = TableCheck([table], [table.clone()])
+    torch.cuda._sleep(1_000_000)
+    assert check.start()()
+    torch.cuda._sleep(1_000_000)
+    table[4999] = 0
+    wait = check.start()
+    table[4999] = 4999
+    assert not wait()
 
 
 def test_layers_share_what_was_compiled():

@@ -63,7 +63,8 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": PLAIN | {"kernels.kernel", "kernels.scaled_mm", "kernels.weight_only"},
     "lowering": PLAIN | {"_compat", "ops", "report.events", "kernels"},
     # what users call
-    "constant_buffers": PLAIN | {"_compat", "patterns.symbolic"},
+    "table_check": set(),
+    "constant_buffers": PLAIN | {"_compat", "patterns.symbolic", "table_check"},
     "backend": PLAIN | {"_compat", "constant_buffers", "lowering", "ops", "patterns"},
     "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns"},
     "report": PLAIN | {"_compat", "backend", "kernels", "ops", "report.events"},

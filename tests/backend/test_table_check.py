@@ -1,0 +1,19 @@
+"""The kernel that compares tables compiles for each card."""
+
+from __future__ import annotations
+
+import pytest
+
+from inductor_quant.simulate.compile import compile_jit
+from inductor_quant.table_check import _WORDS, BLOCK, differs
+
+pytestmark = pytest.mark.compiles
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_the_comparison_compiles_without_spills(arch):
+    pointers = dict.fromkeys(("tables", "wanted", "sizes"), "*i64")
+    for word in _WORDS.values():
+        constants = {"WORD": word, "BLOCK": BLOCK}
+        kernel = compile_jit(differs, pointers | {"found": "*i32"}, constants, arch=arch)
+        assert kernel.spill_stores == kernel.spill_loads == 0
