@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.exactness import Exactness
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 
@@ -23,6 +24,7 @@ class RecognizedGemm:
     row_scale      the scale of the activation, or None
     shape          arguments of a reshape to the shape of ``end``; None: that is [M, N]
     too_many_rows  at this M the graph as it is runs faster
+    weight_class   how close a dequantized weight is to the graph's
     """
 
     family: str
@@ -39,6 +41,7 @@ class RecognizedGemm:
     row_scale: fx.Node | None = None
     shape: tuple[Any, ...] | None = None
     too_many_rows: bool = False
+    weight_class: Exactness = Exactness.REASSOCIATED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,11 +23,13 @@ class Exactness(enum.StrEnum):
     """Ordered from the strongest guarantee to the weakest.
 
     BIT_EXACT             every element equals the graph's, bit for bit
-    SAME_WEIGHT_ROUNDING  the multiplied values equal the graph's bit for bit; sums are fp32 in the
-                          kernel's order, and the result is rounded as in the graph
+    SAME_WEIGHT_ROUNDING  the multiplied values of the op's reference equal the graph's bit for bit;
+                          sums are fp32 in the kernel's order, and the result is rounded as in the
+                          graph
     FEWER_ROUNDINGS       the graph's operations in its order, without some of its roundings to a
                           narrower type (or with a fused multiply-add)
-    REASSOCIATED          scales in another order, or applied to the sum instead of to its terms
+    REASSOCIATED          scales in another order or by other factors (W in fp64 is one), or applied
+                          to the sum instead of to its terms
     """
 
     BIT_EXACT = "bit_exact"

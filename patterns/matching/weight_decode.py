@@ -48,6 +48,7 @@ from ..symbolic.expr import (
     normalized,
 )
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
+from .weight_rounding import WIDER, Rounding
 
 MAX_BITS = 8
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
@@ -55,10 +56,18 @@ _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "d
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A decoded weight; ``sources``: the tensors that ``format`` refers to by position."""
+    """A decoded weight.
+
+    sources       the tensors that ``format`` refers to by position
+    same_for      dtypes of x for which the graph's weight, bit for bit, is the format's in fp32
+                  rounded once
+    is_reordered  whether the format has other factors than the graph
+    """
 
     format: WeightFormat
     sources: tuple[fx.Node, ...]
+    same_for: frozenset[torch.dtype]
+    is_reordered: bool
 
 
 def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejection:
@@ -124,6 +133,10 @@ class _Decoder:
         self.node = node  # for messages, if no other node is to blame
         self.sources: list[fx.Node] = []
         self.names: dict[Digit, str] = {}
+        self.path: list[
+            tuple[Op, Expr | None]
+        ] = []  # steps and casts with operands, outermost first
+        self.is_reordered = False
 
     def weight(self, expr: Expr) -> Weight:
         element, steps = self._unwind(expr)
@@ -133,7 +146,16 @@ class _Decoder:
         field = self._field(element)
         built = tuple(DequantOp(kind, self._operand(operand)) for kind, operand in steps)
         found = WeightFormat(radices["k"], radices["n"], field, built)
-        return Weight(found, tuple(self.sources))
+        return Weight(found, tuple(self.sources), self._same_for(element), self.is_reordered)
+
+    def _same_for(self, element: Expr) -> frozenset[torch.dtype]:
+        rounding = Rounding(element)
+        for op, operand in reversed(self.path):
+            if operand is not None:
+                rounding.step(op, operand)
+            else:
+                rounding.cast(op.dtype)
+        return rounding.same_for() if not self.is_reordered else frozenset()
 
     # -- the chain of steps
 
@@ -143,6 +165,7 @@ class _Decoder:
         while isinstance(expr, Op):
             if expr.name == "cast":
                 self._check_cast(expr)
+                self.path.append((expr, None))
                 (expr,) = expr.args
                 continue
             if expr.name == "shl":
@@ -158,6 +181,8 @@ class _Decoder:
             inner, outer = (left, right) if is_left else (right, left)
             if inner.dtype in INTEGERS and expr.dtype in FLOATS:
                 self._check_exact(inner)  # an implicit cast
+            self.path.append((expr, outer))
+            self.is_reordered |= expr.dtype == torch.float64
             if is_left or expr.name in ("add", "mul"):
                 steps += self._factors(_STEPS[expr.name], outer)
             elif expr.name == "sub":  # z - q = -q + z
@@ -180,6 +205,7 @@ class _Decoder:
         is_outer = every <= digits(inner, self.space)
         if not (is_outer or inner.at is None or inner.dtype == torch.float32):
             return [(kind, operand)]
+        self.is_reordered = True
         left, right = inner.args
         opposite: DequantOpKind = "div" if kind == "mul" else "mul"
         first = [] if isinstance(left, Number) and left.value == 1 else self._factors(kind, left)
@@ -386,19 +412,10 @@ def _stripped(expr: Expr) -> Expr:
             low, high = interval(inner)  # the kernel converts it to fp32 too
             if max(-low, high) > EXACT_IN_FP32 and expr.dtype != torch.float32:
                 break
-        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in _WIDER.get(inner.dtype, ()):
+        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in WIDER.get(inner.dtype, ()):
             break
         expr = inner
     return expr
-
-
-_WIDER = {
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-    torch.float8_e4m3fn: FLOATS,
-    torch.float8_e5m2: FLOATS,
-}
 
 
 def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:

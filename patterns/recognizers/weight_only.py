@@ -12,6 +12,7 @@ from torch import fx
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import weight_only as op
 from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.exactness import Exactness
 
 from .. import fx_utils
 from ..match import Operand, Pattern, RecognizedGemm
@@ -85,10 +86,13 @@ def _assemble(product: Matmul, weight: Weight, found: Epilogue) -> RecognizedGem
         op.check_format(weight.format, types)
     except SpecError as error:
         return Rejection(RejectionCode.WEIGHT_FORM, str(error), product.node.name)
+    x_dtype = fx_utils.value(product.x).dtype
+    is_same = x_dtype in weight.same_for
+    same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
     spec = op.make_spec(
         weight.format,
         dtypes,
-        x_dtype=fx_utils.value(product.x).dtype,
+        x_dtype=x_dtype,
         column_scale=None if scale is None else scale.spec,
         out_dtype=found.out_dtype,
         bias=bias is not None,
@@ -111,6 +115,7 @@ def _assemble(product: Matmul, weight: Weight, found: Epilogue) -> RecognizedGem
         n=product.n,
         k=product.k,
         shape=found.shape or product.shape,
+        weight_class=Exactness.REASSOCIATED if weight.is_reordered else same,
     )
 
 

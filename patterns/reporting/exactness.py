@@ -202,13 +202,11 @@ def _classify_weight_only(found: RecognizedGemm) -> Exactness:
     element = fx_utils.value(found.args[1][format.element.source]).dtype
     if weight_only.split_dequant_ops(format, x_dtype, element)[1]:
         return Exactness.REASSOCIATED
-    epilogue = _after_anchor(found)
-    if any(node.target in _ARITHMETIC for node in epilogue):
+    if found.weight_class is not Exactness.REASSOCIATED and any(
+        node.target in _ARITHMETIC for node in _after_anchor(found)
+    ):
         return Exactness.FEWER_ROUNDINGS  # the product is not rounded before its scale or bias
-    weight_side = [n for n in found.interior if n is not found.anchor and n not in epilogue]
-    roundings = [node for node in weight_side if _rounds(node)]
-    is_once = len(roundings) <= 1 and all(fx_utils.value(n).dtype == x_dtype for n in roundings)
-    return Exactness.SAME_WEIGHT_ROUNDING if is_once else Exactness.FEWER_ROUNDINGS
+    return found.weight_class
 
 
 def _after_anchor(found: RecognizedGemm) -> set[fx.Node]:
@@ -220,15 +218,3 @@ def _after_anchor(found: RecognizedGemm) -> set[fx.Node]:
         seen |= new
         todo += new
     return seen
-
-
-def _rounds(node: fx.Node) -> bool:
-    """Whether ``node`` rounds to a narrow float. (8-bit integers, and differences of two, are exact
-    in all of them.)"""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype not in _NARROW:
-        return False
-    if node.target == CAST:
-        before = fx_utils.value(node.args[0]).dtype  # type: ignore[arg-type]
-        return before.is_floating_point and before.itemsize > 1 and before != value.dtype
-    return node.target in _ARITHMETIC
