@@ -176,6 +176,8 @@ def _is_per_element(node: fx.Node, found: Groups) -> bool:
     if not isinstance(value, torch.Tensor) or value.dtype == torch.bool:
         return False
     shape = fx_utils.value(found.source).shape
+    if not fx_utils.same_size(math.prod(value.shape), math.prod(shape)):
+        return False  # one value for each group, such as an exponent as an integer
     if node.target == aten.expand.default:
         is_whole = _is_shape(value, shape)
         return is_whole and node.args[0] in found.per_group and _is_column(node.args[0], found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch._inductor.decomposition import select_decomp_table
@@ -142,6 +144,92 @@ def test_a_scale_is_returned_and_transposed():
     torch.manual_seed(0)
     _, joined, wanted, got = rewritten(fn, (torch.randn(4, 512).to(bf16), torch.rand(512)))
     assert joined == 1
+    assert_same(got, wanted)
+
+
+def drawn(seed):
+    """A quantization behind a norm: random steps of values per group and per element, with operands
+    of no dimension, ``where``, integers, and operands that are broadcast along rows or groups."""
+    rng = random.Random(seed)
+    size, tail = rng.choice((4, 16, 32)), rng.choice((True, False))
+    choices = [rng.randrange(1 << 20) for _ in range(12)]
+
+    def per_group(v, zero, pick):
+        steps = [
+            lambda: torch.where(v > zero, v, zero + 1),
+            lambda: torch.where(zero > 0, v, v + 1),
+            lambda: torch.where(v.isnan(), zero, v),
+            lambda: v.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32),
+            lambda: torch.where(
+                v > 0, (v.view(torch.int32) >> 23).to(torch.uint8), zero.to(torch.uint8)
+            ).to(torch.float32),
+            lambda: torch.exp2(torch.floor(torch.log2(v)).clamp(-126, 127)),
+            lambda: v * zero.add(2),
+            lambda: v + v.sum(-2, keepdim=True),
+            lambda: v + v[:1],
+            lambda: torch.where(v[..., :1] > 0, v, zero),
+            lambda: v.clamp_min(1e-4),
+        ]
+        return steps[pick % len(steps)]()
+
+    def per_element(blocks, scale, weight, zero, pick):
+        steps = [
+            lambda: torch.where(scale > zero, blocks, zero),
+            lambda: torch.where(zero > 1, blocks, scale),
+            lambda: torch.where(blocks > 0, scale, blocks),
+            lambda: blocks + weight[:size],
+            lambda: blocks * zero.add(2),
+            lambda: (blocks.view(torch.int32) + 1).view(torch.float32),
+            lambda: blocks + scale.expand(blocks.shape),
+            lambda: blocks,
+        ]
+        return steps[pick % len(steps)]()
+
+    def fn(x, weight, zero):
+        blocks = groups.rms(x, weight).float().unflatten(-1, (-1, size))
+        scale = blocks.abs().amax(-1, keepdim=True)
+        kept = []
+        for pick in choices[: rng_steps[0]]:
+            scale = per_group(scale, zero, pick)
+            kept.append(scale)
+        for pick in choices[4 : 4 + rng_steps[1]]:
+            blocks = per_element(blocks, scale, weight, zero, pick)
+        quotient = blocks / scale
+        a = quotient.clamp(-448, 448).to(torch.float8_e4m3fn)
+        others = (kept[choices[10] % len(kept)].squeeze(-1), quotient) if kept and tail else ()
+        return (a.flatten(-2), scale.squeeze(-1), *others)
+
+    rng_steps = (rng.randint(0, 4), rng.randint(0, 3))
+    torch.manual_seed(seed)
+    return fn, (torch.randn(4, 128).to(bf16), torch.rand(128).to(bf16), torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_quantizations_behind_a_norm_keep_their_values(part):
+    joined = 0
+    for seed in range(part * 40, part * 40 + 40):
+        _, found, wanted, got = rewritten(*drawn(seed))
+        joined += found
+        assert_same(got, wanted)
+    assert joined > 10
+
+
+def mxfp8(x, weight):
+    """torchao's emulated MXFP8: the exponent of a group as an integer, with NaN apart."""
+    blocks = groups.rms(x, weight).float().unflatten(1, (-1, 32))
+    most = blocks.abs().amax(-1, keepdim=True)
+    exponent = ((most.view(torch.int32) >> 23) & 255) - 8
+    nan = torch.tensor(255, dtype=torch.uint8)
+    exponent = torch.where(most.isnan(), nan, exponent.to(torch.uint8))
+    scale = (exponent.clamp(1, 255).to(torch.int32) << 23).view(torch.float32)
+    return (blocks / scale).clamp(-448, 448).to(torch.float8_e4m3fn).flatten(1), exponent
+
+
+def test_integers_of_a_group_are_no_values_of_its_elements():
+    torch.manual_seed(0)
+    inputs = (torch.randn(4, 256).to(bf16), torch.rand(256).to(bf16))
+    _, joined, wanted, got = rewritten(mxfp8, inputs)
+    assert joined == 0
     assert_same(got, wanted)
 
 
