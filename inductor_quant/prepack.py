@@ -176,7 +176,9 @@ class _Linear:
     def prepacked(self) -> PrepackedLinear | None:
         """None if the layout is the fastest already, or if none fits."""
         element, scaling = self.format.element, _scaling(self.format.dequant_ops)
-        if self._is_fast() or scaling is None or element != self.format.code or element.float8:
+        if self._is_fast() or scaling is None or element != self.format.code:
+            return None
+        if element.float8 or element.minus:
             return None
         subtract, multiply = scaling
         k, n = self.format.shape

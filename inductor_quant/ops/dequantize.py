@@ -16,6 +16,7 @@ from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, Wei
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _SIGN = 63  # an int64 shifted by this is its sign
 _OPS = {
@@ -115,6 +116,9 @@ class Evaluator:
         if field.float8:
             value = self.convert(value, torch.uint8)
             value = call(aten.view.dtype, value, FLOAT8[field.float8])
+        if field.minus:
+            value = call(aten.sub.Tensor, value, self.field(field.minus))
+            value = self.convert(self.convert(value, INTEGERS[field.bits]), torch.int64)
         return value
 
     def _low_bits(self, value: Any, width: int) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, differ
-from inductor_quant.ops.dequantize import FLOAT8, Evaluator, dequantize, is_float
+from inductor_quant.ops.dequantize import FLOAT8, INTEGERS, Evaluator, dequantize, is_float
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
@@ -95,7 +95,8 @@ def split_dequant_ops(
     format: WeightFormat, x_dtype: torch.dtype, element_dtype: torch.dtype
 ) -> tuple[tuple[DequantOp, ...], tuple[DequantOp, ...]]:
     """(ops applied to W, ops applied to the sum over k); together: ``format.dequant_ops``."""
-    columns = format.column_ops
+    # a difference of integers that are not small is not rounded before its scale
+    columns = () if format.element.minus else format.column_ops
     kept = format.dequant_ops[: len(format.dequant_ops) - len(columns)]
     # Before the last scale, an element in bf16 or fp32, or one that was scaled, may exceed fp16.
     is_wide = element_dtype in (torch.bfloat16, torch.float32)
@@ -227,6 +228,8 @@ def _size(block: tuple[int, int]) -> tuple[float, float]:
 
 def _zero(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
     step = format.zero
+    if format.element.minus:
+        return "int"
     if step is None:
         return "const" if format.element.add else ""
     if any(
@@ -293,6 +296,11 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
     for step in format.dequant_ops:
         if not isinstance(step.operand, Field) and not math.isfinite(step.operand):
             raise SpecError(f"weight_only: {step} of {format} is not finite")
+    minus = format.element.minus
+    if minus and (is_float(tensors[minus.source][0]) or format.element.bits not in INTEGERS):
+        raise SpecError(f"weight_only: {minus} of {format} is no integer of 16, 32 or 64 bits")
+    if any(field.minus for field in fields if field != format.element):
+        raise SpecError(f"weight_only: a field of {format} that is not the element has a minus")
     dtype = tensors[format.element.source][0]
     if format.element.width > MAX_ELEMENT_BITS or (
         not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)

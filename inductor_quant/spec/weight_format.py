@@ -84,6 +84,9 @@ class Field:
     Then ``+ add``, and with ``wrap`` modulo 2**width. Shifts are arithmetic in the word's dtype. An
     index below 0 counts from the end, as in torch; a field that is part of an index has ``size``
     added if it is below 0. With ``float8`` ("e4m3", "e5m2") the eight bits are such a float.
+
+    Last, the integer field ``minus`` is subtracted in integers of ``bits`` bits, which wrap around.
+    Only the element has one: a zero point that a dequant op, in fp32, might round.
     """
 
     source: int
@@ -95,6 +98,8 @@ class Field:
     wrap: bool = False
     size: int = 0
     float8: str = ""
+    minus: Field | None = None
+    bits: int = 64
 
     @property
     def digits(self) -> frozenset[str]:
@@ -113,7 +118,8 @@ class Field:
             text += f":{'i' if self.signed else 'u'}{self.width}@{self.offset}"
         if self.add:
             text = f"({text}{self.add:+d})"
-        return f"{text}%{1 << self.width}" if self.wrap else text
+        text = f"{text}%{1 << self.width}" if self.wrap else text
+        return f"i{self.bits}({text} - {self.minus})" if self.minus else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +171,8 @@ class WeightFormat:
     def fields(self) -> Iterator[Field]:
         """All fields: the element, the operands of the ops, and the fields nested in each."""
         operands = (op.operand for op in self.dequant_ops)
-        todo = [self.element, *(operand for operand in operands if isinstance(operand, Field))]
+        fields = (self.element, self.element.minus, *operands)
+        todo = [field for field in fields if isinstance(field, Field)]
         while todo:
             field = todo.pop(0)
             yield field
@@ -282,8 +289,9 @@ def _index(raw: Any) -> AffineIndex:
 
 
 def _field(raw: Any) -> Field:
-    source, index, offset, *rest = raw
-    return Field(source, tuple(map(_index, index)), _index(offset), *rest)
+    source, index, offset, *rest, minus, bits = raw
+    found = Field(source, tuple(map(_index, index)), _index(offset), *rest)
+    return dataclasses.replace(found, minus=_field(minus) if minus else None, bits=bits)
 
 
 def _op(raw: Any) -> DequantOp:

@@ -170,7 +170,7 @@ class _Decoder:
                 continue
             if expr.name == "shl":
                 expr = self._as_product(expr)
-            if expr.name == "float8":
+            if expr.name in ("float8", "difference"):
                 break
             if expr.name not in _STEPS:
                 raise self._blame(expr, f"{expr.name} is no affine step")
@@ -180,7 +180,7 @@ class _Decoder:
                 raise self._blame(expr, "no operand, or both, vary with every k and n")
             inner, outer = (left, right) if is_left else (right, left)
             if inner.dtype in INTEGERS and expr.dtype in FLOATS:
-                self._check_exact(inner)  # an implicit cast
+                self._check_exact(inner, expr.dtype)  # an implicit cast
             self.path.append((expr, outer))
             self.is_reordered |= expr.dtype == torch.float64
             if is_left or expr.name in ("add", "mul"):
@@ -226,9 +226,12 @@ class _Decoder:
         if after not in FLOATS or before not in (*FLOATS, *FLOAT8, *INTEGERS):
             raise self._blame(cast, f"a cast from {before} to {after}")
         if before in INTEGERS:
-            self._check_exact(cast.args[0])
+            self._check_exact(cast.args[0], after)
 
-    def _check_exact(self, expr: Expr) -> None:
+    def _check_exact(self, expr: Expr, dtype: torch.dtype) -> None:
+        """That ``expr``, an integer, is the same in ``dtype`` and in fp32."""
+        if isinstance(expr, Op) and expr.name == "difference" and dtype != torch.float64:
+            return  # rounded to fp32 first, by torch too
         low, high = interval(expr)
         if max(-low, high) > EXACT_IN_FP32:
             raise self._blame(expr, f"{low} ... {high} is not exact in fp32")
@@ -254,8 +257,8 @@ class _Decoder:
 
     def _check_element(self, element: Expr) -> None:
         stored = element
-        if isinstance(stored, Op) and stored.name == "float8":
-            (stored,) = stored.args
+        if isinstance(stored, Op) and stored.name in ("float8", "difference"):
+            stored = stored.args[0]
         if not isinstance(stored, (Bits, Load)):
             raise self._blame(element, "no stored element at its end")
         if not self._is_element(stored, by_data=True):
@@ -311,6 +314,9 @@ class _Decoder:
                 offset = self._form(expr.offset)
                 field = Field(0, (), offset, expr.width, expr.signed)
             return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Op) and expr.name == "difference":
+            inner, minus = map(self._field, expr.args)
+            return dataclasses.replace(inner, minus=minus, bits=torch.iinfo(expr.dtype).bits)
         if isinstance(expr, Op) and expr.name in ("add", "sub"):
             value = constant(expr.args[1])
             inner = self._field(expr.args[0])

@@ -45,6 +45,8 @@ class Rounding:
     def __init__(self, element: Expr) -> None:
         self._held = element.dtype
         self._most = magnitude(element)
+        if isinstance(element, Op) and element.name == "difference":
+            self._held, self._most = torch.float32, math.inf  # to which every cast rounds first
         self._rounded_to: torch.dtype | None = None
         self._is_same = True
 

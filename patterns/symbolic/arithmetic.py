@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from .expr import (
+    EXACT_IN_FP32,
     FLOAT8,
     FLOATS,
     INTEGERS,
@@ -298,6 +299,11 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return held_in(a, dtype)
     if (left := _shifted_apart(a, b)) is not None and name == "add":
         return Op("or", left, dtype)
+    if name == "sub" and isinstance(a, Bits) and isinstance(b, Bits) and a.width <= 8 < b.width:
+        low, high = interval(Op(name, (a, b), dtype))
+        most = min(EXACT_IN_FP32, limits(dtype)[1])
+        if dtype in (torch.int16, torch.int32, torch.int64) and max(-low, high) > most:
+            return Op("difference", (a, b), dtype)  # a zero point of unknown range
     return _in_range(Op(name, (a, b), dtype))
 
 

@@ -79,6 +79,7 @@ class Op:
         wrap       (x, width)          x modulo 2**width
         from_end   (x, size)           x + size where x < 0
         float8     (x,)                eight bits read as ``dtype``
+        difference (x, y)              x - y, which wraps around in ``dtype``
     """
 
     name: str

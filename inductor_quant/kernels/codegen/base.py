@@ -88,5 +88,5 @@ class Codegen:
         """Whether one conversion makes x's dtype of the stored element."""
         element = self.format.element
         dtype = self.dtypes[element.source]
-        is_byte = dtype in (torch.int8, torch.uint8) and not element.width and not element.add
-        return is_byte or dtype == self.x_dtype
+        is_whole = not (element.width or element.add or element.minus)
+        return (is_whole and dtype in (torch.int8, torch.uint8)) or dtype == self.x_dtype

@@ -69,7 +69,9 @@ def byte_layout_of(weight: Weight) -> tuple[Weight, ByteLayout] | None:
     indices = (*element.index, element.offset)
     if element != format.code or any(index.is_data for index in indices) or element.float8:
         return None
-    if element.wrap or element.size or any(index.tables for index in element.index):
+    if element.wrap or element.size or element.minus:
+        return None
+    if any(index.tables for index in element.index):
         return None
     if tensor.dtype not in (*FLOATS, *INTS, torch.int32):
         return None

@@ -209,8 +209,22 @@ class Statements:
 
     def field(self, field: Field) -> Value:
         if field not in self._fields:
-            self._fields[field] = self._field(field)
+            value = self._field(field)
+            self._fields[field] = self._less(value, field) if field.minus else value
         return self._fields[field]
+
+    def _less(self, value: Value, field: Field) -> Value:
+        """``value - field.minus``, wrapped to ``field.bits``."""
+        assert field.minus is not None
+        minus = self.field(field.minus)
+        rows, columns = max(value.rows, minus.rows), max(value.columns, minus.columns)
+        int64 = f"{self.lang}.int64"
+        terms = [
+            f"(({each.code}).to({int64}) + {each.bias})"
+            for each in (self.widen(value, rows, columns), self.widen(minus, rows, columns))
+        ]
+        code = self.assign("b", f"({' - '.join(terms)}).to({self.lang}.int{field.bits})")
+        return Value(code, rows, columns)
 
     def read(self, field: Field) -> tuple[str, int, int]:
         """The variable that holds the field's stored words, and (rows, columns) of them."""

@@ -134,6 +134,28 @@ def test_a_shift_that_is_data_follows_torch(dtype, amounts):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("bits", [16, 32, 64])
+@pytest.mark.parametrize("stored", [torch.int8, torch.uint8, torch.int32])
+def test_an_integer_difference_wraps(stored, bits, dtype):
+    """Of bytes and of fields of four bits, with a zero point for each group of 16."""
+    words = torch.iinfo(stored)
+    q = torch.randint(words.min, words.max, (4, 32), dtype=torch.int64).to(stored)
+    ends = torch.tensor([words.min, words.max, -1, 0, 1, 2**24 + 1, -(2**31), 2**31 - 1])
+    info = torch.iinfo(dtype)
+    z = torch.cat([ends.clamp(info.min, info.max), torch.randint(-9, 9, (24,))]).to(dtype)
+    minus = Field(1, (form(("n0", 1)),))
+    if stored == torch.int32:
+        shift = form(("k1", 4))
+        element = Field(0, (form(("k0", 1)), form(("n0", 1))), shift, 4, minus=minus, bits=bits)
+        format = WeightFormat((4, 8), (32,), element)
+    else:
+        index = (form(("k0", 1)), form(("n0", 1)))
+        format = WeightFormat((4,), (32,), Field(0, index, minus=minus, bits=bits))
+    got, want = custom(format, [q, z], f32)
+    assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize(
     "table",
     [(7, 0, 3, 1, 6, 2, 5, 4), (-8, -1, -5, -3, -2, -6, -7, -4), (1000, 3, 700, 1, 9, 9, 1270, 55)],
