@@ -188,7 +188,7 @@ def _sum(anchor: fx.Node, reader: Reader) -> Matmul | Rejection | None:
 def _source_of_rows(
     reader: Reader, x: Expr, w: Expr, position: tuple[IndexExpr, ...], shape: tuple[int, int]
 ) -> fx.Node | None:
-    """The tensor [M, K] (``shape``) of which ``x`` is the element (m, k).
+    """The tensor [M, K] (``shape``), or [..., K] with M rows, of which ``x`` is the element (m, k).
 
     A widening cast of x is skipped if ``w`` fits x's own dtype: the kernel rounds the weight to it.
     """
@@ -199,9 +199,15 @@ def _source_of_rows(
     if place is None:
         return None
     node, index = place
+    if not index:
+        return None
+    *rows, k = sizes(node)
+    row = IndexExpr()
+    for size, i in zip(rows, index, strict=False):
+        row = row * size + i
     leaves = reader.space.leaves
-    is_here = tuple(map(leaves, index)) == tuple(map(leaves, position[:2]))
-    return node if is_here and sizes(node) == list(shape) else None
+    is_here = (leaves(row), leaves(index[-1])) == tuple(map(leaves, position[:2]))
+    return node if is_here and (math.prod(rows), k) == shape else None
 
 
 def _unwidened(expr: Expr) -> Expr:

@@ -37,7 +37,7 @@ def magnitude(expr: Expr) -> float:
     while isinstance(expr, Op) and expr.name == "cast" and is_exact_cast(expr.args[0], expr.dtype):
         (expr,) = expr.args
     if isinstance(expr, Number):
-        return abs(expr.value) if expr.value == math.floor(expr.value) else math.inf
+        return abs(expr.value) if expr.value.is_integer() else math.inf
     return max(map(abs, interval(expr))) if expr.dtype in INTEGERS else math.inf
 
 

@@ -23,8 +23,9 @@ _PRODUCTS: dict[object, tuple[int, int]] = {
     **dict.fromkeys((aten._weight_int8pack_mm.default, aten._weight_int4pack_mm.default), (0, 1)),
     aten._scaled_mm.default: (0, 1),
 }
-if hasattr(aten, "_scaled_mm_v2"):
-    _PRODUCTS[aten._scaled_mm_v2.default] = (0, 1)
+for _name in ("_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"):
+    if hasattr(aten, _name):
+        _PRODUCTS[getattr(aten, _name).default] = (0, 1)
 
 _FLOAT8 = (*(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),)
 _QUANTIZED = (torch.int8, torch.uint8, torch.int32, *_FLOAT8)
@@ -55,14 +56,16 @@ def is_opaque(node: fx.Node) -> bool:
 
 
 def _opaque_factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """The first float and the first quantized matrix among the inputs, or two fp8 matrices, whose
+    """The first float and the first quantized matrix among the inputs, or two of int8 or fp8, whose
     scales are the floats. An fp8 weight is not packed, so one of its sizes must be K."""
     outputs = _written(node)
     tensors = [n for n in node.all_input_nodes if fx_utils.is_tensor_node(n) and n not in outputs]
     matrices = [n for n in tensors if fx_utils.value(n).dim() >= 2]
     fp8 = [n for n in matrices if fx_utils.value(n).dtype in _FLOAT8]
-    if len(fp8) >= 2:
-        return fp8[0], fp8[1]
+    int8 = [n for n in matrices if fx_utils.value(n).dtype == torch.int8]
+    for pair in (fp8, int8):
+        if len(pair) >= 2:
+            return pair[0], pair[1]
     x = next((n for n in matrices if fx_utils.value(n).dtype in _FLOATS), None)
     w = next((n for n in matrices if fx_utils.value(n).dtype in _QUANTIZED), None)
     if x is not None and w in fp8:

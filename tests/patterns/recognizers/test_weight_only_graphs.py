@@ -450,6 +450,63 @@ def test_any_number_of_rows_is_taken(rows: int) -> None:
     assert len(rewrite.report.matches) == 1
 
 
+@pytest.mark.parametrize("shape", [(1, K), (1, 1, K), (1, 1, 1, K)], ids=str)
+@pytest.mark.parametrize("x_dtype", [f32, torch.bfloat16])
+def test_one_row_of_an_activation_of_any_dimensions_is_a_product(shape, x_dtype) -> None:
+    """Inductor's decomposition of mm at one row, on a GPU."""
+    q, scale = ints(N, K), powers(N)
+
+    def model(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        w = q.to(x.dtype).t()
+        rows = (x.view(1, K).unsqueeze(2) * w.unsqueeze(0)).sum(1) * scale.to(x.dtype)
+        return rows.view(*shape[:-1], N)
+
+    args = (small(*shape).to(x_dtype), q, scale)
+    got, [rewrite] = capture(model, args)
+    [match] = rewrite.report.matches
+    assert (match.m, match.n, match.k) == (1, N, K)
+    want = model(*args).float()  # rounds each term
+    assert (got.float() - want).norm() <= 1e-2 * want.norm()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        lambda x: x[:, 1],  # one row of several
+        lambda x: x.view(2, 1, K)[1],
+        lambda x: x[:, :1].flip(2)[0],
+    ],
+)
+def test_a_row_that_is_a_part_of_a_tensor_is_not_the_whole_tensor(rows) -> None:
+    q, x = ints(N, K), small(1, 2, K)
+
+    def model(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return (rows(x).unsqueeze(2) * q.to(f32).t().unsqueeze(0)).sum(1)
+
+    got, _ = capture(model, (x, q))
+    assert torch.allclose(got, model(x, q), rtol=1e-4, atol=1e-3)
+
+
+def test_a_grouped_product_and_a_product_of_bytes_by_another_package_have_rows() -> None:
+    graph = torch.fx.Graph()
+    values = {"x": small(M, K), "w": small(2, K, N), "a": ints(M, K), "b": ints(N, K)}
+    nodes = {name: graph.placeholder(name) for name in values}
+    for name, value in values.items():
+        nodes[name].meta["val"] = value
+    grouped = graph.call_function(aten._grouped_mm.default, (nodes["x"], nodes["w"]))
+    grouped.meta["val"] = small(M, N)
+    site = matrix_products.describe(grouped)
+    assert site is not None
+    assert (site.m, site.n, site.k) == (M, N, K)
+    assert matrix_products.decline(grouped, site).code == RejectionCode.NOT_QUANTIZED
+    with torch.library._scoped_library("rows_of_bytes", "DEF") as library:
+        library.define("int8_matmul(Tensor a, Tensor b) -> Tensor")
+        op = torch.ops.rows_of_bytes.int8_matmul.default
+        product = graph.call_function(op, (nodes["a"], nodes["b"]))
+        assert matrix_products.is_matrix_product(product)
+        assert matrix_products.decline(product, None).code == RejectionCode.OPAQUE
+
+
 def test_a_weight_that_a_kernel_has_repacked_is_opaque() -> None:
     graph = torch.fx.Graph()
     x, w, scales = (graph.placeholder(name) for name in ("x", "w", "scales"))
