@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from inductor_quant.errors import OptionError
@@ -138,11 +138,13 @@ class Options:
 
     def selects(self, module: str) -> bool:
         """Whether to rewrite GEMMs of the module at this path ("": unknown)."""
-        if any(fnmatch.fnmatchcase(module, pattern) for pattern in self.exclude_modules):
+        if matches_any(module, self.exclude_modules):
             return False
-        return not self.include_modules or any(
-            fnmatch.fnmatchcase(module, pattern) for pattern in self.include_modules
-        )
+        return not self.include_modules or matches_any(module, self.include_modules)
+
+
+def matches_any(module: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns)
 
 
 def is_disabled_by_environment() -> bool:

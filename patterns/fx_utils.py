@@ -24,6 +24,10 @@ SQUEEZES = (
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
 
 
+# What torch's wrappers call the module inside: torch.compile, FSDP, activation checkpoints.
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
 def value(node: fx.Node) -> torch.Tensor:
     """The fake tensor of the node's value."""
     return node.meta["val"]
@@ -209,5 +213,13 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path = next(reversed(stack.values()))[0]
-    # Dynamo prefixes the variable of the outermost module: L['self'], G['model'].
-    return re.sub(r"^[LG]\['[^']*'\]\.?", "", path)
+    # Dynamo prefixes the variable of the outermost module: L['self'], G['model']. Where a wrapper
+    # replaces __getattr__, it names a child as __dict__['_modules']['child'].
+    path = re.sub(r"^[LG]\[['\"][^]]*['\"]\]", "", path)
+    path = re.sub(
+        r"(\.__dict__\[['\"]_modules['\"]\]|\._modules)\[['\"]([^]]*)['\"]\]", r".\2", path
+    )
+    names = [name for name in path.split(".") if name and name not in _WRAPPED]
+    outermost = str(next(iter(stack.values()))[1])
+    is_parallel = "DataParallel" in outermost.rpartition(".")[2] and names[:1] == ["module"]
+    return ".".join(names[is_parallel:])

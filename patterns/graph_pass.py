@@ -22,7 +22,7 @@ import inductor_quant
 from inductor_quant._compat import inductor as compat
 from inductor_quant.errors import InductorQuantError, OptionError, RequirementError
 from inductor_quant.ops import verify
-from inductor_quant.options import Options
+from inductor_quant.options import Options, matches_any
 from inductor_quant.report import events
 from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
 
@@ -85,6 +85,7 @@ class QuantGemmPass(compat.CustomGraphPass):
                 by_anchor.setdefault(op, []).append(pattern)
         matches: Counter[str] = Counter()
         has_products = False
+        modules = set()
         for node in list(graph.nodes):
             if node.op != "call_function" or node._erased:  # by an earlier rewrite
                 continue
@@ -95,6 +96,7 @@ class QuantGemmPass(compat.CustomGraphPass):
                 events.is_open() and matrix_products.is_matrix_product(node)
             ):
                 continue
+            module = fx_utils.module_path(node)
             match = _match_without_padding(node, candidates, options)
             decision = match or _decide(node, candidates, options)
             if decision is None:
@@ -104,9 +106,11 @@ class QuantGemmPass(compat.CustomGraphPass):
             log.info("%s", decision)
             events.add(decision)
             has_products = True
+            modules.add(module)
             matches[decision.family if isinstance(decision, Match) else ""] += 1
         if matches.keys() - {""}:
             _run_fusion_passes(graph, options, is_frozen=self._is_early)
+        _warn_of_filters(modules, options)
         for family, least in dict(options.require).items():
             if has_products and matches[family] < least:
                 raise RequirementError(family, least, matches[family])
@@ -315,6 +319,18 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None
+
+
+def _warn_of_filters(modules: set[str], options: Options) -> None:
+    """Warn of a filter that matches none of the products' modules."""
+    for name in ("include_modules", "exclude_modules"):
+        patterns = getattr(options, name)
+        if modules and patterns and not any(matches_any(module, patterns) for module in modules):
+            _warn_once(
+                f"{name}={list(patterns)} matches no matrix product of this graph: their modules "
+                f"are {', '.join(map(repr, sorted(modules)[:3]))}, ... (inductor_quant.explain "
+                "lists them)"
+            )
 
 
 @functools.cache
