@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_quant import constant_buffers
+from inductor_quant import constant_buffers, fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant._compat.symbols import SUPPORTED, problems
 from inductor_quant.errors import OptionError, UnsupportedTorchError
@@ -54,17 +54,23 @@ def inductor_quant_backend(
         )
     if not is_usable(checked):
         return wrapper(gm, example_inputs)
-    found = _tables(gm, example_inputs, checked)
-    general = None
-    if any(table.position is not None for table in found):
-        general = functools.partial(_general, constant_buffers.copy_of(gm), mode, options)
-    has_effects = constant_buffers.has_effects(gm)
-    constant_buffers.make_constant(gm, found)
-    patched = patches(wrapper.config, checked, constant_buffers.digest(found))
+
+    def prepared() -> tuple[Any, dict[str, Any]]:
+        found = _tables(gm, example_inputs, checked)
+        guard = None
+        if any(table.position is not None for table in found):
+            general = functools.partial(_general, constant_buffers.copy_of(gm), mode, options)
+            effects = constant_buffers.has_effects(gm)
+            guard = functools.partial(
+                constant_buffers.guarded, buffers=found, general=general, has_effects=effects
+            )
+        patched = patches(wrapper.config, checked, constant_buffers.digest(found))
+        constant_buffers.make_constant(gm, found)
+        return guard, patched
+
+    guard, patched = fallback.run(prepared, lambda: (None, wrapper.config), checked, gm)
     compiled = compat.compile_fx(gm, example_inputs, config_patches=patched)
-    if general is None:
-        return compiled
-    return constant_buffers.guarded(compiled, found, general, has_effects=has_effects)
+    return compiled if guard is None else guard(compiled)
 
 
 def _tables(
@@ -72,13 +78,7 @@ def _tables(
 ) -> list[constant_buffers.ConstantBuffer]:
     if not options.read_tables or "weight_only" not in options.families:
         return []
-    try:
-        return constant_buffers.find(gm, example_inputs)
-    except Exception as error:
-        if options.on_error == "raise":
-            raise
-        warnings.warn(f"inductor_quant reads no tables: {error!r}", RuntimeWarning, stacklevel=3)
-        return []
+    return constant_buffers.find(gm, example_inputs)
 
 
 def _general(
@@ -258,6 +258,7 @@ def _register() -> None:
         ours = [module.op for module in modules]
         for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
+        compat.surround_compilation(fallback.compile_graph)
 
 
 _register()

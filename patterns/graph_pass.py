@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ import triton
 from torch import fx
 
 import inductor_quant
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant.errors import InductorQuantError, OptionError, RequirementError
+from inductor_quant.errors import OptionError, RequirementError
 from inductor_quant.ops import verify
 from inductor_quant.options import Options, matches_any
 from inductor_quant.report import events
@@ -44,7 +44,7 @@ from .rewrite import rewrite, subgraph_of
 
 log = logging.getLogger(__name__)
 
-SLOT = "post_grad_custom_pre_pass"
+SLOT = fallback.SLOT
 EARLY_SLOT = "joint_custom_pre_pass"
 # Metadata of a product that the early slot has decided about.
 _DECIDED = "inductor_quant_decided"
@@ -77,7 +77,18 @@ class QuantGemmPass(compat.CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         options = self.options
-        if options is None or (self._is_early and not _will_be_frozen(graph)):
+        if options is None or (self._is_early and not compat.is_freezing()):
+            return
+        module = graph.owning_module
+        if fallback.is_inside() or module is None:
+            self._rewrite(graph, options)
+        else:  # the early slot
+            fallback.run(
+                lambda: self._rewrite(module.graph, options), lambda: None, options, module
+            )
+
+    def _rewrite(self, graph: fx.Graph, options: Options) -> None:
+        if self._is_early and _is_joint(graph):  # Inductor freezes no training graph
             return
         by_anchor: dict[object, list[Pattern]] = {}
         for pattern in patterns():
@@ -96,9 +107,14 @@ class QuantGemmPass(compat.CustomGraphPass):
                 events.is_open() and matrix_products.is_matrix_product(node)
             ):
                 continue
-            module = fx_utils.module_path(node)
-            match = _match_without_padding(node, candidates, options)
-            decision = match or _decide(node, candidates, options)
+            decision: Match | Rejection | None
+            if cause := fallback.declined().get(node.name):
+                decision = Rejection(RejectionCode.INTERNAL_ERROR, cause, node.name)
+            else:
+                node.meta[fallback.ANCHOR] = node.name
+                with fallback.at(node.name):
+                    match = _match_without_padding(node, candidates, options)
+                    decision = match or _decide(node, candidates, options)
             if decision is None:
                 continue
             if self._is_early and not node._erased:
@@ -106,7 +122,7 @@ class QuantGemmPass(compat.CustomGraphPass):
             log.info("%s", decision)
             events.add(decision)
             has_products = True
-            modules.add(module)
+            modules.add(decision.module)
             matches[decision.family if isinstance(decision, Match) else ""] += 1
         if matches.keys() - {""}:
             _run_fusion_passes(graph, options, is_frozen=self._is_early)
@@ -121,9 +137,11 @@ class QuantGemmPass(compat.CustomGraphPass):
         shape alone).
 
         None (no caching) while a third party's pattern is registered, whose code the key does not
-        cover, and with ``verify``, whose subgraphs exist in this process only.
+        cover, with ``verify``, whose subgraphs exist in this process only, and after a failure,
+        which may not occur again.
         """
-        if has_third_party() or (self.options is not None and self.options.verify):
+        is_verified = self.options is not None and self.options.verify
+        if has_third_party() or is_verified or fallback.declined():
             return None
         state = repr(self.options) if self.options is not None else "inactive"
         versions = (torch.__version__, triton.__version__)
@@ -150,10 +168,8 @@ def _made(options: Options, constants: str, is_early: bool) -> QuantGemmPass:
     return QuantGemmPass(options, constants, is_early=is_early)
 
 
-def _will_be_frozen(graph: fx.Graph) -> bool:
-    """Whether Inductor will fold this graph's constants; it freezes no training graph."""
-    is_joint = any("tangents" in node.name for node in graph.nodes if node.op == "placeholder")
-    return compat.is_freezing() and not is_joint
+def _is_joint(graph: fx.Graph) -> bool:
+    return any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
 
 
 @functools.cache
@@ -180,18 +196,10 @@ def _match_without_padding(
     node: fx.Node, candidates: list[Pattern], options: Options
 ) -> Match | None:
     """The match of a product that Inductor has padded; if there is none, the graph is unchanged."""
-    try:
-        product = unpadded(node) if candidates else None
-    except Exception as error:
-        _failed(f"at {node.name}", error, options)
-        return None
+    product = unpadded(node) if candidates else None
     if product is None:
         return None
-    try:
-        decision = _decide(product.node, candidates, options)
-    except BaseException:
-        product.undo()
-        raise
+    decision = _decide(product.node, candidates, options)
     if not isinstance(decision, Match):
         product.undo()
         return None
@@ -207,70 +215,53 @@ def _decide(
     ``candidates``: the patterns that are anchored at its op.
     """
     module = fx_utils.module_path(anchor)
-    site = None
-    try:
-        # before the rewrite: the report shows the user's model
-        site = matrix_products.describe(anchor) if events.is_open() else None
-        if not candidates:
-            return matrix_products.decline(anchor, site)
-        found = _first_recognition(anchor, candidates)
-        if found is None:
-            return None
-        is_ordinary = isinstance(found, Rejection) and found.code in _UNINFORMATIVE
-        if is_ordinary and site is not None and not site.source:
-            return matrix_products.decline(anchor, site)
-        if isinstance(found, RecognizedGemm) and options.numerics == "strict":
-            found = _policy(found, module, options) or strictly(found)
-        refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
-        if refusal is not None:
-            where = refusal.node or anchor.name
-            return Rejection(refusal.code, refusal.detail, where, module, site)
-        assert isinstance(found, RecognizedGemm)
-        if site is None and events.is_open():
-            site = matrix_products.describe_found(found)
-        name, exactness = anchor.name, classify(found)
-        activation = activation_scheme.describe(found)
-        call = rewrite(found, _verify_args(found, options) if options.verify else None)
-        if found.row_scale is not None:
-            mark_row_reductions(found.row_scale)
-        size, names = (found.m, found.n, found.k), (name, module, call.name)
-        return Match(found.family, found.spec, *size, *names, site, activation, exactness)
-    except OptionError:
-        raise
-    except Exception as error:
-        _failed(f"at {anchor.name}", error, options)
-        _warn_once(f"inductor_quant failed on a GEMM and left it as it was: {error!r}")
-        return Rejection(RejectionCode.INTERNAL_ERROR, repr(error), anchor.name, module, site)
+    # before the rewrite: the report shows the user's model
+    site = matrix_products.describe(anchor) if events.is_open() else None
+    if not candidates:
+        return matrix_products.decline(anchor, site)
+    found = _first_recognition(anchor, candidates)
+    if found is None:
+        return None
+    is_ordinary = isinstance(found, Rejection) and found.code in _UNINFORMATIVE
+    if is_ordinary and site is not None and not site.source:
+        return matrix_products.decline(anchor, site)
+    if isinstance(found, RecognizedGemm) and options.numerics == "strict":
+        found = _policy(found, module, options) or strictly(found)
+    refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
+    if refusal is not None:
+        where = refusal.node or anchor.name
+        return Rejection(refusal.code, refusal.detail, where, module, site)
+    assert isinstance(found, RecognizedGemm)
+    if site is None and events.is_open():
+        site = matrix_products.describe_found(found)
+    name, product, exactness = anchor.name, anchor.meta[fallback.ANCHOR], classify(found)
+    activation = activation_scheme.describe(found)
+    call = rewrite(found, _verify_args(found, options) if options.verify else None)
+    call.meta[fallback.ANCHOR] = product
+    if found.row_scale is not None:
+        mark_row_reductions(found.row_scale)
+    size, names = (found.m, found.n, found.k), (name, module, call.name)
+    return Match(found.family, found.spec, *size, *names, site, activation, exactness)
 
 
 def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
     """The passes that need to see every canonical op. Their order matters."""
-    try:
-        merged = eliminate_common_subexpressions(graph)
-        log.info("%d duplicate nodes merged before quantized GEMMs", merged)
-        constants = _constants(graph) if is_frozen else set()
-        log.info("%d GEMMs became part of another", concat_weights(graph, constants))
-        copies = make_weights_k_major(graph, constants)
-        log.info("%d int8 weights are copied to K-major", copies)
-        if options.numerics != "strict":  # divides by a reciprocal
-            simplify_quantization(graph)
-            joined = fuse_norm_and_group_quant(graph)  # sums a row in another order
-            log.info("%d quantizations in groups joined the kernel of a norm", joined)
-        if options.horizontal_fusion:  # after them: the passes above look for single GEMMs
-            log.info("%d GEMMs may share the launch of another", horizontal_fusion(graph))
-        # Needs round_to_int8 of the passes above; verified subgraphs start at the integers.
-        if options.fuse_quantization and not options.verify:
-            log.info("%d GEMMs may quantize their activation", quantize_in_gemms(graph))
-        log.info("%d casts duplicated after GEMMs, one for each user", duplicate_casts(graph))
-    except Exception as error:
-        _failed("after its rewrites", error, options)
-
-
-def _failed(where: str, error: Exception, options: Options) -> None:
-    """Called in an ``except``: raise with on_error="raise", else log."""
-    if options.on_error == "raise":
-        raise InductorQuantError(f"inductor_quant failed {where}") from error
-    log.warning("failed %s", where, exc_info=True)
+    merged = eliminate_common_subexpressions(graph)
+    log.info("%d duplicate nodes merged before quantized GEMMs", merged)
+    constants = _constants(graph) if is_frozen else set()
+    log.info("%d GEMMs became part of another", concat_weights(graph, constants))
+    copies = make_weights_k_major(graph, constants)
+    log.info("%d int8 weights are copied to K-major", copies)
+    if options.numerics != "strict":  # divides by a reciprocal
+        simplify_quantization(graph)
+        joined = fuse_norm_and_group_quant(graph)  # sums a row in another order
+        log.info("%d quantizations in groups joined the kernel of a norm", joined)
+    if options.horizontal_fusion:  # after them: the passes above look for single GEMMs
+        log.info("%d GEMMs may share the launch of another", horizontal_fusion(graph))
+    # Needs round_to_int8 of the passes above; verified subgraphs start at the integers.
+    if options.fuse_quantization and not options.verify:
+        log.info("%d GEMMs may quantize their activation", quantize_in_gemms(graph))
+    log.info("%d casts duplicated after GEMMs, one for each user", duplicate_casts(graph))
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:
@@ -326,13 +317,8 @@ def _warn_of_filters(modules: set[str], options: Options) -> None:
     for name in ("include_modules", "exclude_modules"):
         patterns = getattr(options, name)
         if modules and patterns and not any(matches_any(module, patterns) for module in modules):
-            _warn_once(
+            fallback.warn_once(
                 f"{name}={list(patterns)} matches no matrix product of this graph: their modules "
                 f"are {', '.join(map(repr, sorted(modules)[:3]))}, ... (inductor_quant.explain "
                 "lists them)"
             )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)

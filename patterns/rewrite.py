@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import verify
 
@@ -15,7 +16,10 @@ from . import fx_utils
 from .match import Derived, Operand, RecognizedGemm
 
 # Metadata that tells a user or a profiler where a node comes from.
-_PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
+_PROVENANCE = (
+    *("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom"),
+    fallback.ANCHOR,
+)
 
 
 def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -> fx.Node:
@@ -25,16 +29,12 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
     op's result.
 
     New nodes are inserted at ``end``, so every operand is defined and nothing moves across a
-    mutation. All of them are built before any use is redirected; if building raises, they are
-    erased and the graph is unchanged.
+    mutation.
     """
     owner = found.end.graph
-    built: list[fx.Node] = []
 
     def build(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        built.append(owner.call_function(target, args, kwargs or {}))
-        _describe(built[-1], found.end)
-        return built[-1]
+        return add_node(found.end, target, args, kwargs or {})
 
     def argument(item: Any) -> Any:
         if isinstance(item, Derived):
@@ -46,17 +46,12 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
             return node
         return build(fx_utils.aten.reshape.default, (node, list(item.shape)))
 
-    try:
-        with owner.inserting_before(found.end):
-            call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
-            result = call if verify_args is None else build(verify.op, (call, *verify_args))
-            if found.shape is not None:
-                result = build(fx_utils.aten.reshape.default, (result, list(found.shape)))
-        _check_same_value(found.end, result)
-    except Exception:
-        for node in reversed(built):
-            owner.erase_node(node)
-        raise
+    with owner.inserting_before(found.end):
+        call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
+        result = call if verify_args is None else build(verify.op, (call, *verify_args))
+        if found.shape is not None:
+            result = build(fx_utils.aten.reshape.default, (result, list(found.shape)))
+    _check_same_value(found.end, result)
     found.end.replace_all_uses_with(result)
     for node in reversed(found.interior):
         erase_if_dead(node)
@@ -66,18 +61,10 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
 def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """Insert a call at the graph's insertion point, with the provenance of ``like``."""
     node = like.graph.call_function(target, args, kwargs)
-    try:
-        _describe(node, like)
-    except Exception:
-        node.graph.erase_node(node)
-        raise
-    return node
-
-
-def _describe(node: fx.Node, like: fx.Node) -> None:
     node.meta.update({k: like.meta[k] for k in _PROVENANCE if k in like.meta})
     node.meta["original_aten"] = node.target  # names the kernel in Inductor
     node.meta["val"] = _evaluate(node)
+    return node
 
 
 def subgraph_of(found: RecognizedGemm) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:

@@ -288,6 +288,26 @@ def keep_rows_in_registers(op: Any, longest: int) -> None:
     virtualized.set_choices_handler(after)
 
 
+def unchanged_choices() -> Any:
+    """A context after which ``V.choices`` is what it was before."""
+    virtualized = symbol("torch._inductor.virtualized:V")
+    return virtualized.set_choices_handler(virtualized.choices)
+
+
+def surround_compilation(
+    boundary: Callable[[Callable[[], Any], torch.fx.GraphModule], Any],
+) -> None:
+    """Let ``boundary(compile, gm)`` run Inductor's compilation of each graph, ``compile()``: its
+    post-grad passes, lowering, code generation, and the look-up in its cache."""
+    inner = symbol("torch._inductor.compile_fx:_compile_fx_inner")
+
+    @functools.wraps(inner)
+    def compile_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        return boundary(lambda: inner(gm, *args, **kwargs), gm)
+
+    symbol("torch._inductor.compile_fx:")._compile_fx_inner = compile_graph
+
+
 def ops() -> Any:
     """The ops of a pointwise lowering (``ops.add``, ``ops.fma``, ...)."""
     return symbol("torch._inductor.virtualized:ops")

@@ -88,6 +88,8 @@ _add(
     "compile_fx",
     parameters=("model_", "example_inputs_", "config_patches"),
 )
+_add("inductor", "torch._inductor.compile_fx", "")
+_add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
 _CONFIG = "torch._inductor.config"
 _add("inductor", _CONFIG, "max_autotune", "max_autotune_gemm", "emulate_precision_casts")
 _add("inductor", _CONFIG, "freezing", "cpu_backend", "cpp_wrapper", "combo_kernels")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
@@ -23,7 +24,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@compat.register_lowering(fp8.op, type_promotion_kind=None)
+@fallback.lowering(fp8.op)
 def lower(
     a: Any,
     b: Any,
@@ -53,7 +54,7 @@ def lower(
     return _finished(out, bias, out_dtype)
 
 
-@compat.register_lowering(fp8_block.op, type_promotion_kind=None)
+@fallback.lowering(fp8_block.op)
 def lower_block(
     a: Any,
     b: Any,

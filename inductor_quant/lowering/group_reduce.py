@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
 from inductor_quant.lowering.row_reduce import absolute_bits, from_bits
@@ -22,7 +23,7 @@ aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
 
 
-@compat.register_lowering(op.reduce_op, type_promotion_kind=None)
+@fallback.lowering(op.reduce_op)
 def lower_reduce(x: Any, kind: str, size: int) -> Any:
     if not _takes(x, size):
         return _spread(x, kind, size)
@@ -34,7 +35,7 @@ def lower_reduce(x: Any, kind: str, size: int) -> Any:
     return lowering_of(cast)(value, x.get_dtype())
 
 
-@compat.register_lowering(op.value_op, type_promotion_kind=None)
+@fallback.lowering(op.value_op)
 def lower_value(x: Any, size: int, along_rows: bool = False) -> Any:
     if _takes(x, size):
         return groups.value(x, size, along_rows=along_rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.horizontal import together
 from inductor_quant.lowering import w8a8, weight_only
@@ -18,7 +19,7 @@ from inductor_quant.ops import horizontal
 aten = torch.ops.aten
 
 
-@compat.register_lowering(horizontal.w8a8_op, type_promotion_kind=None)
+@fallback.lowering(horizontal.w8a8_op)
 def lower_w8a8(
     a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, *, alpha: float = 1.0, out_dtype: Any
 ) -> list[Any]:
@@ -28,7 +29,7 @@ def lower_w8a8(
     return results or [w8a8.lower(*args, **kwargs) for args, kwargs in calls]
 
 
-@compat.register_lowering(horizontal.weight_only_op, type_promotion_kind=None)
+@fallback.lowering(horizontal.weight_only_op)
 def lower_weight_only(
     x: Any, weight: Any, column_scale: Any, bias: Any, *, format: list[str], out_dtype: Any
 ) -> list[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import quantize as op
@@ -20,7 +21,7 @@ aten = torch.ops.aten
 ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
 
 
-@compat.register_lowering(op.op, type_promotion_kind=None)
+@fallback.lowering(op.op)
 def lower(x: Any, scale: Any = None, low: int = -128, high: int = 127) -> Any:
     ops = compat.ops()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import row_reduce as op
@@ -20,7 +21,7 @@ from inductor_quant.ops import row_reduce as op
 LONGEST = 16384
 
 
-@compat.register_lowering(op.op, type_promotion_kind=None)
+@fallback.lowering(op.op)
 def lower(x: Any, kind: str, keepdim: bool) -> Any:
     compat.keep_rows_in_registers(op.op, LONGEST)
     with compat.inductor_config().patch(split_reductions=False):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import threading
-import warnings
 from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import gluon
 from inductor_quant._compat import inductor as compat
-from inductor_quant.errors import OptionError
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device, Problem
@@ -23,20 +21,9 @@ from inductor_quant.options import Options
 from inductor_quant.report import events
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-log = logging.getLogger(__name__)
-
 _INTERPRETER = Device(arch=INTERPRETER_ARCH, num_sms=132, shared_memory=232448)
 _templates: dict[str, Any] = {}
 _templates_lock = threading.Lock()
-
-
-def current_options() -> Options:
-    """The options of the compilation under way: those of our pass in its config, or defaults."""
-    for item in compat.active_passes("post_grad_custom_pre_pass"):
-        options = getattr(item, "options", None)
-        if isinstance(options, Options):
-            return options
-    return Options()
 
 
 def describe_device(device: torch.device) -> Device:
@@ -98,33 +85,12 @@ def lower_gemm(
     With split-K it is the fp32 partials [split_k, M, N], see ``Kernel``.
 
     Takes one configuration, the best guess; under max-autotune it times up to
-    ``Options.max_choices``. None: no kernel supports this spec on this device, or, with
-    ``on_error="fallback"``, we failed; the caller then lowers to what was matched.
+    ``Options.max_choices``. None: no kernel supports this spec on this device; the caller then
+    lowers to what was matched.
     """
     if not compat.runs_triton(layout.device):
         return None
-    options = current_options()
-    try:
-        return _best_kernel(family, spec, problem, inputs, layout, constants, options)
-    except OptionError:
-        raise  # the user pinned a malformed configuration
-    except Exception as error:
-        if options.on_error == "raise":
-            raise
-        log.warning("no kernel for %s %s", family, spec, exc_info=True)
-        _warn_once(f"inductor_quant failed to lower {family} {spec}, which runs unfused: {error!r}")
-        return None
-
-
-def _best_kernel(
-    family: str,
-    spec: QuantGemmSpec,
-    problem: Problem,
-    inputs: list[Any],
-    layout: Any,
-    constants: dict[str, Any],
-    options: Options,
-) -> Any | None:
+    options = fallback.active_options() or Options()
     device = describe_device(layout.device)
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
@@ -223,11 +189,6 @@ def run_first(
             result, _ = compat.select(f"inductor_quant_{family}", choices, inputs, layout)
             return result
     return None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def has_gluon() -> bool:

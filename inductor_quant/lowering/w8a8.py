@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
 from inductor_quant.lowering.select import Gemm, describe_problem, lower_gemm, lowering_of
@@ -16,7 +17,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@compat.register_lowering(op.op, type_promotion_kind=None)
+@fallback.lowering(op.op)
 def lower(*args: Any, **kwargs: Any) -> Any:
     call = W8A8Call(*args, **kwargs)
     m, n = call.a.get_size()[0], call.b.get_size()[1]

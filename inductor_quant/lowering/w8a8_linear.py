@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.row_quantization import RowQuantization
 from inductor_quant.lowering import row_reduce, w8a8
@@ -21,7 +22,7 @@ from inductor_quant.ops import w8a8_linear as op
 from inductor_quant.spec.gemm import ScaleSpec
 
 
-@compat.register_lowering(op.op, type_promotion_kind=None)
+@fallback.lowering(op.op)
 def lower(
     x: Any,
     b: Any,

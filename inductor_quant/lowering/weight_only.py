@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
@@ -22,7 +23,7 @@ from inductor_quant.spec.weight_format import DequantOp, WeightFormat
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-@compat.register_lowering(op.op, type_promotion_kind=None)
+@fallback.lowering(op.op)
 def lower(*args: Any, **kwargs: Any) -> Any:
     call = WeightOnlyCall(*args, **kwargs)
     m, (k, n) = call.x.get_size()[0], call.parsed.shape

@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -117,6 +118,9 @@ class Report:
         return "\n".join(lines) or "no candidate GEMM"
 
 
+Event = Match | Rejection | KernelChoice | Grouped | Verification
+
+_held: ContextVar[list[Event] | None] = ContextVar("inductor_quant_events", default=None)
 _lock = threading.Lock()
 _open: list[Report] = []
 
@@ -144,8 +148,24 @@ def is_open() -> bool:
     return bool(_open)
 
 
-def add(event: Match | Rejection | KernelChoice | Grouped | Verification) -> None:
+@contextmanager
+def held() -> Iterator[list[Event]]:
+    """Events of the block's thread reach the open reports when it ends, if it does not raise."""
+    events: list[Event] = []
+    token = _held.set(events)
+    try:
+        yield events
+    finally:
+        _held.reset(token)
+    for event in events:
+        add(event)
+
+
+def add(event: Event) -> None:
     """Record an event in every open report."""
+    if (held := _held.get()) is not None:
+        held.append(event)
+        return
     with _lock:
         for report in _open:
             if isinstance(event, KernelChoice):

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from inductor_quant import collect, patterns
+from inductor_quant import collect, fallback, patterns
 from inductor_quant.errors import InductorQuantError
 from inductor_quant.kernels.tuning import cost_model
-from inductor_quant.lowering import select
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph_pass, rewrite
 from inductor_quant.patterns.graph_pass import for_options
@@ -51,7 +50,7 @@ def broken(request, monkeypatch):
     def fail(*args, **kwargs):
         raise Broken(request.param)
 
-    graph_pass._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     if request.param == "recognize":
         found = patterns.patterns()
         replaced = [dataclasses.replace(pattern, recognize=fail) for pattern in found]
@@ -63,7 +62,7 @@ def broken(request, monkeypatch):
     else:
         monkeypatch.setattr(rewrite.fx_utils, "value", fail)
     yield request.param
-    graph_pass._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
 
 
 def without_comments(wrapper):
@@ -80,7 +79,7 @@ def caught_while(function):
 
 def test_the_generated_code_is_that_of_plain_inductor(broken):
     plain = compile_for_gpu()
-    graph_pass._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     failed = compile_for_gpu(backend="inductor_quant")
     assert list(failed.kernels) == list(plain.kernels)
     assert without_comments(failed.wrapper) == without_comments(plain.wrapper)
@@ -129,19 +128,23 @@ def graph_of_a_scaled_gemm():
         return make_fx(scaled)(*make_inputs("cpu"))
 
 
+def described(gm):
+    return [(n.name, n.target, str(n.args), dict(n.meta)) for n in gm.graph.nodes]
+
+
 def test_a_rewrite_that_fails_leaves_every_node_and_its_metadata(monkeypatch):
     def fail(*args):
         raise Broken
 
     gm = graph_of_a_scaled_gemm()
-    before = [(node.name, node.target, node.args, dict(node.meta)) for node in gm.graph.nodes]
+    before = described(gm)
     monkeypatch.setattr(graph_pass.compat, "runs_triton", lambda device: True)
     monkeypatch.setattr(rewrite, "_check_same_value", fail)
-    graph_pass._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     with pytest.warns(RuntimeWarning, match="Broken"):
         for_options(Options())(gm.graph)
     gm.graph.lint()
-    assert [(n.name, n.target, n.args, dict(n.meta)) for n in gm.graph.nodes] == before
+    assert described(gm) == before
 
 
 def test_the_same_rewrite_without_the_failure_changes_the_graph(monkeypatch):
@@ -179,9 +182,9 @@ def test_a_lowering_that_fails_warns_once_however_often_it_fails(monkeypatch):
         raise Broken("table")
 
     monkeypatch.setattr(cost_model, "load", fail)
-    select._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     found = [caught_while(lambda: compile_for_gpu(backend="inductor_quant")) for _ in range(2)]
-    select._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     for generated, _ in found:
         assert "extern_kernels._int_mm" in generated.wrapper
     [[message], none] = [messages for _, messages in found]

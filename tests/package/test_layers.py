@@ -28,11 +28,12 @@ ALLOWED: dict[str, set[str]] = {
     "_compat.gluon": {"_compat", "simulate"},  # what Gluon is under Triton's interpreter
     "report.events": PLAIN,
     "ops": PLAIN | {"_compat", "report.events"},
+    "fallback": PLAIN | {"_compat", "report.events"},
     # the FX half
     "patterns.match": PLAIN,
     "patterns.fx_utils": {"_compat"},
     "patterns.symbolic": {"_compat", "patterns.fx_utils"},
-    "patterns.rewrite": {"_compat", "ops", "patterns.fx_utils", "patterns.match"},
+    "patterns.rewrite": {"_compat", "fallback", "ops", "patterns.fx_utils", "patterns.match"},
     "patterns.matching": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.rewrite"}
     | {"patterns.symbolic"},
@@ -45,7 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"_compat", "ops", "report.events", "patterns.fx_utils", "patterns.match"}
     | {"patterns.matching", "patterns.reporting", "patterns.rewrite"},
     "patterns": {"patterns.match", "patterns.recognizers"},
-    "patterns.graph_pass": PLAIN | {"_compat", "ops", "report.events", "patterns"},
+    "patterns.graph_pass": PLAIN | {"_compat", "fallback", "ops", "report.events", "patterns"},
     # the kernel half
     "kernels.problem": PLAIN,
     "kernels.config": PLAIN | {"kernels.problem"},
@@ -61,11 +62,11 @@ ALLOWED: dict[str, set[str]] = {
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.scaled_mm", "kernels.shared", "kernels.tuning"},
     "kernels": PLAIN | {"kernels.kernel", "kernels.scaled_mm", "kernels.weight_only"},
-    "lowering": PLAIN | {"_compat", "ops", "report.events", "kernels"},
+    "lowering": PLAIN | {"_compat", "fallback", "ops", "report.events", "kernels"},
     # what users call
     "table_check": set(),
     "constant_buffers": PLAIN | {"_compat", "patterns.symbolic", "table_check"},
-    "backend": PLAIN | {"_compat", "constant_buffers", "lowering", "ops", "patterns"},
+    "backend": PLAIN | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"},
     "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns"},
     "report": PLAIN | {"_compat", "backend", "kernels", "ops", "report.events"},
     "__main__": {"report"},

@@ -1,0 +1,180 @@
+"""Any function of ours may raise: the compiled model still computes what it should, with one
+warning."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import fallback, simulate
+from inductor_quant.options import Options
+from inductor_quant.simulate.capture import GeneratedKernel
+from tests.support import faults
+from tests.support.forks import Program
+from tests.support.graphs.post_grad import capture, rewrite_graph, snapshot
+
+i8, f32, e4m3 = torch.int8, torch.float32, torch.float8_e4m3fn
+M, N, K = 3, 64, 256
+
+
+def quantized(x):
+    scale = torch.maximum(-x.amin(-1, True).clamp(max=0), x.amax(-1, True).clamp(min=0)) / 127
+    return (x / scale).round().clamp(-128, 127).to(i8), scale
+
+
+def w8a8(x, q1, q2, w, s):
+    """Two products of one activation, quantized twice, with a zero point."""
+    (a, t), (b, u) = quantized(x), quantized(x)
+    one = torch._int_mm(a, q1.t()) - 3 * q1.t().sum(0, dtype=torch.int32)
+    return (one * t * s + 1).relu(), torch._int_mm(b, q2.t()) * u * s
+
+
+def weight_only(x, q1, q2, w, s):
+    packed = q1.view(N, K // 2, 2)
+    nibbles = torch.stack([packed[..., 0] & 15, (packed[..., 1] >> 4) & 15], -1).view(N, K)
+    wide = F.linear(x, q2.to(f32) * s[:, None])
+    more = F.linear(x, q1.to(f32) * s[:, None])
+    return F.linear(x, (nibbles.to(f32) - 8) * s[:, None]) * 2, wide + 1, more
+
+
+def fp8(x, q1, q2, w, s):
+    """In blocks, after a norm whose kernel quantizes."""
+    h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    groups = h.view(M, K // 128, 128)
+    t = groups.abs().amax(-1, keepdim=True) / 448 + 1e-9
+    q = (groups / t).to(e4m3)
+    w = w.to(f32).view(N, K // 128, 128) * s[:, None, None]
+    return F.linear((q.to(f32) * t).view(M, K), w.view(N, K)), x + 1
+
+
+PROGRAMS = (w8a8, weight_only, fp8)
+
+
+def make_inputs(device):
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    q1, q2 = (torch.randint(-99, 99, (N, K), generator=generator).to(i8) for _ in range(2))
+    x, s = torch.randn(M, K, generator=generator), torch.rand(N, generator=generator) / 99 + 0.001
+    values = (x, q1, q2, q2.to(e4m3), s)
+    return values if device == "cpu" else tuple(torch.empty_like(t, device=device) for t in values)
+
+
+def assert_right(results, expected):
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=2e-2, atol=2e-2)
+
+
+def without_comments(wrapper):
+    """Without the numbers of graphs and the names of cache folders."""
+    return re.sub("#.*", "", wrapper)
+
+
+def one_warning(run, *args):
+    fallback.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run(*args)
+    messages = [str(w.message) for w in caught if "inductor_quant" in str(w.message)]
+    assert len(messages) == 1, messages
+    assert "injected" in messages[0]
+    return result
+
+
+# ------------------------------------------------------------------------------------------
+# the graph passes
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_function_of_the_passes_that_raises_leaves_the_graphs_meaning(program):
+    inputs = make_inputs("cpu")
+    [rewrite] = capture(program, inputs)[1]
+    ours = faults.functions("inductor_quant.patterns")
+
+    def rewritten():
+        module = snapshot(rewrite.before.graph)
+        rewrite_graph(module.graph, Options())
+        module.graph.lint()
+        return module
+
+    names = faults.called_by(rewritten, ours)
+    names = [name for name in names if not name.endswith((".__call__", ".options", ".for_options"))]
+    assert len(names) > 90
+    expected = rewrite.before(*rewrite.inputs)
+    for name in names:
+        with faults.injected(ours[name]):
+            module = one_warning(rewritten)
+        assert_right(module(*rewrite.inputs), expected)
+
+
+# ------------------------------------------------------------------------------------------
+# after them: everything that Inductor calls, in the interpreter
+
+COMPILE = """
+import json, sys
+from tests.backend import test_fault_injection
+print(json.dumps(test_fault_injection.compiled(*sys.argv[1:])))
+"""
+
+
+def compiled(name, package):
+    """What goes wrong when functions of ``package`` raise while the program is compiled."""
+    ours = faults.functions(package)
+    inputs, seen = make_inputs("cpu"), set()
+    for program in PROGRAMS:
+        generated = functools.partial(
+            simulate.generate, program, make_inputs, backend="inductor_quant"
+        )
+        names = set(faults.called_by(generated, ours)) - seen
+        seen |= names
+        if program.__name__ == name:
+            break
+    expected, escaped, right = program(*inputs), {}, set()
+    for each in names:
+        try:
+            with faults.injected(ours[each]):
+                found = one_warning(generated)
+            code = "".join(found.kernels.values()) + without_comments(found.wrapper)
+            if code not in right:  # most leave what Inductor does alone
+                assert_right(simulate.interpret(found, inputs), expected)
+            right.add(code)
+        except Exception as error:
+            escaped[each] = repr(error)[-500:]
+    return len(names), escaped
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("package", "least"),
+    [
+        ("inductor_quant.lowering", 30),
+        pytest.param("inductor_quant.kernels", 50, marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_of_the_lowerings_that_raises_leaves_the_graph_to_inductor(
+    package, least, interpreter_forks
+):
+    programs = [Program(COMPILE, (program.__name__, package)) for program in PROGRAMS]
+    counts, escaped = zip(*map(json.loads, interpreter_forks.run(*programs)), strict=True)
+    assert escaped == ({}, {}, {})
+    assert sum(counts) >= least
+
+
+def test_a_kernel_that_does_not_compile_is_left_out(monkeypatch):
+    load = GeneratedKernel.__init__
+
+    def compile_(self, name, source):
+        if "triton_tem" in name:
+            raise RuntimeError("injected")
+        load(self, name, source)
+
+    def generated():
+        return simulate.generate(w8a8, make_inputs, backend="inductor_quant")
+
+    assert "triton_tem" in generated().wrapper
+    monkeypatch.setattr(GeneratedKernel, "__init__", compile_)
+    assert "extern_kernels._int_mm" in one_warning(generated).wrapper
