@@ -7,6 +7,7 @@ Layouts that put halves of N in a byte take half as long again at M = 1. 8 bits:
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,86 +24,25 @@ from inductor_quant.patterns import fx_utils
 from inductor_quant.patterns.graph_pass import SLOT
 from inductor_quant.patterns.match import RecognizedGemm
 from inductor_quant.patterns.rewrite import rewrite
+from inductor_quant.prepacked import CHUNK, PrepackedLinear, Rows, Source, prepacked_class
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 
 aten = fx_utils.aten
 CAST = torch.ops.prims.convert_element_type.default
-CHUNK = 1 << 23  # elements that are unpacked at once, at eight bytes each
 MIN_GROUP = 32  # no kernel for packed weights or bytes takes a smaller group_size
 _VIEWS = (*fx_utils.RESHAPES, aten.squeeze.dim, aten.unsqueeze.default)
 
 
-class PrepackedLinear(nn.Module):
-    """``x @ W + bias`` in ``dtype``, cast to the dtype of x.
-
-    ``W[k, n] = (q[k, n] - z[g, n]) * scales[g, n]``, ``g = k // (K / groups)``, in fp32, rounded to
-    ``dtype``, as in the canonical op.
-
-    Buffers:
-        qdata   4 bits: [K / 8, N] int32, q[8 * i + j] in bits 4 * j ... 4 * j + 3 of row i;
-                8 bits: [N, K] int8 or uint8
-        qzeros  [groups, N / 8] int32: z - ``zero``, packed along N as qdata along K; or None
-        zeros   [groups, N]: z; or None. Without qzeros and zeros, z is ``zero``
-        scales  [groups, N], or None: 1
-        bias    [N], or None
-    """
-
-    qdata: torch.Tensor
-    qzeros: torch.Tensor | None
-    zeros: torch.Tensor | None
-    scales: torch.Tensor | None
-    bias: torch.Tensor | None
-
-    def __init__(self, *, dtype: torch.dtype, zero: float, **buffers: torch.Tensor | None) -> None:
-        super().__init__()
-        self.dtype, self.zero = dtype, zero
-        for name in ("qdata", "qzeros", "zeros", "scales", "bias"):
-            self.register_buffer(name, buffers[name])
-
-    @property
-    def bits(self) -> int:
-        return 4 if self.qdata.dtype == torch.int32 else 8
-
-    def extra_repr(self) -> str:
-        rows, columns = self.qdata.shape
-        n, k = (columns, 8 * rows) if self.bits == 4 else (rows, columns)
-        return f"in_features={k}, out_features={n}, bits={self.bits}"
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bits == 4:
-            shifts = torch.arange(0, 32, 4, device=x.device, dtype=torch.int32)
-            q = ((self.qdata[:, None] >> shifts[:, None]) & 15).flatten(0, 1)
-        else:
-            q = self.qdata.t()
-        zeros = self.zeros
-        if self.qzeros is not None:
-            shifts = torch.arange(0, 32, 4, device=x.device, dtype=torch.int32)
-            zeros = ((self.qzeros[:, :, None] >> shifts) & 15).flatten(1) + int(self.zero)
-        w = q.to(torch.float32)
-        grouped = self.scales if self.scales is not None else zeros
-        if grouped is not None:
-            w = w.unflatten(0, (len(grouped), -1))
-        if zeros is not None:
-            w = w - zeros[:, None]
-        elif self.zero:
-            w = w - self.zero
-        if self.scales is not None:
-            w = w * self.scales[:, None]
-        out = x.to(self.dtype) @ w.reshape(q.shape).to(self.dtype)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.to(x.dtype)
-
-
 def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
-    """Replace each module of ``model`` that is one linear layer with a packed weight in a slower
-    layout by a ``PrepackedLinear`` of the same function. Returns their names. Modules with hooks,
-    or called with more than one tensor, stay.
+    """Repack, in place, each module of ``model`` that is one linear layer with a packed weight in a
+    slower layout: ``module.prepacked`` is then a ``PrepackedLinear`` of the same function. Returns
+    their names. A module called with more than one tensor stays.
 
     ``model(*args, **kwargs)`` is called once, to see the input of each module. The graph of each
-    module tells what it computes, so every producer works. The model takes no more memory
-    afterwards: the packed tensors of a module are freed with it if nobody else holds them. The
-    state dict then has the buffers of ``PrepackedLinear``.
+    module, for one row and for any number, tells what it computes, so every producer works. Calls
+    of another kind (dtype, dimensions, keywords, ``train()``, autocast) run the module's own
+    ``forward``, slowly. The model takes no more memory afterwards: tensors of the module are freed,
+    and computed again when they are read. The state dict then has the buffers of ``prepacked``.
 
     Call this before ``torch.compile``: a compiled model must be compiled again.
     """
@@ -110,7 +50,7 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     candidates = {
         name: module
         for name, module in model.named_modules()
-        if name and not list(module.children()) and _has_packed(module) and not _has_hooks(module)
+        if not list(module.children()) and _has_packed(module) and "forward" not in vars(module)
     }
 
     def watch(name: str) -> Callable[..., None]:
@@ -119,8 +59,7 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
             if not isinstance(x, torch.Tensor) or x.dim() < 2:
                 seen[name] = None
             elif name not in seen:
-                few = (*(slice(1) for _ in x.shape[:-2]), slice(2))
-                seen[name] = x.detach()[few].clone()
+                seen[name] = x.detach()[(*(slice(1) for _ in x.shape[:-1]), slice(None))].clone()
 
         return hook
 
@@ -134,28 +73,55 @@ def prepack_(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     finally:
         for handle in handles:
             handle.remove()
+    owners = Counter(t.data_ptr() for m in model.modules() for t in _tensors(m).values())
     found = []
     for name, x in seen.items():
-        linear = None if x is None else _read(candidates[name], x)
-        packed = None if linear is None else linear.prepacked()
-        if packed is not None:
-            packed.train(candidates[name].training)
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, packed)
-            del candidates[name]
+        module = candidates[name]
+        if x is not None and _repack(module, x, owners):
             found.append(name)
-        del linear
     return found
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        **dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+    }
+
+
+def _repack(module: nn.Module, x: torch.Tensor, owners: Counter[int]) -> bool:
+    """Give ``module`` a PrepackedLinear, if it is a linear layer that gains by one."""
+    linear = _read(module, x, is_dynamic=False)
+    packed = None if linear is None else linear.prepacked()
+    if linear is None or packed is None:
+        return False
+    many = x.repeat(*(3 + 2 * i for i in range(x.dim() - 1)), 1)
+    general = _read(module, many, is_dynamic=True)
+    if general is None or not linear.is_same(general):
+        return False
+    held = _tensors(module)
+    sources: dict[str, Source] = {}
+    for name, tensor in held.items():
+        source = linear.source_of(tensor, packed) if owners[tensor.data_ptr()] == 1 else None
+        if source is not None and torch.equal(source.restored(packed), tensor):
+            sources[name] = source
+    freed = sum(held[name].nbytes for name in sources)
+    if sum(buffer.nbytes for buffer in packed.buffers()) > freed:
+        return False
+    kept = tuple(sources)
+    for name in kept:
+        delattr(module, name)
+    module.prepacked = packed.train(module.training)
+    module.prepacked_for = (x.dtype, x.dim(), module.training)  # type: ignore[assignment]
+    module.prepacked_from = sources  # type: ignore[assignment]
+    kind: Any = type(module)
+    module.__class__ = prepacked_class(kind, kept)
+    return True
 
 
 def _has_packed(module: nn.Module) -> bool:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     return any(t.dim() > 1 and (not t.is_floating_point() or t.itemsize == 1) for t in tensors)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a call does more than ``forward``, which a replacement would lose."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 # ------------------------------------------------------------------------------------------
@@ -173,6 +139,41 @@ class _Linear:
     column_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
+    def is_same(self, other: _Linear) -> bool:
+        """Whether another graph of the module computes the same from the same tensors."""
+        pairs = zip(
+            (*self.weight, self.column_scale, self.bias),
+            (*other.weight, other.column_scale, other.bias),
+            strict=True,
+        )
+        return (self.dtype, self.format) == (other.dtype, other.format) and all(
+            a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
+        )
+
+    def source_of(self, tensor: torch.Tensor, packed: PrepackedLinear) -> Source | None:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        subtract, multiply = _scaling(self.format.dequant_ops) or (None, None)
+        fields = (self.format.element, subtract, multiply)
+        for part, field in enumerate(fields):
+            if not isinstance(field, Field) or field.nested:
+                continue
+            source, low = self.weight[field.source], self._low if part < 2 else 0
+            is_it = source.data_ptr() == tensor.data_ptr() and source.shape == tensor.shape
+            is_alone = sum(isinstance(f, Field) and f.source == field.source for f in fields) == 1
+            if is_it and is_alone and source.dtype == tensor.dtype:
+                return Source(like, "", self.format, field, part, low)
+        for name, buffer in packed.named_buffers():
+            is_long = tensor.is_contiguous() and tensor.numel() == buffer.numel()
+            if is_long and torch.equal(tensor.flatten(), buffer.flatten().to(tensor.dtype)):
+                return Source(like, name)
+        return None
+
+    @property
+    def _low(self) -> int:
+        """What PrepackedLinear subtracts from q and z."""
+        element = self.format.element
+        return element.add - (1 << element.width - 1 if element.signed else 0)
+
     def prepacked(self) -> PrepackedLinear | None:
         """None if the layout is the fastest already, or if none fits."""
         element, scaling = self.format.element, _scaling(self.format.dequant_ops)
@@ -184,7 +185,7 @@ class _Linear:
         k, n = self.format.shape
         source = self.weight[element.source]
         is_int4 = 0 < element.width <= 4 and k % 8 == 0
-        low = element.add - (1 << element.width - 1 if element.signed else 0)
+        low = self._low
         is_bytes = not element.width and not low and source.dtype in (torch.int8, torch.uint8)
         if not is_int4 and not is_bytes:
             return None
@@ -240,7 +241,7 @@ class _Linear:
         step = 8 * max(1, CHUNK // (8 * n))
         for first in range(0, k, step):
             last = min(k, first + step)
-            rows = _Rows(self.format, self.weight, source.device)
+            rows = Rows(self.format, self.weight, source.device)
             rows.rows = slice(first, last)
             q = rows.field(self.format.element).expand(-1, n)
             if is_int4:
@@ -266,16 +267,6 @@ def _scaling(ops: Sequence[DequantOp]) -> tuple[Field | float | None, Field | fl
     return operands.get("sub"), operands.get("mul")
 
 
-class _Rows(Evaluator):
-    """Evaluates ``rows`` of W."""
-
-    rows: slice
-
-    def digit(self, name: str) -> Any:
-        digit = super().digit(name)
-        return digit[self.rows] if name[0] == "k" else digit
-
-
 class _Stop(Exception):
     """The graph has been read; there is nothing to compile."""
 
@@ -295,24 +286,34 @@ class _Inspect(compat.CustomGraphPass):
         raise _Stop
 
 
-def _read(module: nn.Module, x: torch.Tensor) -> _Linear | None:
-    """The linear layer that ``module(x)`` computes; None if it is something else."""
+def _read(module: nn.Module, x: torch.Tensor, *, is_dynamic: bool) -> _Linear | None:
+    """The linear layer that ``module(x)`` computes, with ``is_dynamic`` for any number of rows from
+    two on; None if it is something else."""
     passes: list[_Inspect] = []
+    if is_dynamic:
+        for dim in range(x.dim() - 1):
+            compat.mark_dynamic(x, dim)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         constant_buffers.make_constant(gm, constant_buffers.find(gm, inputs))
         passes.append(_Inspect(inputs, x))
         # Otherwise a benchmark decides whether two rows are padded to eight: the graph would vary.
         config = {SLOT: passes[-1], "shape_padding": False}
-        return compat.compile_fx(gm, inputs, config_patches=config)
+        try:
+            compat.compile_fx(gm, inputs, config_patches=config)
+        except Exception:
+            if passes[-1].found is None:
+                raise
+        return gm.forward
 
     torch.compiler.reset()
     try:
+        # forward alone: hooks are called with it as before
         with torch.no_grad():
-            torch.compile(module, backend=backend, dynamic=False, fullgraph=True)(x)
-    except Exception:
-        if not passes:
-            return None  # the module cannot be traced
+            dynamic = None if is_dynamic else False
+            torch.compile(module.forward, backend=backend, dynamic=dynamic, fullgraph=True)(x)
+    except Exception:  # it cannot be traced, is no linear layer, or one for some rows only
+        return None
     finally:
         torch.compiler.reset()
     return passes[0].found if len(passes) == 1 else None
@@ -352,6 +353,7 @@ def _linear_of(graph: fx.Graph, inputs: Sequence[Any], x: torch.Tensor) -> _Line
             return None
     format, dtype = WeightFormat.decode(str(call.kwargs["format"])), fx_utils.value(call).dtype
     given = _unwrapped(call.args[0], dtype)
+    given_shape = fx_utils.value(given).shape[:-1] if fx_utils.is_tensor_node(given) else ()
     uses_x = {given}
     for other in graph.nodes:
         if uses_x & set(other.all_input_nodes):
@@ -363,7 +365,7 @@ def _linear_of(graph: fx.Graph, inputs: Sequence[Any], x: torch.Tensor) -> _Line
         or uses_x & set(operands)
         or fx_utils.value(call.args[0]).dtype != dtype
         or fx_utils.value(result).dtype != x.dtype
-        or tuple(fx_utils.value(result).shape) != (*x.shape[:-1], format.shape[1])
+        or not fx_utils.same_shape(fx_utils.value(result).shape, (*given_shape, format.shape[1]))
         or format.shape[0] != x.shape[-1]
     ):
         return None

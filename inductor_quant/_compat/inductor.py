@@ -126,6 +126,11 @@ def inductor_wrapper(mode: str | None, options: dict[str, Any]) -> Any:
     return symbol("torch:_TorchCompileInductorWrapper")(mode, options, None)
 
 
+def mark_dynamic(tensor: torch.Tensor, dim: int) -> None:
+    """Tracing treats this size as unknown, and fails if the code depends on it."""
+    symbol("torch._dynamo:mark_dynamic")(tensor, dim)
+
+
 def values_of(tensor: torch.Tensor) -> list[Any]:
     """The elements of a real tensor, row-major, even while fake tensors are traced."""
     with symbol("torch.utils._python_dispatch:_disable_current_modes")():

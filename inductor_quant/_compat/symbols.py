@@ -101,6 +101,7 @@ _add("inductor", "torch.utils._config_module", "_UNSET_SENTINEL", since="2.13")
 _add("inductor", "torch._higher_order_ops.triton_kernel_wrap", "kernel_side_table.get_kernel")
 _add("inductor", "torch._inductor.codegen.cuda.device_op_overrides", "CUDADeviceOpOverrides")
 _add("inductor", "torch._inductor.codegen.common", "TritonScratchWorkspace")
+_add("inductor", "torch._dynamo", "mark_dynamic")
 _add("inductor", "torch._guards", "TracingContext.try_get")
 _add("inductor", "torch.utils._python_dispatch", "_disable_current_modes")
 _add(

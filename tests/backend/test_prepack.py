@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import pad_mm
 
 import inductor_quant
-from inductor_quant.prepack import PrepackedLinear
+from inductor_quant.prepacked import PrepackedLinear
 from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
 from tests.support.producers.registry import PRODUCERS
@@ -57,11 +60,11 @@ def test_layers_are_replaced_in_place_and_compute_the_same():
         assert inductor_quant.prepack_(model, x) == [str(i) for i in range(len(LAYERS))]
         for i in range(len(LAYERS)):
             layer = model[i]
-            assert isinstance(layer, PrepackedLinear)
+            assert isinstance(layer.prepacked, PrepackedLinear)
             error = (layer(want[i]) - want[i + 1]).float().norm() / want[i + 1].float().norm()
             assert error < 5e-3, i
-            assert layer.qdata.nbytes == K * K * layer.bits // 8
-            assert layer.bits == (8 if i == 3 else 4)
+            assert layer.prepacked.qdata.nbytes == K * K * layer.prepacked.bits // 8
+            assert layer.prepacked.bits == (8 if i == 3 else 4)
     assert inductor_quant.prepack_(model, x) == []  # once
 
 
@@ -96,16 +99,116 @@ class ScalesByName(nn.Module):
         return self.layer(x) + self.layer(x, scale=2.0)
 
 
+class ByRows(HqqLike):
+    def forward(self, x):
+        out = super().forward(x)
+        return out.clamp(-1, 1) if x.shape[0] > 2 else out
+
+
+class OfOneRow(HqqLike):
+    def forward(self, x):
+        out = super().forward(x)
+        return out * 2 if x.shape[0] == 1 else out
+
+
+class Positions(HqqLike):  # of one row it looks like a bias of the columns
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("positions", torch.randn(9, K).to(bf16))
+
+    def forward(self, x):
+        return super().forward(x) + self.positions[: x.shape[-2]]
+
+
 @pytest.mark.compiles
-def test_a_module_that_is_more_than_its_layer_stays():
-    hooked = HqqLike()
-    hooked.register_forward_hook(lambda module, inputs, out: out * 2)
-    model = nn.Sequential(hooked, ScalesByName(), OfThreeDimensions())
+@pytest.mark.parametrize("kind", [ByRows, OfOneRow, Positions, OfThreeDimensions, ScalesByName])
+def test_a_module_that_is_more_than_its_layer_stays(kind):
+    model = nn.Sequential(kind())
     x = torch.randn(2, 3, K, dtype=bf16)
     with torch.no_grad():
         want = model(x)
-        assert inductor_quant.prepack_(model, x) == []
+        assert inductor_quant.prepack_(model, x[:, :1]) == []
         assert torch.equal(model(x), want)
+
+
+class Dropped(Scaled):
+    def forward(self, x, scale=None):
+        return nn.functional.dropout(super().forward(x, scale), 0.5, self.training)
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    """A module before, and after, it was read in eval mode, for bf16 with two dimensions."""
+    before = Dropped().eval()
+    after = nn.Sequential(copy.deepcopy(before))
+    tensors = {t.data_ptr(): t.nbytes for t in after.buffers()}
+    assert inductor_quant.prepack_(after, torch.randn(1, K, dtype=bf16)) == ["0"]
+    assert sum(t.nbytes for t in after.buffers()) <= sum(tensors.values())
+    return before, after[0]
+
+
+CALLS = {
+    "what it was read for": lambda layer, x: layer(x),
+    "another argument": lambda layer, x: layer(x, 2.0),
+    "a keyword": lambda layer, x: layer(x=x),
+    "another dtype": lambda layer, x: layer(x.float().to(torch.float16).to(bf16).view(2, 2, K)),
+    "training": lambda layer, x: layer.train()(x),
+    "autocast": lambda layer, x: autocast(layer, x),
+    "read": lambda layer, x: x.to(layer.halves.dtype) * layer.zeros.flatten(1).sum(),
+    "deepcopy": lambda layer, x: copy.deepcopy(layer)(x, scale=1.0),
+    "pickle": lambda layer, x: pickle.loads(pickle.dumps(layer))(x),
+}
+
+
+def autocast(layer, x):
+    with torch.autocast("cpu", torch.float16):
+        return layer(x)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_computes_what_it_did_before(dropped, call):
+    x = torch.randn(4, K).to(bf16)
+    results = []
+    with torch.no_grad():
+        for layer in dropped:
+            layer.eval()
+            torch.manual_seed(0)
+            results.append(CALLS[call](layer, x))
+    want, got = results
+    assert got.dtype == want.dtype
+    assert (got - want).float().norm() <= 5e-3 * want.float().norm()
+    assert isinstance(dropped[1], Dropped)
+
+
+@pytest.mark.compiles
+def test_a_state_dict_makes_a_round_trip(dropped):
+    layer = dropped[1]
+    other = copy.deepcopy(layer)
+    for buffer in other.buffers():
+        buffer.zero_()
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.halves, dropped[0].halves)
+
+
+@pytest.mark.compiles
+def test_hooks_and_other_names_of_a_module_stay():
+    shared = HqqLike()
+    shared.register_forward_hook(lambda module, inputs, out: out * 2)
+    model = nn.Sequential(shared, shared)
+    x = torch.randn(2, K, dtype=bf16)
+    with torch.no_grad():
+        want = model(x)
+        assert inductor_quant.prepack_(model, x) == ["0"]
+        assert model[1] is shared
+        assert (model(x) - want).float().norm() <= 1e-2 * want.float().norm()
+
+
+@pytest.mark.compiles
+def test_a_tensor_with_two_owners_is_not_doubled():
+    model = nn.Sequential(HqqLike(), HqqLike())
+    model[1].halves = model[0].halves
+    assert inductor_quant.prepack_(model, torch.randn(2, K, dtype=bf16)) == []
 
 
 @pytest.mark.compiles
@@ -114,11 +217,12 @@ def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights():
     prepacked = nn.Sequential(model)
     with torch.no_grad():
         inductor_quant.prepack_(prepacked, torch.randn(2, K).half())
-    names, state = zip(*prepacked[0].state_dict().items(), strict=True)
+    layer = prepacked[0].prepacked
+    names, state = zip(*layer.state_dict().items(), strict=True)
     assert names == ("qdata", "qzeros", "scales", "bias")
 
     def fn(x, *state):
-        return torch.func.functional_call(prepacked[0], dict(zip(names, state, strict=True)), x)
+        return torch.func.functional_call(layer, dict(zip(names, state, strict=True)), x)
 
     def make(device):
         x = torch.empty(rows, K, dtype=torch.float16, device=device)

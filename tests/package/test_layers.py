@@ -67,7 +67,8 @@ ALLOWED: dict[str, set[str]] = {
     "table_check": set(),
     "constant_buffers": PLAIN | {"_compat", "patterns.symbolic", "table_check"},
     "backend": PLAIN | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"},
-    "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns"},
+    "prepacked": PLAIN | {"ops"},
+    "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns", "prepacked"},
     "report": PLAIN | {"_compat", "backend", "kernels", "ops", "report.events"},
     "__main__": {"report"},
 }

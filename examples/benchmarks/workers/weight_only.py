@@ -224,7 +224,7 @@ def prepacked_from(kind: type[GPTQ], problem: GPTQ) -> list[Call]:
     model = nn.Sequential(Layer(other))
     if not inductor_quant.prepack_(model, other.x):
         raise ValueError(f"prepack_ leaves the layout {kind.__name__} as it is")
-    layers = [model[0]]
+    layers = [model[0].prepacked]
     for tensors in other.copies(tuple(layers[0].buffers())):
         layers.append(copy.deepcopy(layers[0]))
         for (name, _), tensor in zip(layers[0].named_buffers(), tensors, strict=True):
