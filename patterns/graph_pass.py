@@ -37,6 +37,7 @@ from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
+from .matching import collectives
 from .matching.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
 from .reporting.exactness import classify, strictly
@@ -307,6 +308,8 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
         return Rejection(
             RejectionCode.NUMERICS, "torch._inductor.config.emulate_precision_casts is off"
         )
+    if collectives.is_overlapped(found.anchor):
+        return Rejection(RejectionCode.COLLECTIVE, f"{found.family} {found.spec}")
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None

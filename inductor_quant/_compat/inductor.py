@@ -112,6 +112,11 @@ def inputs_to_be_frozen() -> int:
     return len(getattr(context, "params_flat_unwrap_subclasses", None) or ())
 
 
+def overlaps_collectives() -> bool:
+    """Whether Inductor fuses matrix products with the collectives beside them."""
+    return bool(_setting("_micro_pipeline_tp"))
+
+
 def is_freezing() -> bool:
     """Whether Inductor turns parameters into constants and folds what depends on them alone."""
     return bool(_setting("freezing"))

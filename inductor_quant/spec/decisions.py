@@ -39,6 +39,7 @@ class RejectionCode(enum.StrEnum):
     MODULE_EXCLUDED = "module_excluded"
     NUMERICS = "numerics"
     MANY_ROWS = "many_rows"
+    COLLECTIVE = "collective"
     INTERNAL_ERROR = "internal_error"
     # kernels
     NO_KERNEL = "no_kernel"
@@ -70,6 +71,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules excludes this module",
     RejectionCode.NUMERICS: 'not bit for bit the graph, as numerics="strict" requires',
     RejectionCode.MANY_ROWS: "M is so large that the graph is faster unchanged",
+    RejectionCode.COLLECTIVE: "_micro_pipeline_tp overlaps the product with a collective",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it unchanged",
     RejectionCode.NO_KERNEL: "no kernel supports this GEMM, or this kernel does not",
     RejectionCode.BLOCK_SHAPE: "a tile size that the kernel or the matrix unit does not support",
