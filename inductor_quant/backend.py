@@ -68,7 +68,7 @@ def inductor_quant_backend(
         constant_buffers.make_constant(gm, found)
         return guard, patched
 
-    guard, patched = fallback.run(prepared, lambda: (None, wrapper.config), checked, gm)
+    guard, patched = fallback.run(prepared, lambda: (None, wrapper.config), checked)
     compiled = compat.compile_fx(gm, example_inputs, config_patches=patched)
     return compiled if guard is None else guard(compiled)
 

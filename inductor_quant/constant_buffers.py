@@ -99,19 +99,24 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuff
 
 def make_constant(gm: fx.GraphModule, buffers: Sequence[ConstantBuffer]) -> None:
     """Replace the nodes of the buffers by constants of the graph."""
-    if not buffers:
-        return
-    for number, buffer in enumerate(buffers):
-        name = f"_inductor_quant_table{number}"
-        # an attribute and no buffer: AOTAutograd makes inputs of buffers
-        setattr(gm, name, buffer.value)
-        with gm.graph.inserting_after(buffer.node):
-            held = gm.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
-        with gm.graph.inserting_after(held):
-            constant = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (held,))
-        constant.meta = {k: v for k, v in buffer.node.meta.items() if k != "grapharg"}
+    # all of them before the first is used: if one fails, the graph means what it did
+    constants = [_constant(gm, number, buffer) for number, buffer in enumerate(buffers)]
+    for buffer, constant in zip(buffers, constants, strict=True):
         buffer.node.replace_all_uses_with(constant)
-    gm.recompile()
+    if constants:
+        gm.recompile()
+
+
+def _constant(gm: fx.GraphModule, number: int, buffer: ConstantBuffer) -> fx.Node:
+    name = f"_inductor_quant_table{number}"
+    # an attribute and no buffer: AOTAutograd makes inputs of buffers
+    setattr(gm, name, buffer.value)
+    with gm.graph.inserting_after(buffer.node):
+        held = gm.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
+    with gm.graph.inserting_after(held):
+        constant = gm.graph.call_function(torch.ops.aten.lift_fresh_copy.default, (held,))
+    constant.meta = {k: v for k, v in buffer.node.meta.items() if k != "grapharg"}
+    return constant
 
 
 def digest(buffers: Sequence[ConstantBuffer]) -> str:

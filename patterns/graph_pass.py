@@ -141,19 +141,16 @@ class QuantGemmPass(compat.CustomGraphPass):
         cover, with ``verify``, whose subgraphs exist in this process only, and after a failure,
         which may not occur again.
         """
-        is_verified = self.options is not None and self.options.verify
-        if has_third_party() or is_verified or fallback.declined():
+        options = self.options
+        if has_third_party() or fallback.declined() or (options is not None and options.verify):
             return None
+        return fallback.run(self._key, lambda: None, options or Options())
+
+    def _key(self) -> tuple[str, ...] | None:
         state = repr(self.options) if self.options is not None else "inactive"
-        versions = (torch.__version__, triton.__version__)
-        return (
-            "inductor_quant",
-            source_hash(),
-            state,
-            *versions,
-            self._constants,
-            "early" if self._is_early else "",
-        )
+        versions = (torch.__version__, triton.__version__, self._constants)
+        slot = "early" if self._is_early else ""
+        return "inductor_quant", source_hash(), state, *versions, slot
 
     def __deepcopy__(self, memo: dict[int, object]) -> QuantGemmPass:
         return self  # Inductor copies config values

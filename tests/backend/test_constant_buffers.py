@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
-from inductor_quant import constant_buffers
+from inductor_quant import constant_buffers, fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import OptionError
@@ -540,16 +541,23 @@ def test_with_exclusions_the_general_form_is_left_as_it_was(rewrites):
             assert torch.allclose(got, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_a_failure_to_find_tables_leaves_them_in_the_graph(rewrites, monkeypatch):
-    def fail(*_):
+@pytest.mark.parametrize("name", ["find", "has_effects", "digest", "_constant"])
+def test_a_failure_while_tables_are_read_leaves_them_in_the_graph(rewrites, monkeypatch, name):
+    whole = getattr(constant_buffers, name)
+
+    def fail(*args):
+        whole(*args)  # some of its nodes are there when it fails
         raise ValueError("no")
 
-    monkeypatch.setattr(constant_buffers, "find", fail)
+    monkeypatch.setattr(constant_buffers, name, fail)
+    fallback.warn_once.cache_clear()
     module = gptq()
     with pytest.warns(RuntimeWarning, match="left it as it was"):
         assert is_right(module, compiled(module), x_of())
     [format] = formats(rewrites)
     assert has_data(format)
+    with pytest.raises(BackendCompilerFailed, match="inductor_quant failed"):
+        compiled(module, on_error="raise")(x_of())
 
 
 def test_gradients_of_the_input_are_those_of_the_module(rewrites):

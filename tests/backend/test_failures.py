@@ -190,3 +190,19 @@ def test_a_lowering_that_fails_warns_once_however_often_it_fails(monkeypatch):
     [[message], none] = [messages for _, messages in found]
     assert "Broken('table')" in message
     assert none == []
+
+
+# ------------------------------------------------------------------------------------------
+# the key in Inductor's caches, which is asked for outside its compilation too
+
+
+def test_a_graph_without_a_key_is_compiled_and_not_cached(monkeypatch):
+    def fail():
+        raise Broken("unreadable file")
+
+    monkeypatch.setattr(graph_pass, "source_hash", fail)
+    key, [message] = caught_while(lambda: for_options(Options()).uuid())
+    assert key is None
+    assert "unreadable file" in message
+    with pytest.raises(InductorQuantError, match="unreadable file"):
+        for_options(Options(on_error="raise")).uuid()

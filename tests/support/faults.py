@@ -62,11 +62,12 @@ def called_by(run: Callable[[], Any], among: dict[str, FunctionType]) -> list[st
     within = fallback.run
 
     def profiled(*args: Any) -> Any:  # here: Dynamo turns an outer profile off
+        outer = sys.getprofile()
         sys.setprofile(lambda frame, event, _: codes.add(frame.f_code))
         try:
             return within(*args)
         finally:
-            sys.setprofile(None)
+            sys.setprofile(outer)
 
     with mock.patch.object(fallback, "run", profiled):
         run()
