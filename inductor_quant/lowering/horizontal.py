@@ -20,20 +20,16 @@ aten = torch.ops.aten
 
 
 @fallback.lowering(horizontal.w8a8_op)
-def lower_w8a8(
-    a: Any, b: Any, a_scale: Any, b_scale: Any, bias: Any, *, alpha: float = 1.0, out_dtype: Any
-) -> list[Any]:
-    calls = list(horizontal.w8a8_members(a, b, a_scale, b_scale, bias, alpha, out_dtype))
+def lower_w8a8(*given: Any, **options: Any) -> list[Any]:
+    calls = list(horizontal.w8a8_members(*given, **options))
     gemms = [w8a8.W8A8Call(*args, **kwargs).gemm() for args, kwargs in calls]
     results = _in_one_launch("w8a8", gemms)
     return results or [w8a8.lower(*args, **kwargs) for args, kwargs in calls]
 
 
 @fallback.lowering(horizontal.weight_only_op)
-def lower_weight_only(
-    x: Any, weight: Any, column_scale: Any, bias: Any, *, format: list[str], out_dtype: Any
-) -> list[Any]:
-    members = list(horizontal.weight_only_members(x, weight, column_scale, bias, format, out_dtype))
+def lower_weight_only(*given: Any, **options: Any) -> list[Any]:
+    members = list(horizontal.weight_only_members(*given, **options))
     calls = [weight_only.WeightOnlyCall(*args, **kwargs) for args, kwargs in members]
     results = _in_one_launch("weight_only", [call.gemm() for call in calls])
     if results is None:

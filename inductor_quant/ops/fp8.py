@@ -9,6 +9,7 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
+from inductor_quant.ops.registration import define
 from inductor_quant.ops.w8a8 import SCALE_DTYPES, scale_spec, scaled
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
@@ -154,8 +155,4 @@ def _fills_the_gpu(m: int, n: int) -> bool:
     return m * n >= MIN_FILLED * min(map(computed, GLUON_TILES))
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-_library.impl("fp8", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::fp8", fake, lib=_library)
-op = torch.ops.inductor_quant.fp8.default
+op = define(SCHEMA, reference, fake, flexible_layout=True)

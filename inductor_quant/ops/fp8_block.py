@@ -9,6 +9,7 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.ops.fp8 import ELEMENT_DTYPES, make_spec
+from inductor_quant.ops.registration import define
 from inductor_quant.ops.w8a8 import SCALE_DTYPES as FLOAT_DTYPES
 from inductor_quant.ops.w8a8 import scaled
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
@@ -111,8 +112,4 @@ def spec_of(
     )
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-_library.impl("fp8_block", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::fp8_block", fake, lib=_library)
-op = torch.ops.inductor_quant.fp8_block.default
+op = define(SCHEMA, reference, fake, flexible_layout=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from inductor_quant.ops.registration import define
+
 aten = torch.ops.aten
 KINDS = {"amax": aten.amax.default, "amin": aten.amin.default}
 REDUCE_SCHEMA = "group_reduce(Tensor x, str kind, int size) -> Tensor"
@@ -39,11 +41,5 @@ def value_reference(x: torch.Tensor, size: int, along_rows: bool = False) -> tor
     return value.t() if along_rows else value
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-for _schema, _reference in ((REDUCE_SCHEMA, reduce_reference), (VALUE_SCHEMA, value_reference)):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"inductor_quant::{_name}", _reference, lib=_library)
-reduce_op = torch.ops.inductor_quant.group_reduce.default
-value_op = torch.ops.inductor_quant.group_value.default
+reduce_op = define(REDUCE_SCHEMA, reduce_reference)
+value_op = define(VALUE_SCHEMA, value_reference)

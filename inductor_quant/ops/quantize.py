@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from inductor_quant.ops.registration import define
+
 SCHEMA = "round_to_int8(Tensor x, Tensor? scale=None, int low=-128, int high=127) -> Tensor"
 
 
@@ -20,8 +22,4 @@ def reference(
     return quotient.round().clamp(low, high).nan_to_num(0.0).to(torch.int8)
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("round_to_int8", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::round_to_int8", reference, lib=_library)
-op = torch.ops.inductor_quant.round_to_int8.default
+op = define(SCHEMA, reference)

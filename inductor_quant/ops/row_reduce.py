@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from inductor_quant.ops.registration import define
+
 SCHEMA = "row_reduce(Tensor x, str kind, bool keepdim) -> Tensor"
 aten = torch.ops.aten
 KINDS = {"amax": aten.amax.default, "amin": aten.amin.default}
@@ -21,8 +23,4 @@ def reference(x: torch.Tensor, kind: str, keepdim: bool) -> torch.Tensor:
     return KINDS[kind](x, [-1], keepdim)
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("row_reduce", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::row_reduce", reference, lib=_library)
-op = torch.ops.inductor_quant.row_reduce.default
+op = define(SCHEMA, reference)

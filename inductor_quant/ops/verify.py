@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from inductor_quant.errors import VerificationError
+from inductor_quant.ops.registration import define
 from inductor_quant.report import events
 
 log = logging.getLogger(__name__)
@@ -148,8 +149,4 @@ def fake(
     return torch.empty_like(result)
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("verify", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::verify", fake, lib=_library)
-op = torch.ops.inductor_quant.verify.default
+op = define(SCHEMA, reference, fake)

@@ -8,6 +8,7 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
+from inductor_quant.ops.registration import define
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
@@ -251,8 +252,4 @@ def make_spec(
     )
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-_library.impl("w8a8", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::w8a8", fake, lib=_library)
-op = torch.ops.inductor_quant.w8a8.default
+op = define(SCHEMA, reference, fake, flexible_layout=True)

@@ -10,6 +10,7 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import quantize, row_reduce, w8a8
 from inductor_quant.ops.checks import check
+from inductor_quant.ops.registration import define
 from inductor_quant.spec import row_scale
 from inductor_quant.spec.gemm import dtype_name
 
@@ -70,26 +71,7 @@ def reference(
     """
     _check(x, a_scale, b_scale, scale_ops)
     a, scale = quantized(x, a_scale, scale_ops, low, high)
-    return w8a8.reference(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
-
-
-def fake(
-    x: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    b_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    scale_ops: Sequence[str],
-    low: int = -128,
-    high: int = 127,
-    alpha: float = 1.0,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    _check(x, a_scale, b_scale, scale_ops)
-    a = x.new_empty(x.shape, dtype=torch.int8)
-    scale = x.new_empty((x.shape[0], 1), dtype=torch.float32) if a_scale is None else a_scale
-    return w8a8.fake(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
+    return w8a8.op(a, b, scale, b_scale, bias, alpha=alpha, out_dtype=out_dtype)
 
 
 def _check(
@@ -121,8 +103,4 @@ def _check(
         )
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-_library.impl("w8a8_linear", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::w8a8_linear", fake, lib=_library)
-op = torch.ops.inductor_quant.w8a8_linear.default
+op = define(SCHEMA, reference, flexible_layout=True)

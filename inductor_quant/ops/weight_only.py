@@ -12,6 +12,7 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, differ
 from inductor_quant.ops.dequantize import FLOAT8, INTEGERS, Evaluator, dequantize, is_float
+from inductor_quant.ops.registration import define
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
@@ -357,8 +358,4 @@ def _own_digits(form: Any) -> set[str]:
     return {name for name, _ in form.linear} | {name for name, _ in form.tables}
 
 
-_library = torch.library.Library("inductor_quant", "FRAGMENT")
-_library.define(SCHEMA, tags=(torch.Tag.flexible_layout, torch.Tag.pt2_compliant_tag))
-_library.impl("weight_only", reference, "CompositeExplicitAutograd")
-torch.library.register_fake("inductor_quant::weight_only", fake, lib=_library)
-op = torch.ops.inductor_quant.weight_only.default
+op = define(SCHEMA, reference, fake, flexible_layout=True)
