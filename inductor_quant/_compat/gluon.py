@@ -77,7 +77,9 @@ def runtime() -> dict[str, Any]:
 
 def interpreted_names() -> dict[str, Any]:
     """The same names for Triton's interpreter."""
-    found: dict[str, Any] = importlib.import_module("inductor_quant.simulate._gluon").names()
+    found: dict[str, Any] = importlib.import_module(
+        "inductor_quant.simulate.interpreter.gluon"
+    ).names()
     return {name: found.get(name) for name in _NAMES}
 
 

@@ -40,38 +40,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .capture import Generated, generate, interpret
-    from .cards import GPU, GPUS
-    from .compile import CompiledKernel, compile_jit, compile_kernel
-    from .cpu_backend import interpreted_cpu
-    from .gpu import Trace, virtual_gpu
-    from .interpreter import install, is_interpreting, register_asm_emulation
-
-__all__ = [
-    "GPU",
-    "GPUS",
-    "CompiledKernel",
-    "Generated",
-    "Trace",
-    "compile_jit",
-    "compile_kernel",
-    "generate",
-    "install",
-    "interpret",
-    "interpreted_cpu",
-    "is_interpreting",
-    "register_asm_emulation",
-    "virtual_gpu",
-]
+    from .capture import Generated as Generated
+    from .capture import generate as generate
+    from .capture import interpret as interpret
+    from .cards import GPU as GPU
+    from .cards import GPUS as GPUS
+    from .compile import CompiledKernel as CompiledKernel
+    from .compile import compile_jit as compile_jit
+    from .compile import compile_kernel as compile_kernel
+    from .cpu_backend import interpreted_cpu as interpreted_cpu
+    from .gpu import Trace as Trace
+    from .gpu import virtual_gpu as virtual_gpu
+    from .interpreter import install as install
+    from .interpreter import is_interpreting as is_interpreting
+    from .interpreter import register_asm_emulation as register_asm_emulation
 
 _NAMES_OF = {
-    "cards": ("GPU", "GPUS"),
-    "gpu": ("Trace", "virtual_gpu"),
     "capture": ("Generated", "generate", "interpret"),
+    "cards": ("GPU", "GPUS"),
     "compile": ("CompiledKernel", "compile_jit", "compile_kernel"),
     "cpu_backend": ("interpreted_cpu",),
+    "gpu": ("Trace", "virtual_gpu"),
     "interpreter": ("install", "is_interpreting", "register_asm_emulation"),
 }
+__all__ = [name for names in _NAMES_OF.values() for name in names]
 
 
 def __getattr__(name: str) -> Any:

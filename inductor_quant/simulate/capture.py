@@ -21,7 +21,8 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from . import _load, interpreter
+from . import interpreter
+from .compile import load_autotuner
 from .gpu import virtual_gpu
 
 # The next call must generate the code again, in this process.
@@ -47,7 +48,7 @@ class GeneratedKernel:
                 "constant made for the virtual GPU; pass it as an input"
             )
         if self._autotuner is None:
-            self._autotuner = _load.load_autotuner(self.name, self.source)
+            self._autotuner = load_autotuner(self.name, self.source)
         self._autotuner.run(*args, **kwargs)
 
 

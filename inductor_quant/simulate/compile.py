@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import subprocess
 import tempfile
@@ -19,14 +20,16 @@ from typing import Any
 from unittest import mock
 
 import triton
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from . import _load
 from .interpreter import is_interpreting
 
+_module_number = itertools.count()
 _MATRIX_INSTRUCTION = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]*")
 
 
@@ -60,7 +63,7 @@ def compile_kernel(name: str, source: str) -> CompiledKernel:
         source: its text.
     """
     _refuse_interpreter()
-    autotuner = _load.load_autotuner(name, source)
+    autotuner = load_autotuner(name, source)
     autotuner.configs = autotuner.configs[:1]
     binaries: list[Any] = []
     compile_in_triton = triton.compile
@@ -71,7 +74,7 @@ def compile_kernel(name: str, source: str) -> CompiledKernel:
 
     # The autotuner may wrap the binary in a static launcher, so take it before.
     patched = mock.patch.object(triton, "compile", compile_and_keep)
-    with _load.without_driver(), patched, _ptxas_log() as log:
+    with without_driver(), patched, _ptxas_log() as log:
         autotuner.precompile(warm_cache_only=True)
     [binary] = binaries
     return _describe(name, binary, autotuner.device_props.cc, log.getvalue())
@@ -114,6 +117,19 @@ def compile_jit(
             options={"num_warps": num_warps, "num_stages": num_stages},
         )
     return _describe(fn.__name__, binary, arch, log.getvalue())
+
+
+def without_driver() -> Any:
+    """Context in which generated code may ask for the GPU driver and gets none."""
+    return mock.patch.object(triton_helpers, "set_driver_to_gpu", return_value=None)
+
+
+def load_autotuner(name: str, source: str) -> Any:
+    """Execute ``source`` and return the ``CachingAutotuner`` ``name`` that it defines, a new one at
+    each call: precompiling changes it."""
+    with without_driver():
+        module = PyCodeCache.load(f"# load {next(_module_number)}\n{source}")
+    return getattr(module, name)
 
 
 def _refuse_interpreter() -> None:

@@ -111,7 +111,7 @@ def _reduction(node: fx.Node) -> tuple[str, str]:
     source, dims = fx_utils.arguments(node, "self", "dim")
     rank = fx_utils.value(source).dim()
     is_last = isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1]
-    return _REDUCTIONS[node.target], "per_token" if is_last else "per_tensor"  # type: ignore[index]
+    return _REDUCTIONS[node.target], "per_token" if is_last else "per_tensor"
 
 
 def _divisor(node: fx.Node) -> float:

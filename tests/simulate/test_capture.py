@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
 from inductor_quant import simulate
-from inductor_quant.simulate import _load
+from inductor_quant.simulate import capture
 
 ONLY_TRITON = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
 
@@ -263,12 +263,12 @@ def test_mutation_of_an_argument_reaches_the_argument():
 @pytest.mark.interp
 def test_wrong_kernel_gives_wrong_numbers(monkeypatch):
     """The comparison with eager can fail: interpreted is what was generated, not the function."""
-    load_autotuner = _load.load_autotuner
+    load_autotuner = capture.load_autotuner
 
     def load_wrong(name: str, source: str) -> object:
         return load_autotuner(name, source.replace("maximum(", "minimum("))
 
-    monkeypatch.setattr(_load, "load_autotuner", load_wrong)
+    monkeypatch.setattr(capture, "load_autotuner", load_wrong)
     generated = simulate.generate(torch.relu, lambda device: (torch.empty(64, device=device),))
     x = tensor("cpu", (64,), torch.float32)
     assert torch.equal(simulate.interpret(generated, (x,)), x.clamp(max=0))

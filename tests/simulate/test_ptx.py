@@ -8,7 +8,7 @@ import torch
 
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.unpack_ptx import add_and_scale, unpack
-from inductor_quant.simulate import _ptx
+from inductor_quant.simulate.interpreter import ptx
 
 LAYOUTS = [
     (32, tuple(range(0, 32, 4)), 4),
@@ -34,7 +34,7 @@ def test_every_field_comes_out_with_its_base(bits, offsets, width, signed, dtype
     info = np.iinfo(kind)
     stored = np.random.default_rng(0).integers(info.min, info.max, (64, 32), kind, endpoint=True)
     assembly = unpack(words, base)
-    found = _ptx.run(assembly.text, [stored], [np.uint16] * assembly.count, assembly.pack)
+    found = ptx.run(assembly.text, [stored], [np.uint16] * assembly.count, assembly.pack)
     for got, offset in zip(found, offsets, strict=True):
         field = stored.astype(np.int64) >> offset & (1 << width) - 1
         if signed:
@@ -49,17 +49,17 @@ def test_a_sum_and_a_product_are_rounded_as_the_hardware_does(dtype):
     a = torch.randint(128, 144, (4096,)).to(dtype)
     b, c = -torch.randint(128, 144, (4096,)).to(dtype), torch.rand(4096).to(dtype)
     assembly = add_and_scale(dtype)
-    [got] = _ptx.run(assembly.text, [bits_of(t) for t in (a, b, c)], [np.uint16], assembly.pack)
+    [got] = ptx.run(assembly.text, [bits_of(t) for t in (a, b, c)], [np.uint16], assembly.pack)
     want = ((a.double() + b.double()) * c.double()).to(dtype)
     assert np.array_equal(got, bits_of(want))
 
 
 def test_another_instruction_is_refused():
     with pytest.raises(NotImplementedError, match=r"sin\.approx"):
-        _ptx.run("sin.approx.f32 $0, $1;", [np.zeros(2, np.uint32)], [np.uint32], 1)
+        ptx.run("sin.approx.f32 $0, $1;", [np.zeros(2, np.uint32)], [np.uint32], 1)
 
 
 def test_rounding_to_a_byte_goes_to_even_and_saturates():
     x = np.array([0.5, 1.5, -2.5, 126.5, 127.6, 3e38, -128.4, -np.inf, np.nan], np.float32)
-    [got] = _ptx.run("cvt.rni.sat.s8.f32 $0, $1;", [x], [np.uint32], 1)
+    [got] = ptx.run("cvt.rni.sat.s8.f32 $0, $1;", [x], [np.uint32], 1)
     assert got.view(np.int32).tolist() == [0, 2, -2, 126, 127, 127, -128, -128, 0]

@@ -13,7 +13,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import ReduceOps
 
-from ._floats import Array
+from .floats import Array
 
 
 class HalvingReduceOps(ReduceOps):

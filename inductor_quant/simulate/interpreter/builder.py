@@ -2,8 +2,8 @@
 
 Upstream computes bfloat16 on its bit pattern, truncates where hardware rounds, does not handle
 NaN, overflow and carries in 8-bit floats, and has neither libdevice nor inline assembly
-(triton-lang/triton issues 10945, 11584, 11585). ``interpreter.install`` makes ``Builder`` the class
-of the interpreter's builder.
+(triton-lang/triton issues 10945, 11584, 11585). ``install`` makes ``Builder`` the class of the
+interpreter's builder.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
-from . import _libdevice, _ptx
-from ._floats import Array, decode, encode, is_known, is_stored_as_bits
+from . import libdevice, ptx
+from .floats import Array, decode, encode, is_known, is_stored_as_bits
 
 AsmEmulation = Callable[..., Array | tuple[Array, ...]]
 
@@ -121,7 +121,7 @@ class Builder(InterpreterBuilder):
         isPure: bool,
     ) -> Any:
         element_type = retType.scalar
-        result = _libdevice.call(symbol, [arg.data for arg in argList])
+        result = libdevice.call(symbol, [arg.data for arg in argList])
         return TensorHandle(encode(result, element_type), element_type)
 
     def create_inline_asm(
@@ -153,7 +153,7 @@ def _run_ptx(asm: str, operands: Sequence[Any], types: Sequence[Any], pack: int)
     """Results as the interpreter stores them: bits, or numpy's floats."""
     scalars = [element.scalar for element in types]
     try:
-        results = _ptx.run(asm, operands, [_get_np_dtype(scalar) for scalar in scalars], pack)
+        results = ptx.run(asm, operands, [_get_np_dtype(scalar) for scalar in scalars], pack)
         return [
             bits.view(_get_np_dtype(scalar)) for bits, scalar in zip(results, scalars, strict=True)
         ]

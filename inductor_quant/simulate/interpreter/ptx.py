@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import triton.language as tl
 
-Array = npt.NDArray[Any]
+from .floats import Array, decode, encode
+
 Registers = dict[str, Array]
 
 
@@ -93,38 +95,17 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return result
 
 
-def _fma_bf16x2(a: Array, b: Array, c: Array) -> Array:
-    def wide(half: Array) -> Array:
-        return (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
+def _fma(dtype: Any, storage: npt.DTypeLike) -> Callable[..., Array]:
+    """Both halves of registers, in fp64: exact for small integers and scales."""
 
-    def narrow(value: Array) -> Array:
-        bits = value.astype(np.float32).view(np.uint32)
-        bits = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-        return (bits >> np.uint32(16)).astype(np.uint16)
+    def run(*terms: Array) -> Array:
+        x, y, z = (
+            decode(np.ascontiguousarray(term).view(storage), dtype).astype(np.float64)
+            for term in np.broadcast_arrays(*map(np.atleast_1d, terms))
+        )
+        return encode(x * y + z, dtype).view(np.uint32)
 
-    return _fma(a, b, c, wide, narrow)
-
-
-def _fma_f16x2(a: Array, b: Array, c: Array) -> Array:
-    def narrow(value: Array) -> Array:
-        return value.astype(np.float16).view(np.uint16)
-
-    return _fma(a, b, c, lambda half: half.view(np.float16), narrow)
-
-
-def _fma(
-    a: Array,
-    b: Array,
-    c: Array,
-    wide: Callable[[Array], Array],
-    narrow: Callable[[Array], Array],
-) -> Array:
-    """Both halves, in fp64: exact for small integers and scales."""
-    x, y, z = (
-        wide(np.ascontiguousarray(term).view(np.uint16)).astype(np.float64)
-        for term in np.broadcast_arrays(*map(np.atleast_1d, (a, b, c)))
-    )
-    return narrow(x * y + z).view(np.uint32)
+    return run
 
 
 def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
@@ -147,8 +128,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
     "cvt.rni.sat.s8.f32": _round_to_s8,
-    "fma.rn.bf16x2": _fma_bf16x2,
-    "fma.rn.f16x2": _fma_f16x2,
+    "fma.rn.bf16x2": _fma(tl.bfloat16, np.uint16),
+    "fma.rn.f16x2": _fma(tl.float16, np.float16),
     "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
     "lop3.b32": _lop3,
     "mov.b32": np.positive,

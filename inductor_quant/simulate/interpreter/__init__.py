@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from . import _builder, _libdevice, _reduce
-from ._builder import AsmEmulation
+from . import libdevice
+from .builder import AsmEmulation, Builder, asm_emulations
+from .reduce import HalvingReduceOps
 
 
 def is_interpreting() -> bool:
@@ -45,11 +46,11 @@ def install() -> None:
             "environment before triton (or torch) is imported"
         )
     builder = triton_interpreter.interpreter_builder
-    if isinstance(builder, _builder.Builder):
+    if isinstance(builder, Builder):
         return
-    builder.__class__ = _builder.Builder
-    triton_interpreter.ReduceOps = _reduce.HalvingReduceOps
-    _libdevice.install()
+    builder.__class__ = Builder
+    triton_interpreter.ReduceOps = HalvingReduceOps
+    libdevice.install()
     _patch_language()
 
 
@@ -59,7 +60,7 @@ def register_asm_emulation(asm: str, fn: AsmEmulation) -> None:
     ``fn`` takes the operands as numpy arrays of one shape (bfloat16 as uint16, 8-bit floats as
     uint8), whole blocks for any ``pack``, and returns an array for each result: one, or a tuple.
     """
-    _builder.asm_emulations[asm.strip()] = fn
+    asm_emulations[asm.strip()] = fn
 
 
 def _patch_language() -> None:
