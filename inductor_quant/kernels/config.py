@@ -97,23 +97,19 @@ def tile_rejection(
     for name in ("block_m", "block_n", "block_k", "num_warps"):
         value = getattr(config, name)
         if value < 1 or value & (value - 1):
-            return Rejection(
-                RejectionCode.BLOCK_SHAPE, f"{name}={value} of {config} is not a power of two"
-            )
+            detail = f"{name}={value} of {config} is not a power of two"
+            return Rejection(RejectionCode.BLOCK_SHAPE, detail)
     # One matrix instruction takes 16 rows of M, 8 of N (Triton: 16) and 32 bytes along K.
     min_k = 32 // element_bytes
+    detail = ""
     if config.block_m < 16 or config.block_n < 16 or config.block_k < min_k:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config} is below the smallest tile, 16x16x{min_k}"
-        )
-    if config.num_stages < 1 or config.group_m < 1:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: num_stages and group_m must be at least 1"
-        )
-    if config.num_warps > MAX_WARPS:
-        return Rejection(
-            RejectionCode.BLOCK_SHAPE, f"{config}: a CTA has at most {MAX_WARPS} warps"
-        )
+        detail = f"{config} is below the smallest tile, 16x16x{min_k}"
+    elif config.num_stages < 1 or config.group_m < 1:
+        detail = f"{config}: num_stages and group_m must be at least 1"
+    elif config.num_warps > MAX_WARPS:
+        detail = f"{config}: a CTA has at most {MAX_WARPS} warps"
+    if detail:
+        return Rejection(RejectionCode.BLOCK_SHAPE, detail)
     accumulators = sums * config.block_m * config.block_n // (32 * config.num_warps)
     most = MAX_ACCUMULATORS_WGMMA if device.arch in (INTERPRETER_ARCH, 90) else MAX_ACCUMULATORS
     if accumulators > most:
@@ -126,8 +122,6 @@ def tile_rejection(
         shared_bytes = shared_memory(config, element_bytes)
     needed = shared_bytes + RESERVED_SHARED_MEMORY
     if needed > device.shared_memory:
-        return Rejection(
-            RejectionCode.SHARED_MEMORY,
-            f"{config} needs {needed} bytes of shared memory, a CTA has {device.shared_memory}",
-        )
+        detail = f"{config} needs {needed} bytes of shared memory, a CTA has {device.shared_memory}"
+        return Rejection(RejectionCode.SHARED_MEMORY, detail)
     return None

@@ -121,14 +121,8 @@ def make_spec(
     fast_accum: bool = False,
 ) -> QuantGemmSpec:
     """The spec of an FP8 GEMM with these scales, of blocks or not."""
-    return QuantGemmSpec(
-        a=OperandSpec(a_dtype, a_scale),
-        b=OperandSpec(b_dtype, b_scale),
-        out_dtype=out_dtype,
-        acc_dtype=torch.float32,
-        bias=bias,
-        fast_accum=fast_accum,
-    )
+    a, b = OperandSpec(a_dtype, a_scale), OperandSpec(b_dtype, b_scale)
+    return QuantGemmSpec(a, b, out_dtype, bias, fast_accum)
 
 
 def prefers_library(

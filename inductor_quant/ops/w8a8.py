@@ -19,14 +19,13 @@ SCHEMA = (
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ZERO_DTYPES = (torch.int8, *SCALE_DTYPES)
 SUM_DTYPES = (torch.int32, *SCALE_DTYPES)
-# |a * b| <= 2**14 for int8, so the sum of K products stays within int32 up to this K.
-MAX_K = (2**31 - 1) // 2**14
 
 
 def max_k(a_zero: str, b_zero: str) -> int:
     """The longest K whose sums fit in int32; ``a_zero`` and ``b_zero`` as in OperandSpec.zero.
 
-    With an integer zero point |a - zero| reaches 255. (Intermediate sums may wrap around.)
+    |a * b| <= 2**14 for int8. With an integer zero point |a - zero| reaches 255. (Intermediate sums
+    may wrap around.)
     """
     a, b = (255 if zero in ("const", "int") else 128 for zero in (a_zero, b_zero))
     return (2**31 - 1) // (a * b)
@@ -243,13 +242,9 @@ def make_spec(
     b_zero: str = "",
 ) -> QuantGemmSpec:
     """The spec of a w8a8 GEMM with these scales and kinds of zero points."""
-    return QuantGemmSpec(
-        a=OperandSpec(torch.int8, a_scale, zero=a_zero),
-        b=OperandSpec(torch.int8, b_scale, zero=b_zero),
-        out_dtype=out_dtype,
-        acc_dtype=torch.int32,
-        bias=bias,
-    )
+    a = OperandSpec(torch.int8, a_scale, zero=a_zero)
+    b = OperandSpec(torch.int8, b_scale, zero=b_zero)
+    return QuantGemmSpec(a, b, out_dtype, bias)
 
 
 op = define(SCHEMA, reference, fake, flexible_layout=True)

@@ -195,7 +195,6 @@ def make_spec(
             lut=format.element != code,
         ),
         out_dtype=out_dtype,
-        acc_dtype=torch.float32,
         bias=bias,
     )
 

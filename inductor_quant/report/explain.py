@@ -73,49 +73,35 @@ class Row:
         return size if self.site.batch == 1 else f"{self.site.batch}x{size}"
 
     def to_dict(self) -> dict[str, Any]:
-        site = dataclasses.asdict(self.site)
+        """JSON types, documented by ``explain.schema.json``; None where a key does not apply."""
+        decision, kernel, timing = self.decision, self.kernel, self.timing
         row: dict[str, Any] = {
-            **site,
-            "matched": isinstance(self.decision, Match),
+            **dataclasses.asdict(self.site),
+            "matched": isinstance(decision, Match),
             "near_miss": self.is_near_miss,
-            "family": None,
-            "spec": None,
-            "activation": None,
-            "exactness": None,
-            "bytes": None,
-            "operations": None,
+            **dict.fromkeys(("family", "spec", "activation", "exactness", "bytes", "operations")),
             "code": None,
             "reason": self.reason,
             "stopped_at": None,
-            "kernel": None,
-            "compiled_sizes": None,
+            "kernel": kernel and kernel.chosen,
+            "compiled_sizes": list(kernel.sizes) if kernel and kernel.sizes else None,
             "launched_with": list(self.launched_with),
-            "us": None,
-            "stock_us": None,
-            "roofline_share": None,
+            "us": timing and timing.us,
+            "stock_us": timing and timing.stock_us,
+            "roofline_share": timing and timing.share,
         }
-        if isinstance(self.decision, Match):
-            match = self.decision
-            row.update(family=match.family, spec=str(match.spec), exactness=match.exactness.value)
-            if match.activation is not None:
-                row.update(activation=str(match.activation))
-            m, n, k = match.m, match.n, match.k
-            if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
-                row.update(
-                    bytes=roofline.gemm_bytes(match.spec, m, n, k),
-                    operations=roofline.gemm_operations(m, n, k),
-                )
-            if self.kernel is not None:
-                sizes = self.kernel.sizes
-                row.update(kernel=self.kernel.chosen, compiled_sizes=sizes and list(sizes))
-        else:
-            row.update(code=self.decision.code.value, stopped_at=self.decision.node)
-        if self.timing is not None:
-            row.update(
-                us=self.timing.us,
-                stock_us=self.timing.stock_us,
-                roofline_share=self.timing.share,
-            )
+        if isinstance(decision, Rejection):
+            return row | {"code": decision.code.value, "stopped_at": decision.node}
+        row |= {
+            "family": decision.family,
+            "spec": str(decision.spec),
+            "activation": str(decision.activation) if decision.activation is not None else None,
+            "exactness": decision.exactness.value,
+        }
+        m, n, k = decision.m, decision.n, decision.k
+        if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
+            row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k)
+            row["operations"] = roofline.gemm_operations(m, n, k)
         return row
 
 
@@ -143,12 +129,11 @@ class Explanation:
 
     @property
     def summary(self) -> str:
-        plain = sum(
-            isinstance(row.decision, Rejection) and not row.is_near_miss for row in self.rows
-        )
+        matched, near = len(self.matches), len(self.near_misses)
         return (
-            f"{len(self.matches)} of {len(self.rows)} matrix products matched, "
-            f"{len(self.near_misses)} near misses, {plain} not quantized ({self.device})"
+            f"{matched} of {len(self.rows)} matrix products matched, "
+            f"{near} near miss{'' if near == 1 else 'es'}, "
+            f"{len(self.rows) - matched - near} not quantized ({self.device})"
         )
 
     def to_dict(self) -> dict[str, Any]:

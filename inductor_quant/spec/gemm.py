@@ -86,15 +86,14 @@ class OperandSpec:
 
 @dataclasses.dataclass(frozen=True)
 class QuantGemmSpec:
-    """``out = dequantize(a) @ dequantize(b) + bias``, products accumulated in ``acc_dtype``.
+    """``out = dequantize(a) @ dequantize(b) + bias``; the sum of int8 x int8 is int32, else fp32.
 
-    fast_accum  the matrix unit may accumulate all of K in fewer bits than ``acc_dtype``
+    fast_accum  the matrix unit may accumulate all of K in fewer bits than fp32 has
     """
 
     a: OperandSpec
     b: OperandSpec
     out_dtype: torch.dtype
-    acc_dtype: torch.dtype
     bias: bool = False
     fast_accum: bool = False
 

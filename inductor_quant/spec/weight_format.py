@@ -179,10 +179,6 @@ class WeightFormat:
             todo.extend(field.nested)
 
     @property
-    def num_sources(self) -> int:
-        return 1 + max(field.source for field in self.fields())
-
-    @property
     def code(self) -> Field:
         """The field that holds the quantized value: the element, or the index of a lookup table."""
         field = self.element

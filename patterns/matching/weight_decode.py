@@ -70,22 +70,6 @@ class Weight:
     is_reordered: bool
 
 
-def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejection:
-    """Decode the weight ``node`` [K, N], or [N, K] if ``transposed``."""
-    k, n = fx_utils.value(node).shape
-    if transposed:
-        k, n = n, k
-    if fx_utils.is_symbolic(k) or fx_utils.is_symbolic(n):
-        return Rejection(RejectionCode.WEIGHT_FORM, "its shape is symbolic", node.name)
-
-    def read(reader: Reader) -> Weight | Rejection:
-        row, column = reader.space.variable("k", k), reader.space.variable("n", n)
-        index = (column, row) if transposed else (row, column)
-        return decode(reader, reader.read(node, index), node)
-
-    return attempt(read, lambda found: isinstance(found, Weight))
-
-
 # Possible numbers of bit fields in an element of 8 to 64 bits.
 _FIELDS = (2, 4, 5, 8, 10, 16, 21, 32)
 Found = TypeVar("Found")

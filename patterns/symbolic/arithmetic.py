@@ -334,7 +334,7 @@ def multiply(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
             if _number(one) == 1.0 and other.dtype == dtype:
                 return other
         return Op("mul", (_as_float(a), _as_float(b)), dtype)
-    if isinstance(a, Position):
+    if constant(b) is None:
         a, b = b, a
     value = constant(b)
     if value is None:
@@ -410,14 +410,9 @@ def of_positions(name: str, a: Position, b: Position, dtype: torch.dtype, space:
 
 def _of_positions(name: str, a: Position, b: Position, dtype: torch.dtype, space: Space) -> Expr:
     low, by = a.index, constant(b)
-    total = None
-    if name in ("add", "sub"):
-        total = a.index + b.index if name == "add" else a.index - b.index
-    elif name == "mul" and (by is not None or constant(a) is not None):
-        total = low * by if by is not None else b.index * low.const
-    if total is not None:
+    if name in ("add", "sub", "mul"):
         with contextlib.suppress(Unsupported):  # it wraps around: enumerated below
-            return _in_range(Position(total, dtype))
+            return BINARY[name](a, b, dtype)
     result = None
     if name == "shr" and by is not None and 0 <= by < 63:
         result = space.divmod(low, 1 << by)[0]

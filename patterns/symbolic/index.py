@@ -276,33 +276,10 @@ class Space:
         low, high = index.bounds()
         if low < 0 or high >= len(values):
             raise Unsupported("a table is indexed beyond its end")
-        origin = [0] * len(index.terms)
-        base = values[_value(index, origin)]
-        result = IndexExpr(base)
-        profiles = []
-        for position, (digit, _) in enumerate(index.terms):
-            profile = []
-            for value in range(digit.radix):
-                origin[position] = value
-                profile.append(values[_value(index, origin)] - base)
-            origin[position] = 0
-            profiles.append(profile)
-        if len(profiles) > 1:
-            self._check_additive(values, index, profiles, base)
-        for (digit, _), profile in zip(index.terms, profiles, strict=True):
-            result = result + self._profile(digit, profile)
-        return self.leaves(result)
-
-    @staticmethod
-    def _check_additive(
-        values: Sequence[int], index: IndexExpr, profiles: list[list[int]], base: int
-    ) -> None:
         if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
             raise Unsupported("a table over too many positions")
-        for position in itertools.product(*(range(d.radix) for d, _ in index.terms)):
-            expected = base + sum(p[v] for p, v in zip(profiles, position, strict=True))
-            if values[_value(index, position)] != expected:
-                raise SplitConflict("a table that is no sum over digits")
+        found = [values[_value(index, position)] for position in _positions(index)]
+        return self._simplified(from_values(index, found))
 
     def _profile(self, digit: Digit, values: list[int]) -> IndexExpr:
         """``values[digit]``, where values[0] is 0; splits the digit if that is simpler."""
@@ -336,6 +313,8 @@ def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
         table = tuple(values[i * stride] - first for i in range(digit.radix))
         found = found + _index(0, [(digit, table)])
     digits = [digit for digit, _ in index.terms]
+    if len(digits) < 2:
+        return found
     for position, value in zip(_positions(index), values, strict=True):
         at = dict(zip(digits, position, strict=True))
         if _value(found, [at[digit] for digit, _ in found.terms]) != value:

@@ -28,10 +28,10 @@ def test_eager_result_is_close_to_fp64(out_dtype, bias):
 
 def test_sums_are_exact_at_full_range():
     """The longest K, all products at their largest: 2**31 - 2**14 needs every bit of int32."""
-    a = torch.full((1, w8a8.MAX_K), -128, dtype=torch.int8)
+    a = torch.full((1, w8a8.max_k("", "")), -128, dtype=torch.int8)
     got = w8a8.op(a, a.t(), None, None, None, out_dtype=torch.float32)
-    assert got.item() == w8a8.MAX_K * 2**14
-    assert w8a8.MAX_K * 2**14 <= 2**31 - 1 < (w8a8.MAX_K + 1) * 2**14
+    assert got.item() == w8a8.max_k("", "") * 2**14
+    assert w8a8.max_k("", "") * 2**14 <= 2**31 - 1 < (w8a8.max_k("", "") + 1) * 2**14
 
 
 def test_opcheck():
@@ -48,8 +48,8 @@ BAD = {
     "K differs": ({"a": torch.zeros(4, 9, dtype=torch.int8)}, "[K, N]"),
     "K overflows": (
         {
-            "a": torch.zeros(1, w8a8.MAX_K + 1, dtype=torch.int8),
-            "b": torch.zeros(w8a8.MAX_K + 1, 1, dtype=torch.int8),
+            "a": torch.zeros(1, w8a8.max_k("", "") + 1, dtype=torch.int8),
+            "b": torch.zeros(w8a8.max_k("", "") + 1, 1, dtype=torch.int8),
         },
         "overflow",
     ),

@@ -118,7 +118,9 @@ def test_the_json_is_what_the_schema_documents(on_a_gpu):
 @pytest.mark.compiles
 def test_the_text_has_a_line_a_row_with_and_without_rich(on_a_gpu, capsys, monkeypatch):
     text = str(on_a_gpu)
-    assert text.splitlines()[0].startswith("1 of 3 matrix products matched, 1 near misses")
+    assert text.splitlines()[0].startswith(
+        "1 of 3 matrix products matched, 1 near miss, 1 not quantized"
+    )
     assert len(text.splitlines()) == 2 + 3
     monkeypatch.setenv("COLUMNS", "160")
     on_a_gpu.print()

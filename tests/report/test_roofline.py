@@ -20,7 +20,7 @@ bf16, f32 = torch.bfloat16, torch.float32
 
 
 def spec(a: OperandSpec, b: OperandSpec) -> QuantGemmSpec:
-    return QuantGemmSpec(a, b, bf16, f32)
+    return QuantGemmSpec(a, b, bf16)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_operands_of_fp8_are_what_the_op_and_stock_torch_take(is_block: bool) ->
     blocks = ((1, 128), (128, 128)) if is_block else ((1, -1), (-1, 1))
     e4m3 = torch.float8_e4m3fn
     a, b = (OperandSpec(e4m3, ScaleSpec(f32, block)) for block in blocks)
-    of = QuantGemmSpec(a, b, bf16, f32, bias=not is_block)
+    of = QuantGemmSpec(a, b, bf16, bias=not is_block)
     [first, second] = roofline.operands(of, 48, 256, 384, torch.device("cpu"))
     assert first[1] is not second[1]
     out = roofline.canonical(of)(*first)

@@ -146,14 +146,9 @@ def to_json(table: Table) -> dict[str, Any]:
         "arch": table.arch,
         "measured": table.measured,
         "configs": [
-            {
-                **dataclasses.asdict(c.config),
-                "ctas_per_sm": c.ctas_per_sm,
-                "fixed_us": c.fixed_us,
-                "step_us": c.step_us,
-                "step_us_per_cta": c.step_us_per_cta,
-            }
-            for c in table.configs
+            dataclasses.asdict(each.config)
+            | {name: value for name, value in vars(each).items() if name != "config"}
+            for each in table.configs
         ],
         "rows": [dataclasses.asdict(row) for row in table.rows],
     }

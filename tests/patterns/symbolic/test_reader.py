@@ -15,8 +15,8 @@ import torch.ao.quantization.fx._decomposed
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight, read_weight
-from tests.support.graphs.reading import CPU, Body, Graph, read
+from inductor_quant.patterns.matching.weight_decode import Weight
+from tests.support.graphs.reading import CPU, Body, Graph, read, read_weight
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64

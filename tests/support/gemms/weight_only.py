@@ -112,7 +112,7 @@ def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor
     element = weight[format.element.source].dtype
     steps, columns = weight_only.split_dequant_ops(format, case.dtype, element)
     kept = dataclasses.replace(format, dequant_ops=steps)
-    used = [weight[i] for i in range(kept.num_sources)]
+    used = [weight[i] for i in range(1 + max(field.source for field in kept.fields()))]
     value = weight_only.dequantize(kept, used).to(case.dtype).double()
     one = dataclasses.replace(format, dequant_ops=())
     ones = weight_only.dequantize(one, list(weight)).new_ones(()).double()

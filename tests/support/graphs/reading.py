@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.patterns.matching.weight_decode import Weight, read_weight
-from inductor_quant.spec.decisions import Rejection
+from inductor_quant.patterns import fx_utils
+from inductor_quant.patterns.matching.weight_decode import Weight, attempt, decode
+from inductor_quant.patterns.symbolic.reader import Reader
+from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CPU = torch.device("cpu")
@@ -61,6 +63,22 @@ class Graph:
     def _add(self, node: fx.Node, value: Any) -> fx.Node:
         node.meta["val"] = self.values[node] = value
         return node
+
+
+def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejection:
+    """The weight ``node`` [K, N], or [N, K] if ``transposed``, as the recognizers decode it."""
+    k, n = fx_utils.value(node).shape
+    if transposed:
+        k, n = n, k
+    if fx_utils.is_symbolic(k) or fx_utils.is_symbolic(n):
+        return Rejection(RejectionCode.WEIGHT_FORM, "its shape is symbolic", node.name)
+
+    def read(reader: Reader) -> Weight | Rejection:
+        row, column = reader.space.variable("k", k), reader.space.variable("n", n)
+        index = (column, row) if transposed else (row, column)
+        return decode(reader, reader.read(node, index), node)
+
+    return attempt(read, lambda found: isinstance(found, Weight))
 
 
 def read(body: Body, *inputs: torch.Tensor) -> tuple[Weight | Rejection, Graph, torch.Tensor]:

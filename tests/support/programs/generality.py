@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight, read_weight
+from inductor_quant.patterns.matching.weight_decode import Weight
 from inductor_quant.spec.decisions import Rejection
+from tests.support.graphs.reading import read_weight
 from tests.support.programs.axes import Axes, histogram
 from tests.support.programs.builder import aten
 from tests.support.programs.dequantization import Program, draw_program
