@@ -15,7 +15,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
-from inductor_quant.lowering.row_reduce import absolute_bits, from_bits
+from inductor_quant.lowering.row_quant import absolute_bits, from_bits
 from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import group_reduce as op
 

@@ -15,7 +15,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.row_quantization import RowQuantization
-from inductor_quant.lowering import row_reduce, w8a8
+from inductor_quant.lowering import row_quant, w8a8
 from inductor_quant.lowering.select import describe_problem, lower_gemm, lowering_of
 from inductor_quant.ops import w8a8 as canonical
 from inductor_quant.ops import w8a8_linear as op
@@ -43,7 +43,7 @@ def lower(
         result = _in_one_kernel(call, quantization)
         if result is not None:
             return result
-    compat.keep_rows_in_registers(op.op, row_reduce.LONGEST)
+    compat.keep_rows_in_registers(op.op, row_quant.LONGEST)
     a, scale = op.quantized(
         x, a_scale, scale_ops, low, high, call=lambda each, *args: lowering_of(each)(*args)
     )

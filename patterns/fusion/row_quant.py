@@ -3,11 +3,13 @@
     amax(abs(x), -1)  ->  row_reduce(x, "absmax")
     amax(x, -1)       ->  row_reduce(x, "amax")        amin the same
 
-The op has the same value; its lowering keeps a row in one CTA (``lowering/row_reduce.py``). Applies
+The op has the same value; its lowering keeps a row in one CTA (``lowering/row_quant.py``). Applies
 to the reductions that the scale of a match is computed from, of rows up to ``_MAX_ROW`` elements.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +18,7 @@ from inductor_quant.ops import row_reduce
 
 from .. import fx_utils
 from ..fx_utils import aten
+from ..rewrite import erase_if_dead
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = {aten.amax.default: "amax", aten.amin.default: "amin"}
@@ -69,8 +72,13 @@ def _mark(node: fx.Node) -> None:
     if kind == "amax" and x.target == aten.abs.default and fx_utils.value(x).dtype in FLOATS:
         source, kind = x.args[0], "absmax"  # type: ignore[assignment]
     (keepdim,) = fx_utils.arguments(node, "self", "dim", "keepdim")[2:]
+    replace(node, row_reduce.op, source, kind, bool(keepdim))
+
+
+def replace(node: fx.Node, op: Any, *args: Any) -> None:
+    """Replace ``node`` by ``op(*args)``, a tensor of the same shape and dtype."""
     with node.graph.inserting_before(node):
-        marked = node.graph.call_function(row_reduce.op, (source, kind, bool(keepdim)))
-    marked.meta = dict(node.meta)
-    node.replace_all_uses_with(marked)
-    node.graph.erase_node(node)
+        new = node.graph.call_function(op, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    erase_if_dead(node)

@@ -22,8 +22,7 @@ from inductor_quant.ops import row_reduce, w8a8
 from .. import fx_utils
 from ..fx_utils import aten
 from ..matching.value_range import constant
-from ..rewrite import erase_if_dead
-from .row_quant import FLOATS
+from .row_quant import FLOATS, replace
 
 CAST = torch.ops.prims.convert_element_type.default
 _BOUNDS = {
@@ -56,11 +55,7 @@ def _reduce_once(node: fx.Node) -> None:
         return
     if fx_utils.is_mutated(source) or fx_utils.value(source).dtype not in FLOATS:  # type: ignore[arg-type]
         return
-    with node.graph.inserting_before(node):
-        new = node.graph.call_function(row_reduce.op, (source, "absmax", keepdim))
-    new.meta = dict(node.meta)
-    node.replace_all_uses_with(new)
-    erase_if_dead(node)
+    replace(node, row_reduce.op, source, "absmax", keepdim)
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:
@@ -112,11 +107,7 @@ def _simplify(cast: fx.Node) -> None:
     scale = None
     if x.target == aten.div.Tensor and fx_utils.single_user(x) is node and _divides_rows(x):
         x, scale = x.args
-    with cast.graph.inserting_before(cast):
-        new = cast.graph.call_function(op.op, (x, scale, int(low), int(high)))
-    new.meta = dict(cast.meta)
-    cast.replace_all_uses_with(new)
-    erase_if_dead(cast)
+    replace(cast, op.op, x, scale, int(low), int(high))
 
 
 def _bounds(node: fx.Node) -> tuple[float, float] | None:

@@ -1,0 +1,88 @@
+"""Lowering of ``inductor_quant::row_reduce`` and ``inductor_quant::round_to_int8``: a row is read
+once, reduced and rounded in few instructions, by which row quantization is bound.
+
+The reduction is Inductor's own, never split. For few long rows Inductor splits a reduction over
+several CTAs. The partial results then need a kernel of their own, and the quantization needs
+another that reads the rows again: three launches instead of one. A row of an activation is a few
+tens of kilobytes, which one CTA reads quickly, and only once: up to LONGEST elements stay in
+registers between reduction and quantization, and the ops before them (GELU, a norm) are computed
+once.
+
+Inductor's rounding and NaN-keeping clamp take 14 instructions an element, and it divides each
+element by ``div.full.f32``, a product with an approximate reciprocal. Here rounding takes two, and
+the reciprocal is taken once a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_quant import fallback
+from inductor_quant._compat import inductor as compat
+from inductor_quant.lowering.select import lowering_of
+from inductor_quant.ops import quantize, row_reduce
+
+aten = torch.ops.aten
+cast = torch.ops.prims.convert_element_type.default
+LONGEST = 16384
+# PTX ISA, cvt: rounds to nearest, ties to even; saturates at -128 and 127; NaN gives 0.
+ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
+
+
+@fallback.lowering(row_reduce.op)
+def lower_row_reduce(x: Any, kind: str, keepdim: bool) -> Any:
+    compat.keep_rows_in_registers(row_reduce.op, LONGEST)
+    with compat.inductor_config().patch(split_reductions=False):
+        if kind == "absmax":
+            return _absmax(x, keepdim)
+        return lowering_of(row_reduce.KINDS[kind])(x, [-1], keepdim)
+
+
+def _absmax(x: Any, keepdim: bool) -> Any:
+    """The largest absolute value, by comparing bits."""
+    bits = absolute_bits(lowering_of(cast)(x, torch.float32))
+    largest = lowering_of(row_reduce.KINDS["amax"])(bits, [-1], keepdim)
+    return lowering_of(cast)(from_bits(largest), x.get_dtype())
+
+
+def absolute_bits(x: Any) -> Any:
+    """The bits of |x|, fp32, as int32. They compare like the values, with NaN above all, and an
+    integer maximum is one instruction; a float maximum that keeps NaN takes three."""
+    ops = compat.ops()
+
+    def bits(x: Any) -> Any:
+        return ops.to_dtype_bitcast(ops.abs(x), torch.int32, torch.float32)
+
+    return compat.make_pointwise(bits, override_return_dtype=torch.int32)(x)
+
+
+def from_bits(bits: Any) -> Any:
+    """The fp32 values of ``absolute_bits``."""
+    ops = compat.ops()
+
+    def value(x: Any) -> Any:
+        return ops.to_dtype_bitcast(x, torch.float32, torch.int32)
+
+    return compat.make_pointwise(value, override_return_dtype=torch.float32)(bits)
+
+
+@fallback.lowering(quantize.op)
+def lower_quantize(x: Any, scale: Any = None, low: int = -128, high: int = 127) -> Any:
+    ops = compat.ops()
+
+    def convert(x: Any) -> Any:
+        rounded = ops.inline_asm_elementwise(
+            x, asm=ROUND_TO_INT8, constraints="=r,r", dtype=torch.int32, is_pure=True, pack=1
+        )
+        if low > -128:
+            rounded = ops.maximum(rounded, ops.constant(low, torch.int32))
+        if high < 127:
+            rounded = ops.minimum(rounded, ops.constant(high, torch.int32))
+        return ops.to_dtype(rounded, torch.int8, src_dtype=torch.int32)
+
+    x = lowering_of(cast)(x, torch.float32)
+    if scale is not None:
+        x = lowering_of(aten.mul.Tensor)(x, lowering_of(aten.reciprocal.default)(scale))
+    return compat.make_pointwise(convert, override_return_dtype=torch.int8)(x)
