@@ -6,6 +6,7 @@ in Python on numpy arrays. ``install`` corrects the interpreter for the whole pr
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -49,6 +50,8 @@ def install() -> None:
     if isinstance(builder, Builder):
         return
     builder.__class__ = Builder
+    # Half of the time goes into checks for overflow whose result is dropped without ``debug``.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     triton_interpreter.ReduceOps = HalvingReduceOps
     libdevice.install()
     _patch_language()

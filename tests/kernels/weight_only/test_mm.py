@@ -150,7 +150,7 @@ COMPILED = [
 @pytest.mark.compiles
 @pytest.mark.parametrize(("arch", "name"), COMPILED)
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
-    """At small and large M: the three tiles with the most weight per warp, with their deepest
+    """At small and large M: the two tiles with the most weight per warp, with their deepest
     pipelines."""
     for m in (16, 128):
         case = Case(name, m, 512, 1024)
@@ -163,7 +163,7 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
         assert len(deepest) >= 2
         for config in sorted(
             deepest.values(), key=lambda c: -c.block_m * c.block_n * c.block_k / c.num_warps
-        )[:3]:
+        )[:2]:
             [(kernel_name, source)] = generate_case(case, config, arch=arch).kernels.items()
             kernel = simulate.compile_kernel(kernel_name, source)
             assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
