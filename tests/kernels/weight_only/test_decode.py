@@ -16,7 +16,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.shared.horizontal import together
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE, num_ctas
 from inductor_quant.kernels.weight_only.rules import INT4_OFFSETS
-from inductor_quant.simulate import _ptx
+from inductor_quant.simulate.interpreter import ptx
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import Case, described, generate_case
@@ -125,7 +125,7 @@ def test_shifted_nibbles_are_exact(dtype, signed):
             word = word.to(torch.uint32).numpy().repeat(2)
             twice = shifts.view(torch.uint16).numpy().repeat(2)
             assembly = unpack_pair_shifted(words, dtype, pair)
-            [found] = _ptx.run(assembly.text, [word, twice], [np.uint16], assembly.pack)
+            [found] = ptx.run(assembly.text, [word, twice], [np.uint16], assembly.pack)
             found = torch.from_numpy(found.reshape(-1, 2)[:, place].copy()).view(dtype)
             assert torch.equal(found.double() * parts, expected.double())
 
