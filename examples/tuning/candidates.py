@@ -155,6 +155,14 @@ SPACES: dict[str, Space] = {
         split_k=_SPLIT_K,
         is_sensible=has_work_for_warps,
     ),
+    "weight_only_mm_sm90": Space(
+        (8, 16, 32, 64, 128, 256),
+        (64, 128, 256),
+        (64, 128),
+        (4, 8),
+        (3, 4),
+        split_k=_SPLIT_K,
+    ),
     "weight_only_mm": Space(
         *((16, 32, 64, 128), (16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 5)),
         is_general=True,

@@ -33,6 +33,7 @@ from inductor_quant.kernels.weight_only.large_m_sm90.kernel import WEIGHT_ONLY_L
 from inductor_quant.kernels.weight_only.medium_m.kernel import WEIGHT_ONLY_MEDIUM_M
 from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import WEIGHT_ONLY_MEDIUM_M_SM90
 from inductor_quant.kernels.weight_only.mm.kernel import WEIGHT_ONLY_MM
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.small_m.kernel import WEIGHT_ONLY_SMALL_M
 from inductor_quant.kernels.weight_only.small_m_sm90.kernel import WEIGHT_ONLY_SMALL_M_SM90
 
@@ -47,6 +48,7 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_LARGE_M_SM90,
     WEIGHT_ONLY_MEDIUM_M_SM90,
     WEIGHT_ONLY_DECODE,
+    WEIGHT_ONLY_MM_SM90,
     WEIGHT_ONLY_SMALL_M,
     WEIGHT_ONLY_MEDIUM_M,
     WEIGHT_ONLY_BYTES,

@@ -23,7 +23,7 @@ from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 _FLOAT8 = {"e4m3": "float8e4nv", "e5m2": "float8e5"}
 # An integer b below 2**23 under this exponent is the fp32 number 2**23 + b. Subtracting 2**23 is
 # exact, and takes an eighth of the time of a conversion.
-_MAGIC_BITS, _MAGIC = 0x4B000000, 1 << 23
+MAGIC_BITS, _MAGIC = 0x4B000000, 1 << 23
 _MAX_MAGIC = 1 << 22
 _INT32_MAX = (1 << 31) - 1
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16)
@@ -331,7 +331,7 @@ class Statements:
         if value.is_float:
             code = f"{value.code}.to({fp32})"
         elif value.limit is not None and max(value.limit, abs(value.bias)) <= _MAX_MAGIC:
-            magic = f"({value.code} | {_MAGIC_BITS}).to({fp32}, bitcast=True)"
+            magic = f"({value.code} | {MAGIC_BITS}).to({fp32}, bitcast=True)"
             code = f"{magic} - {float(_MAGIC - value.bias)}"
         else:
             code = f"({value.code} + {value.bias}).to({fp32})"

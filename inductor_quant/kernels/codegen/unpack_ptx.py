@@ -32,6 +32,10 @@ class Assembly:
     count: int = 1
 
 
+# (a & b) ^ c: without it ptxas makes two instructions of two constants.
+MASK_AND_FLIP = Assembly(f"lop3.b32 $0, $1, $2, $3, {_XOR};", "=r,r,r,r", pack=1)
+
+
 def _assembly(lines: Sequence[str], registers: str, inputs: int, **sizes: int) -> Assembly:
     """Of ``lines`` in a scope that declares ``registers``, each output and input one register."""
     text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
@@ -172,6 +176,44 @@ def dequantize_byte(layout: PackedLayout, dtype: torch.dtype) -> Assembly:
         f"fma.rn.{kind} $0, t, $6, none;",
     ]
     return _assembly(lines, "t, times, none", 6, pack=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A field of a byte, ``at`` bits up in 16 bits, under ``exponent``: a float that is ``2**at``
+    times the field, above ``base``. Times ``2**(power - at)``, with the exponent field ``power``
+    above ``mantissa`` bits, it is ``field / divisor``, plus ``base / 2**at``."""
+
+    exponent: int
+    base: float
+    power: int
+    mantissa: int
+    divisor: int
+
+
+# bf16 has 7 bits of mantissa, so the field is a subnormal (see SUBNORMALS): 2**127 at most.
+PLACES = {
+    torch.bfloat16: Place(0, 0.0, 254, 7, 64),
+    torch.float16: Place(0x6400, 1024.0, 15, 10, 1),
+}
+
+
+def dequantize_pair(dtype: torch.dtype) -> Assembly:
+    """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two.
+
+    Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
+    the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
+    both halves; then b and c.
+    """
+    kind = FMA_TYPES[dtype]
+    lines = [
+        "mov.b32 none, 0x80008000;",
+        "prmt.b32 t, $1, $2, $3;",
+        f"lop3.b32 t, t, $5, $7, {_XOR};",
+        f"fma.rn.{kind} t, t, $9, $11;",
+        f"fma.rn.{kind} $0, t, $12, none;",
+    ]
+    return _assembly(lines, "t, none", 12, pack=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,183 @@
+"""How a tile covers the digits of a weight's format, and which thread holds which part of it.
+
+A tile of W is a tensor with one dimension for each digit of n and k that varies in it. What depends
+on some digits only, such as a packed word or the scale of a group, has size 1 along the others, and
+broadcasting does the rest. So statements follow from the format alone, whatever is packed along
+which axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.spec.weight_format import Field, WeightFormat
+
+# At most (bytes that a thread loads, neighbours along K that it stores) at once, best first.
+VECTORS = ((16, 8), (8, 8), (4, 8), (8, 4), (4, 4), (2, 4), (2, 2), (1, 2))
+LINE = 128  # bytes that lanes load side by side
+SWIZZLED = 64  # values along K in one row of shared memory: lanes side by side stay within it
+
+
+@dataclasses.dataclass(frozen=True)
+class TileDigit:
+    """Digit ``name`` takes ``inner`` values in a tile; ``outer`` tiles share its values."""
+
+    name: str
+    inner: int
+    outer: int
+
+
+def tile_digits(
+    format: WeightFormat, axis: str, block: int, order: Sequence[str] = ()
+) -> tuple[TileDigit, ...] | None:
+    """The digits of an axis, most significant first, in a tile of ``block``; None if the block ends
+    within a digit. ``order``: the digits in another order of significance."""
+    found: list[TileDigit] = []
+    left = block
+    names = list(order) or format.digits(axis)
+    for name in reversed(names):
+        radix = format.radix(name)
+        inner = math.gcd(left, radix)
+        is_last = name == names[0] and axis == "n"  # may end within a block: the store masks it
+        if inner != min(left, radix) and not is_last:
+            return None
+        inner = left if is_last else inner
+        found.insert(0, TileDigit(name, inner, -(-radix // inner)))
+        left //= inner
+    return tuple(found) if left == 1 and not block & (block - 1) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class TilePlan:
+    """Who holds which part of a tile with dimensions ``digits``: those of n, those of k, and PAIR,
+    the lowest bit of k, if words hold integers.
+
+    loaded  the layout in which words are loaded: neighbours in memory are neighbours in registers
+    layout  the same, but with the two values of a pair next to each other
+    rows    the bits of n, by significance, in the order of the bits of a row of shared memory
+    """
+
+    digits: tuple[TileDigit, ...]
+    loaded: Layout
+    layout: Layout
+    rows: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return len(self.digits)
+
+
+PAIR = TileDigit("pair", 2, 1)
+
+
+def tile_plan(
+    weight: Weight,
+    code: Field,
+    n: Sequence[TileDigit],
+    k: Sequence[TileDigit],
+    *,
+    warps: int,
+    is_paired: bool,
+) -> TilePlan | None:
+    """Assigns a tile to ``warps`` warps; None: it is too small for them.
+
+    A thread holds all values of the words that it loads: neighbouring bytes, of which its
+    neighbours hold the next ones. It also holds neighbours along K, if need be of several words, to
+    store them at once. Lanes then take different rows, so that they store to different banks.
+    """
+    *others, last = [digit for digit in (*n, *k) if digit.inner > 1]
+    if last.name[0] != "k":
+        return None
+    halved = dataclasses.replace(last, inner=last.inner // 2) if is_paired else last
+    pair = [PAIR] if is_paired else []
+    dims = (*others, *([halved] if halved.inner > 1 else []), *pair)
+    strides = _strides(weight, code)
+    itemsize = weight.tensors[code.source].dtype.itemsize
+    bits: list[_Bit] = []
+    for dim, digit in reversed(list(enumerate(dims))):
+        low = 1 if is_paired and digit is halved else 0
+        name = last.name if digit is PAIR else digit.name
+        for bit in range(digit.inner.bit_length() - 1):
+            basis = tuple(1 << bit if axis == dim else 0 for axis in range(len(dims)))
+            apart = strides.get(name, math.inf) * itemsize * (1 << bit + low)
+            position = sum(other.axis == name[0] for other in bits)
+            bits.append(_Bit(name[0], position, basis, apart))
+    shape = tuple(digit.inner for digit in dims)
+    for vector, chunk in VECTORS:
+        found = _assigned(bits, shape, itemsize, vector, chunk, warps)
+        if found is not None:
+            loaded, rows = found
+            registers = sorted(loaded.registers, key=lambda basis: is_paired and not basis[-1])
+            layout = dataclasses.replace(loaded, registers=tuple(registers))
+            return TilePlan(dims, loaded, layout, rows)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bit:
+    """A bit of a position in the tile: its axis, significance, basis vector, and bytes from the
+    neighbour's word (0: they share it)."""
+
+    axis: str
+    position: int
+    basis: Basis
+    apart: float
+
+
+def _assigned(
+    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int, chunk: int, warps: int
+) -> tuple[Layout, tuple[int, ...]] | None:
+    """(layout, rows) of a ``TilePlan``."""
+    rest = list(bits)
+    registers: list[_Bit] = []
+    lanes: list[_Bit] = []
+    warp_bits: list[_Bit] = []
+
+    def take(to: list[_Bit], bit: _Bit) -> None:
+        to.append(bit)
+        rest.remove(bit)
+
+    reach = itemsize
+    while reach < LINE and (bit := next((bit for bit in rest if bit.apart == reach), None)):
+        if bit.axis == "k" and 1 << bit.position >= SWIZZLED:
+            break
+        take(registers if reach < vector else lanes, bit)
+        reach *= 2
+    for bit in bits:
+        is_stored_at_once = bit.axis == "k" and 1 << bit.position < chunk
+        if bit in rest and (bit.apart == 0 or is_stored_at_once):
+            take(registers, bit)
+    for bit in [bit for axis in "nk" for bit in rest if bit.axis == axis]:
+        if len(lanes) < 5:
+            take(lanes, bit)
+        elif 1 << len(warp_bits) < warps:
+            take(warp_bits, bit)
+    if len(lanes) != 5 or 1 << len(warp_bits) != warps:
+        return None
+    # 8 rows for lanes that store together, then those of one thread, to store outputs together.
+    n_bits = [bit for bit in bits if bit.axis == "n"]
+    spread = [bit for bit in lanes if bit.axis == "n"][:3]
+    held = [bit for bit in n_bits if bit in registers or bit in rest]
+    others = [bit for bit in n_bits if bit not in spread and bit not in held]
+    order = [*spread, *held, *others]
+    low = (len(n_bits) - (warps.bit_length() - 1)) - 4  # blocks of 16 rows per warp
+    half, middle = order[3:4], order[4:]
+    blocks, of_warps = middle[:low], middle[low:]
+    rows = tuple(bit.position for bit in (*order[:3], *half, *of_warps, *blocks))
+    bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
+    return Layout(bases([*registers, *rest]), bases(lanes), bases(warp_bits), shape), rows
+
+
+def _strides(weight: Weight, field: Field) -> dict[str, float]:
+    """Elements between the words of neighbours, by digit; 0 if they share one."""
+    found: dict[str, float] = dict.fromkeys(field.offset.digits, 0)
+    for index, stride in zip(field.index, weight.tensors[field.source].strides, strict=True):
+        for name, coef in index.linear:
+            found[name] = found.get(name, 0) + (math.inf if stride is None else coef * stride)
+        for name, _ in index.tables:
+            found[name] = math.inf
+    return found

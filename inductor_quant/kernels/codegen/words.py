@@ -1,0 +1,126 @@
+"""Bytes that are neighbours in memory as the fields of 32-bit words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+
+BYTES = 4  # of a word
+_BYTE_TYPES = (torch.int8, torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class WordView:
+    """``weight``, whose quantized values are read from 32-bit words. ``dim``: the dimension of
+    their tensor along which ``BYTES`` bytes are one word; None: the tensor is read as it is."""
+
+    weight: Weight
+    dim: int | None = None
+
+
+def as_words(weight: Weight) -> WordView:
+    """The view, if quantized values are in bytes, the bytes of a word are neighbours along k or n,
+    and words are aligned."""
+    format, code = weight.format, weight.format.code
+    tensor = weight.tensors[code.source]
+    known = [stride for stride in tensor.strides if stride is not None]
+    indices = (*code.index, code.offset)
+    if (
+        tensor.dtype not in _BYTE_TYPES
+        or not tensor.is_aligned
+        or code.float8
+        or code.wrap
+        or code.minus
+    ):
+        return WordView(weight)
+    if len(known) < len(code.index) or any(index.is_data for index in indices) or code.size:
+        return WordView(weight)
+    for dim, (index, stride) in enumerate(zip(code.index, known, strict=True)):
+        for name, coef in index.linear:
+            if coef * stride != 1 or format.radix(name) % BYTES:
+                continue
+            others = [
+                c * s
+                for i, s in zip(code.index, known, strict=True)
+                for n, c in i.linear
+                if n != name
+            ]
+            others += [i.const * s for i, s in zip(code.index, known, strict=True)]
+            others += [s for d, s in enumerate(known) if d != dim]
+            tables = [
+                table
+                for field in format.fields()
+                for i in (*field.index, field.offset)
+                for table in i.tables
+            ]
+            is_plain = name not in dict(tables) and not any(i.tables for i in code.index)
+            if is_plain and not any(other % BYTES for other in others):
+                return WordView(_split(weight, dim, name), dim)
+    return WordView(weight)
+
+
+def _split(weight: Weight, dim: int, name: str) -> Weight:
+    """``weight`` with the digit ``name`` as two, the second of which chooses a byte of a word."""
+    format, code = weight.format, weight.format.code
+    axis, position = name[0], int(name[1:])
+
+    def renamed(digit: str) -> str:
+        moves = digit[0] == axis and int(digit[1:]) > position
+        return f"{axis}{int(digit[1:]) + 1}" if moves else digit
+
+    low = f"{axis}{position + 1}"
+
+    def index(old: AffineIndex) -> AffineIndex:
+        linear: list[tuple[str, int]] = []
+        for digit, coef in old.linear:
+            linear += (
+                [(name, coef * BYTES), (low, coef)] if digit == name else [(renamed(digit), coef)]
+            )
+        tables: list[tuple[str, tuple[int, ...]]] = []
+        for digit, table in old.tables:
+            tables.append((renamed(digit), table))
+        fields = tuple((field(each), coef) for each, coef in old.fields)
+        return AffineIndex(old.const, tuple(linear), tuple(tables), fields)
+
+    def field(old: Field) -> Field:
+        if old != code:
+            return dataclasses.replace(
+                old, index=tuple(map(index, old.index)), offset=index(old.offset)
+            )
+        whole = index(old.index[dim])
+        words = AffineIndex(
+            whole.const // BYTES,
+            tuple((digit, coef // BYTES) for digit, coef in whole.linear if digit != low),
+        )
+        offset = index(old.offset)
+        offset = dataclasses.replace(offset, linear=(*offset.linear, (low, 8)))
+        is_whole = not old.width
+        return dataclasses.replace(
+            old,
+            index=tuple(words if d == dim else index(each) for d, each in enumerate(old.index)),
+            offset=offset,
+            width=8 if is_whole else old.width,
+            signed=weight.tensors[code.source].dtype.is_signed if is_whole else old.signed,
+        )
+
+    digits = list(format.k if axis == "k" else format.n)
+    digits[position : position + 1] = [digits[position] // BYTES, BYTES]
+    ops = tuple(
+        DequantOp(op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand)
+        for op in format.dequant_ops
+    )
+    tensor = weight.tensors[code.source]
+    stride = tuple(s if d == dim or s is None else s // BYTES for d, s in enumerate(tensor.strides))
+    tensors = list(weight.tensors)
+    tensors[code.source] = dataclasses.replace(tensor, dtype=torch.int32, stride=stride)
+    split = WeightFormat(
+        tuple(digits) if axis == "k" else format.k,
+        tuple(digits) if axis == "n" else format.n,
+        field(format.element),
+        ops,
+    )
+    return Weight(split, tuple(tensors))

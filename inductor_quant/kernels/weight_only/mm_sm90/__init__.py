@@ -1,0 +1,1 @@
+"""One kernel for every weight format on sm_90."""
