@@ -12,8 +12,10 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, plan_of
 from inductor_quant.ops import weight_only
+from inductor_quant.spec.weight_format import Field, WeightFormat
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
 from tests.support.gemms.weight_only import Case, described, generate_case
@@ -46,6 +48,8 @@ def aligned(case):
         ("act_order", None),  # the group of each k is data
         ("e5m2_group", None),
         ("int8_divisor", None),
+        ("int4_in_int64", None),
+        ("shift_table", None),
     ],
 )
 def test_it_takes_the_rows_at_which_it_is_fastest(name, rows, large_groups):
@@ -56,6 +60,16 @@ def test_it_takes_the_rows_at_which_it_is_fastest(name, rows, large_groups):
             taken.append(m)
             assert WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     assert ((taken[0], taken[-1]) if taken else None) == rows
+
+
+def test_a_word_whose_values_are_tiles_apart_along_k_is_left_to_others():
+    """The two halves of K in one byte: which half it is, is not known within a tile."""
+    element = Field(
+        0, (formats.form(("n0", 1)), formats.form(("k1", 1))), formats.form(("k0", 4)), 4
+    )
+    format = WeightFormat((2, 512), (64,), element)
+    weight = Weight(format, (WeightTensor(torch.uint8, (64, 512)),))
+    assert plan_of(weight, GemmConfig(64, 64, 64, 4, 4)) is None
 
 
 def test_rows_of_x_must_be_aligned_and_the_card_sm90():

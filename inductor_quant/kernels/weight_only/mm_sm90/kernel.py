@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import torch
+
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
 from inductor_quant.kernels.codegen.packed_layout import BASES, packed_layout_of
 from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
@@ -76,6 +78,12 @@ def plan_of(weight: Weight, config: GemmConfig) -> TilePlan | None:
     k = tile_digits(format, "k", config.block_k)
     if not n or not k:
         return None
+    # These are computed where only the position within the tile is known.
+    outer = {digit.name for digit in k if digit.outer > 1}
+    for field in format.fields():
+        tables = {name for index in field.index for name, _ in index.tables}
+        if (field.offset.digits | tables) & outer:
+            return None
     is_paired = is_in_place(format.code, 8)
     return tile_plan(weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired)
 
@@ -183,14 +191,20 @@ def _format_rejection(weight: Weight) -> Rejection | None:
         sizes = weight.tensors[table.source].shape
         if sizes != (TABLE,) or len(table.index) != 1 or table.width:
             return no_kernel(f"a table of {sizes}, not of {TABLE} values")
-    if weight.tensors[format.code.source].dtype.is_floating_point:
-        return no_kernel("quantized values are floats")
+    dtype = weight.tensors[format.code.source].dtype
+    if dtype not in (torch.int32, torch.int8, torch.uint8) or format.code.float8:
+        return no_kernel(f"quantized values in {dtype}")
+    if format.code.offset.is_data:
+        return no_kernel("the offset of a value in its word is data")
+    for field in format.fields():
+        if any(index.bounds(format.radix)[0] < 0 for index in field.index):
+            return no_kernel("positions are counted from the end")
     last = set(format.digits("k")[-1:])
     for op in format.dequant_ops:
         if not isinstance(op.operand, Field):
             continue
         if op.kind == "div" or op.operand.size:
-            return no_kernel("scales divide, or their positions are counted from the end")
+            return no_kernel("scales divide, or their groups are counted from the end")
         if any(nested.digits & last for nested in op.operand.nested):
             return no_kernel("the group of each k is data")
     return None

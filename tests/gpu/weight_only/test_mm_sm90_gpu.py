@@ -1,0 +1,91 @@
+"""``weight_only_mm_sm90`` on a GPU, in every configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.ops import weight_only
+from inductor_quant.report.events import collect
+from tests.support.gemms import formats
+from tests.support.gemms.generated import device
+from tests.support.gemms.weight_only import Case, assert_right, described, gemm, make_inputs
+
+pytestmark = pytest.mark.gpu
+
+bf16, f16 = torch.bfloat16, torch.float16
+NAME = WEIGHT_ONLY_MM_SM90.name
+
+
+@pytest.fixture(autouse=True)
+def no_caches(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
+def run(case, inputs, *configs):
+    torch._dynamo.reset()
+    options = {"inductor_quant.on_error": "raise", "inductor_quant.configs": configs}
+    with collect() as report:
+        compiled = torch.compile(
+            gemm(case), backend="inductor_quant", dynamic=False, options=options
+        )
+        got = compiled(*inputs)
+    assert report.kernels[-1].chosen.startswith(NAME)
+    return got
+
+
+def configs_of(case):
+    spec, problem = described(case)
+    problem = dataclasses.replace(problem, has_aligned_rows=True)
+    return WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("name", "m", "dtype"),
+    [
+        *(("awq", m, f16) for m in (17, 40, 100, 180)),
+        *(("hqq", m, bf16) for m in (1, 20, 64)),
+        *(("int8_group", m, bf16) for m in (3, 16, 128)),
+        *(("nf4", m, f16) for m in (2, 33, 70)),
+        ("int8_channel", 50, bf16),
+        ("int8_zero_channel", 7, f16),
+    ],
+)
+def test_every_configuration_is_close_to_fp64(name, m, dtype, group, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    torch.manual_seed(0)
+    case = Case(name, m, 2048, 4096, dtype, bias=True, column_scale="channel")
+    inputs = make_inputs(case, "cuda")
+    for config in configs_of(case):
+        assert_right(run(case, inputs, f"{NAME} {config}"), case, inputs)
+
+
+@pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4"])
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, monkeypatch):
+    """Groups of 32, which no other kernel prefers; scales of x's dtype and of another one."""
+    monkeypatch.setattr(formats, "GROUP", 32)
+    m = 64
+    case = Case(name, m, 512, 1024, dtype)
+    _, _, _, *weight = make_inputs(case, "cuda")
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
+    rows = torch.zeros(m, 1024, dtype=dtype, device="cuda")
+    at = 11 * torch.arange(m, device="cuda")
+    rows[torch.arange(m), at] = 1
+    for config in configs_of(case):
+        got = run(case, (rows, None, None, *weight), f"{NAME} {config}")
+        assert torch.equal(got, want[at]), config
+
+
+def test_results_are_the_same_in_every_call():
+    """A tile that is written while it is multiplied would show now and then."""
+    case = Case("hqq", 192, 9216, 2304, bf16)
+    inputs = make_inputs(case, "cuda")
+    torch._dynamo.reset()
+    compiled = torch.compile(gemm(case), backend="inductor_quant", dynamic=False)
+    first = compiled(*inputs)
+    assert all(torch.equal(compiled(*inputs), first) for _ in range(1000))
