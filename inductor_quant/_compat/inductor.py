@@ -117,6 +117,15 @@ def overlaps_collectives() -> bool:
     return bool(_setting("_micro_pipeline_tp"))
 
 
+def is_parameter(placeholder: torch.fx.Node) -> bool:
+    """Whether an input of a post-grad graph is a parameter or buffer; True if that is not known."""
+    context = symbol("torch._guards:TracingContext.try_get")()
+    static = getattr(getattr(context, "fw_metadata", None), "static_input_indices", None)
+    inputs = list(placeholder.graph.find_nodes(op="placeholder"))
+    is_backward = any("tangents" in node.name for node in inputs)  # of other inputs
+    return static is None or is_backward or inputs.index(placeholder) in static
+
+
 def is_freezing() -> bool:
     """Whether Inductor turns parameters into constants and folds what depends on them alone."""
     return bool(_setting("freezing"))

@@ -218,7 +218,9 @@ class _Decoder:
             return  # rounded to fp32 first, by torch too
         low, high = interval(expr)
         if max(-low, high) > EXACT_IN_FP32:
-            raise self._blame(expr, f"{low} ... {high} is not exact in fp32")
+            zeros = _spread_integers(self._node(expr))
+            detail = "".join(f"; the zero point {zero.name} has no known range" for zero in zeros)
+            raise self._blame(expr, f"{low} ... {high} is not exact in fp32{detail}")
 
     def _is_element(self, expr: Expr, *, by_data: bool = False) -> bool:
         """Whether ``expr`` has an element of its own for every (k, n); ``by_data``: also one that a
@@ -367,12 +369,27 @@ class _Decoder:
         return AffineIndex(index.const, tuple(sorted(linear)), tuple(sorted(tables)), fields)
 
     def _blame(self, expr: Expr, reason: str) -> _NoWeight:
-        node = self.node
+        return _NoWeight(RejectionCode.WEIGHT_FORM, reason, self._node(expr))
+
+    def _node(self, expr: Expr) -> fx.Node:
         if isinstance(expr, (Load, Bits)):
-            node = expr.node
-        elif isinstance(expr, Op) and expr.at is not None:
-            node = expr.at[0]
-        return _NoWeight(RejectionCode.WEIGHT_FORM, reason, node)
+            return expr.node
+        return expr.at[0] if isinstance(expr, Op) and expr.at is not None else self.node
+
+
+def _spread_integers(node: fx.Node) -> list[fx.Node]:
+    """The wide integers that an op of two tensors spreads over its elements: zero points."""
+    found = []
+    for origin in node.all_input_nodes:
+        while origin.op == "call_function" and len(origin.all_input_nodes) == 1:  # a view, a cast
+            (origin,) = origin.all_input_nodes
+        if not fx_utils.is_tensor_node(origin) or len(node.all_input_nodes) != 2:
+            continue
+        held = fx_utils.value(origin)
+        is_wide = held.dtype in (torch.int32, torch.int64)
+        if is_wide and held.numel() < fx_utils.value(node).numel():
+            found.append(origin)
+    return found
 
 
 def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOpKind, Expr]]:

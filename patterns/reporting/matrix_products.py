@@ -146,7 +146,21 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
         return Rejection(RejectionCode.OPAQUE, detail, node.name, fx_utils.module_path(node), site)
     code = RejectionCode.NO_PATTERN if site and site.source else RejectionCode.NOT_QUANTIZED
     detail = f"{node.target} with operands from {site.source} data" if site and site.source else ""
+    if code is RejectionCode.NOT_QUANTIZED and (outside := _from_outside(node)):
+        detail = f"{outside.name} is no parameter: was it dequantized before a graph break?"
+        detail += " TORCH_LOGS=graph_breaks lists them"
     return Rejection(code, detail, node.name, fx_utils.module_path(node), site)
+
+
+def _from_outside(node: fx.Node) -> Any:
+    """The input that is the product's second factor, if it belongs to no module."""
+    positions = _positions(node)
+    factor: Any = node.args[positions[1]] if positions is not None and len(node.args) > 1 else None
+    if not fx_utils.is_tensor_node(factor) or fx_utils.value(factor).dim() != 2:
+        return None
+    while factor.op == "call_function" and len(factor.all_input_nodes) == 1:  # a view, a cast
+        (factor,) = factor.all_input_nodes
+    return factor if factor.op == "placeholder" and not compat.is_parameter(factor) else None
 
 
 def _quantized_source(factors: list[fx.Node]) -> torch.dtype | None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from inductor_quant import fallback
 from inductor_quant.options import Options
-from inductor_quant.patterns import graph_pass
 from inductor_quant.patterns.fx_utils import module_path
 from tests.support.graphs.post_grad import capture
 
@@ -83,7 +83,7 @@ class Wrapped(nn.Module):
 def test_filters_name_the_users_modules_and_warn_where_they_match_none(
     options, is_matched, warns, recwarn
 ):
-    graph_pass._warn_once.cache_clear()
+    fallback.warn_once.cache_clear()
     with torch.no_grad():
         _, [rewrite] = capture(Wrapped(), [torch.randn(4, 32)], options=Options(**options))
     assert bool(rewrite.report.matches) == is_matched

@@ -89,6 +89,25 @@ class TestRows:
         assert row.decision.code == RejectionCode.NOT_QUANTIZED
 
 
+class Broken(Model):
+    """A weight is dequantized before a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.good.weight.float() * self.good.scale[:, None]
+        torch._dynamo.graph_break()
+        return self.plain(x) @ weight.t()
+
+
+@pytest.mark.compiles
+def test_a_weight_of_an_earlier_graph_is_named_but_no_parameter():
+    with torch.no_grad():
+        found = inductor_quant.explain(
+            Broken().float(), torch.randn(4, 32), timings=False, verbose=False
+        )
+    hints = {row.site.op: "dequantized before a graph break" in row.reason for row in found.rows}
+    assert hints == {"aten.addmm": False, "aten.mm": True}
+
+
 @pytest.mark.compiles
 def test_a_symbolic_size_is_shown_with_what_it_was_in_the_call():
     """The size that a kernel is chosen for, and timed for where there is a GPU."""

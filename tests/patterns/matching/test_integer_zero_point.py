@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from tests.support.graphs.post_grad import calls, capture
 
@@ -60,3 +61,19 @@ def test_the_difference_wraps_and_is_rounded_as_in_the_graph(name, stored, z_dty
     is_same = match.exactness is Exactness.SAME_WEIGHT_ROUNDING
     assert is_same == (name != "to bf16")
     assert not is_same or torch.equal(got, want)
+
+
+def test_the_reason_of_a_rejection_names_the_zero_point():
+    q, z, s = inputs(torch.int8, torch.int32)
+    with torch.no_grad():
+        _, [rewrite] = capture(
+            lambda x, q, z, s: x @ ((q + rows(z)).float() * rows(s)), [torch.eye(K), q, z, s]
+        )
+    [rejection] = rewrite.report.rejections
+    [zero] = [
+        n
+        for n in rewrite.before.graph.nodes
+        if n.op == "placeholder" and n.meta["val"].dtype == z.dtype
+    ]
+    assert rejection.code == RejectionCode.WEIGHT_FORM
+    assert f"the zero point {zero.name} has no known range" in rejection.detail
