@@ -42,7 +42,7 @@ def test_at_large_m_the_weight_is_dequantized_once(name, most):
         spec, problem = described(Case(name, m, 512, 1024))
         assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(90))) == has_kernel
     with collect() as report:
-        generated = generate_case(Case(name, most + 1, 512, 1024))
+        generated = generate_case(Case(name, most + 1, 512, 1024), arch=80)
     assert [choice.chosen for choice in report.kernels] == [DEQUANTIZE_THEN_MM]
     assert "extern_kernels.mm" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
@@ -189,7 +189,7 @@ def test_shared_memory_holds_packed_weights():
 @pytest.mark.parametrize("out_dtype", [bf16, f16, f32])
 def test_the_sum_is_rounded_once(out_dtype):
     case = Case("gptq", 64, 512, 256, out_dtype=out_dtype, column_scale="channel", bias=True)
-    [source] = generate_case(case).kernels.values()
+    [source] = generate_case(case, arch=80).kernels.values()
     body = source[source.index("out = acc") : source.index("mask = ")]
     assert "float16" not in body
 
@@ -201,7 +201,7 @@ def test_offsets_are_64_bit_only_where_the_tensors_need_it():
         (Case("gptq", 128, 2**20, 2**14), "tl.int64"),
         (Case("int8_group", 33, 66000, 32768), "tl.int64"),
     ):
-        [(name, source)] = generate_case(case).kernels.items()
+        [(name, source)] = generate_case(case, arch=80).kernels.items()
         assert f"INDEX_DTYPE : tl.constexpr = {dtype}" in source
         assert simulate.compile_kernel(name, source).spill_stores == 0
 
@@ -226,7 +226,7 @@ def test_a_dynamic_m_is_a_kernel_argument():
         torch._dynamo.mark_dynamic(inputs[0], 0)
         return inputs
 
-    [source] = generate(gemm(case), make).kernels.values()
+    [source] = generate(gemm(case), make, arch=80).kernels.values()
     assert "M = ks0" in source
     assert "N : tl.constexpr = 512" in source
 
@@ -272,6 +272,7 @@ def test_a_failure_while_lowering_leaves_the_unfused_gemm(monkeypatch):
         return simulate.generate(
             gemm(case),
             lambda d: make_inputs(case, d),
+            arch=80,
             backend=inductor_quant_backend,
             options={"inductor_quant.on_error": on_error},
         )
