@@ -1,0 +1,45 @@
+"""The tensor-parallel example: two processes with the rewritten graphs against one without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from examples import tensor_parallel as example
+from tests.support.graphs.post_grad import EagerBackend
+
+FAMILIES = {"int8": "w8a8", "int4": "weight_only", "fp8": "fp8"}
+MLP, ATTENTION = example.MLP, example.Attention
+CASES = ((MLP, "int8", 3), (ATTENTION, "int8", 4), (MLP, "int4", 3), (ATTENTION, "fp8", 4))
+HIDDEN = 256
+
+
+def run(_, rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    try:
+        compare(rank)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(rank):
+    x = torch.randn(32, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for layer, kind, count in CASES:
+        backend = EagerBackend()
+        one, part = (example.make(layer, kind, HIDDEN, *at) for at in ((0, 1), (rank, 2)))
+        with torch.no_grad():
+            result = torch.compile(part, backend=backend, fullgraph=True)(x)
+            assert example.difference(result, one(x)) < example.TOLERANCE[kind]
+        [rewrite] = backend.rewrites
+        assert [match.family for match in rewrite.report.matches] == [FAMILIES[kind]] * count
+
+
+@pytest.mark.compiles
+def test_two_processes_compute_what_one_does_and_every_product_is_matched(tmp_path):
+    path = str(tmp_path / "rendezvous")
+    other = torch.multiprocessing.spawn(run, (1, path), join=False, daemon=True)
+    run(0, 0, path)
+    assert other.join()
