@@ -28,7 +28,7 @@ from examples.tuning.candidates import legal_sweep
 from examples.tuning.field import AUTOTUNE, DEFAULT, Case
 from inductor_quant import collect, simulate
 from inductor_quant.backend import inductor_quant_backend
-from inductor_quant.kernels import KERNELS
+from inductor_quant.kernels import KERNELS, dispatch
 from inductor_quant.lowering import select
 
 Call = Callable[[], torch.Tensor]
@@ -174,13 +174,13 @@ class Virtual:
 def watched() -> Iterator[list[tuple[Any, ...]]]:
     """Records the (family, spec, problem, device) that the lowering selects kernels for."""
     seen: list[tuple[Any, ...]] = []
-    original = select._best_kernel
+    original = dispatch.candidates
 
-    def watch(family: str, spec: Any, problem: Any, inputs: Any, layout: Any, *rest: Any) -> Any:
-        seen.append((family, spec, problem, select.describe_device(layout.device)))
-        return original(family, spec, problem, inputs, layout, *rest)
+    def watch(*given: Any, **options: Any) -> Any:
+        seen.append(given)
+        return original(*given, **options)
 
-    with mock.patch.object(select, "_best_kernel", watch):
+    with mock.patch.object(dispatch, "candidates", watch):
         yield seen
 
 

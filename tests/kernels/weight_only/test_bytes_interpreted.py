@@ -33,7 +33,7 @@ def run(fn, make, inputs, config=None):
     [
         *((Case(name, 5, 128, 256, bias=True), CONFIGS[0]) for name in FORMATS),
         *((Case(name, 5, 128, 256, f16, bias=True), CONFIGS[1]) for name in FORMATS[::2]),
-        (Case("hqq", 20, 128, 256, f16, column_scale="channel"), None),
+        (Case("hqq", 20, 128, 256, f16, column_scale="channel"), "32x64x32_w2_s4_g8"),
         (Case("int8_channel", 1, 256, 1024, layout="every_second", out_dtype=f32), None),
     ],
     ids=str,

@@ -17,7 +17,8 @@ from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.dequantize import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight, read_weight
+from inductor_quant.patterns.matching.weight_decode import Weight
+from tests.support.graphs.reading import read_weight
 
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CAST = torch.ops.prims.convert_element_type.default
