@@ -102,8 +102,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         if spec.a.dtype not in BASES:
             return no_kernel(f"x of {spec} does not have 16 bits")
         least, most = _rows(spec, problem)
-        if not least <= problem.m <= most:
-            return no_kernel(f"M = {problem.m} is not {least} to {most}")
+        if not least <= problem.m <= most or _is_packed_medium_m(spec, problem):
+            return no_kernel(f"M = {problem.m} is not {least} to {most}, or another is faster")
         return _format_rejection(rules.weight_of(problem))
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
@@ -170,14 +170,22 @@ def _rows(spec: QuantGemmSpec, problem: Problem) -> tuple[int, int]:
     if is_byte and byte_layout_of(weight) is not None:
         least = 1 + (BYTES_M if not loop_ops else PACKED_M if is_wide else 0)
     if packed is not None and rules.group_size_of(spec, weight) >= GROUP:
-        along_k = contiguous_axis(weight, packed) == "k"
         least = 1 + (SMALL_M if is_wide and rules.is_int4_along_k(packed) else PACKED_M)
-        # Above, there is a kernel for those that are contiguous along K, and it is as fast.
-        most = SMALL_M if along_k else MAX_M
-        most = 0 if packed.width < MIN_WIDTH else most
+        most = 0 if packed.width < MIN_WIDTH else MAX_M
     if _varying(format):
         most = SMALL_M  # a scale for each weight of a tile is loaded
     return least, most
+
+
+def _is_packed_medium_m(spec: QuantGemmSpec, problem: Problem) -> bool:
+    """Whether ``weight_only_medium_m`` takes the GEMM and words are contiguous along K: it is as
+    fast."""
+    weight = rules.weight_of(problem)
+    packed = packed_layout_of(weight)
+    if packed is None or contiguous_axis(weight, packed) != "k":
+        return False
+    is_medium = SMALL_M < problem.m <= MEDIUM_M // 2
+    return is_medium and rules.group_size_of(spec, weight) >= GROUP
 
 
 def _format_rejection(weight: Weight) -> Rejection | None:
