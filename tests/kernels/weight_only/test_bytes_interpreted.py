@@ -90,7 +90,7 @@ def product(format, weight, dtype, rows):
         x = torch.empty(16, 256, dtype=dtype, device=device)
         return x, torch.empty(weight.shape, dtype=weight.dtype, device=device)
 
-    generated = generate(fn, make)
+    generated = generate(fn, make, "weight_only_bytes 16x64x64_w4_s3_g8")
     assert any("w_offsets = bytes_n" in source for source in generated.kernels.values())
     return [simulate.interpret(generated, (part, weight)) for part in rows.split(16)]
 

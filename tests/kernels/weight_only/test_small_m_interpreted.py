@@ -48,13 +48,14 @@ def run_case(case, config=None):
     [(n, c) for i, n in enumerate(FORMATS) for j, c in enumerate(CONFIGS) if (i + j) % 2 == 0],
 )
 def test_every_format_in_every_kind_of_tile(name, config):
-    run_case(Case(name, 5, 256, 512, bias=True), config)
+    m = 25 if config.startswith("32x") else 5
+    run_case(Case(name, m, 256, 512, bias=True), config)
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        *(Case("gptq", m, 256, 1024, bias=True, column_scale="channel") for m in (1, 8, 9, 16, 32)),
+        *(Case("gptq", m, 256, 1024, bias=True, column_scale="channel") for m in (1, 8, 9, 16)),
         *(Case(name, 3, 256, 512, f16) for name in FORMATS),
         *(Case("awq", 3, 256, 512, dtype, out_dtype=f32) for dtype in (bf16, f16)),
         *(Case(name, 3, 256, 512, layout="columns") for name in FORMATS),
