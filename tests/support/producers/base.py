@@ -31,8 +31,8 @@ class Producer:
 
     build       ``build(dtype, k, n, bias)``; called by ``make``
     dense       the weight [N, K] in fp64, decoded from what the module stores
-    bits        of the stored field; an int4 in an int8 tensor has 8
-    element     "int", "e4m3", "e5m2", or "lut": an index into a table
+    bits        of the stored field; an int4 in an int8 tensor has 8; of all fields that are joined
+    element     "int", "e4m3", "e5m2", "e2m1", or "lut": an index into a table
     signed      whether the stored field is
     group_size  neighbours along K that share a scale; None: all; BY_INDEX: a tensor says which
     group_n     channels of N that share a scale; None: all
