@@ -111,6 +111,58 @@ class GptqPlusOneWrapped(GptqPlusOne):
         return super().stored_zero(group, n) % 16
 
 
+class Gptq3(Gptq):
+    """32 fields of three bits in three words, the 11th and the 22nd in two of them. They are
+    unpacked as 12 of each word, of which 11, 11 and 10 remain."""
+
+    bits = 3
+
+    def store(self, k: int, n: int, dtype: torch.dtype) -> None:
+        groups = k // self.group
+        starts = [*range(0, 31, 3), 0], [0, *range(1, 32, 3)], [0, *range(2, 30, 3), 0]
+        table = torch.tensor(starts)
+        self.keep(
+            qweight=words(3 * k // 32, n),
+            qzeros=words(groups, 3 * n // 32),
+            scales=scales(groups, n, bits=3, dtype=dtype),
+            g_idx=self.groups_of_rows(k),
+        )
+        self.keep_table(table.int())
+
+    def keep_table(self, table: Tensor) -> None:
+        self.keep(wf_column=table.reshape(1, 3, 12, 1), wf_row=table.reshape(1, 1, 3, 12))
+
+    def codes(self) -> Tensor:
+        spread = self.qweight.reshape(-1, 3, 1, self.n).expand(-1, -1, 12, -1)
+        codes = (spread >> self.wf_column) & 7
+        codes[:, 0, 10] = (codes[:, 0, 10] & 3) | ((codes[:, 1, 0] << 2) & 4)
+        codes[:, 1, 11] = (codes[:, 1, 11] & 1) | ((codes[:, 2, 0] << 1) & 6)
+        codes = codes & 7
+        parts = [codes[:, 0, :11], codes[:, 1, 1:12], codes[:, 2, 1:11]]
+        return torch.cat(parts, dim=1).reshape(self.k, self.n)
+
+    def zero_points(self) -> Tensor:
+        rows = self.qzeros.shape[0]
+        zeros = self.qzeros.reshape(rows, -1, 3, 1).expand(-1, -1, -1, 12) >> self.wf_row
+        zeros[:, :, 0, 10] = (zeros[:, :, 0, 10] & 3) | ((zeros[:, :, 1, 0] << 2) & 4)
+        zeros[:, :, 1, 11] = (zeros[:, :, 1, 11] & 1) | ((zeros[:, :, 2, 0] << 1) & 6)
+        zeros = zeros & 7
+        parts = [zeros[:, :, 0, :11], zeros[:, :, 1, 1:12], zeros[:, :, 2, 1:11]]
+        return torch.cat(parts, dim=2).reshape(rows, self.n)
+
+    def stored_zero(self, group: Tensor, n: Tensor) -> Tensor:
+        bits = [3 * (n % 32) + bit for bit in range(3)]
+        parts = [field(self.qzeros[group, n // 32 * 3 + at // 32], at % 32, 1) for at in bits]
+        return parts[0] | parts[1] << 1 | parts[2] << 2
+
+    def dense(self) -> Tensor:
+        n, k = self.grid()
+        bits, group = [3 * (k % 32) + bit for bit in range(3)], self.g_idx.long()[k]
+        parts = [field(self.qweight[k // 32 * 3 + at // 32, n], at % 32, 1) for at in bits]
+        code = parts[0] | parts[1] << 1 | parts[2] << 2
+        return (code - self.stored_zero(group, n)) * self.scales[group, n].double()
+
+
 class GptqConstantZero(Gptq):
     """Symmetric, with the zero points gone from the checkpoint."""
 
@@ -302,6 +354,7 @@ WORDS = [
     _gptq("gptq_gm_4b_g64_base", Gptq, reads=_READS, given=True),
     _gptq("gptq_gm_8b_g64_base", Gptq8, bits=8, reads=_READS, given=True),
     _gptq("gptq_2b_g64", Gptq2, bits=2, reads=_READS),
+    _gptq("gptq_3b_g64", Gptq3, bits=3, reads=_READS),
     _gptq("gptq_4b_act_order", GptqActOrder, group_size=BY_INDEX, reads=_READS),
     _gptq("gptq_4b_plus_one", GptqPlusOne, reads=_READS),
     _gptq("gptq_4b_plus_one_wrapped", GptqPlusOneWrapped, reads=_READS),

@@ -51,6 +51,7 @@ UNREAD = (
     "gguf_q4_k",
     "gguf_q5_k",
     "gguf_q6_k",
+    "gptq_3b_g64",
 )
 
 
