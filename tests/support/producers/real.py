@@ -79,6 +79,80 @@ def torchao_dense(model: Any) -> Tensor:
     return codes * by_group(weight.scale.reshape(len(codes), -1), k)
 
 
+class TorchaoShards(nn.Module):
+    """torchao's ``UintxTensor`` in a layer: 3, 5, 6 or 7 bits in tensors of 4, 2 and 1."""
+
+    def __init__(self, bits: int, linear: nn.Linear) -> None:
+        from torchao.prototype.dtypes.uintx.bitpacking import pack
+
+        super().__init__()
+        grouped = linear.weight.float().unflatten(1, (-1, GROUP))
+        low, high = grouped.aminmax(dim=2, keepdim=True)
+        scale = (high - low) / (2**bits - 1)
+        zero = (-low / scale).round()
+        codes = (grouped / scale + zero).round().clamp(0, 2**bits - 1).to(torch.uint8)
+        self.bits, self.names = bits, []
+        for number, shard in enumerate(pack(codes.flatten(1), bits)):
+            self.names.append(f"shard_{number}")
+            self.register_buffer(self.names[-1], shard)
+        self.scale, self.zero = (
+            nn.Buffer(value.to(linear.weight.dtype)) for value in (scale, zero)
+        )
+        self.bias = linear.bias
+
+    @property
+    def shards(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.names]
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.prototype.dtypes.uintx.bitpacking import unpack
+
+        codes = unpack(self.shards, self.bits, dim=-1).unflatten(1, (-1, GROUP))
+        weight = (codes.to(x.dtype) - self.zero) * self.scale
+        return nn.functional.linear(x, weight.flatten(1), self.bias)
+
+
+def torchao_shards(bits: int, dtype: torch.dtype, k: int, n: int, bias: bool) -> nn.Module:
+    return TorchaoShards(bits, source(dtype, k, n, bias))
+
+
+def torchao_shards_dense(layer: Any) -> Tensor:
+    """The fields of a byte are as many parts of K; the first shard has the lowest bits."""
+    n, k = layer.scale.shape[0], layer.scale.shape[1] * GROUP
+    row, column = torch.arange(n)[:, None], torch.arange(k)[None, :]
+    codes, done = torch.zeros(n, k, dtype=torch.long), 0
+    for shard in layer.shards:
+        step = shard.shape[1]
+        width = 8 * step // k
+        codes |= field(shard[row, column % step], width * (column // step), width) << done
+        done += width
+    zero, scale = (by_group(value.flatten(1), k) for value in (layer.zero, layer.scale))
+    return (codes - zero) * scale
+
+
+# ------------------------------------------------------------------------------------------
+# torchao, before the conversion
+
+
+def torchao_prepared(dtype: torch.dtype, k: int, n: int, bias: bool) -> nn.Module:
+    """Trained for int4 in groups, and not converted: the weight is rounded in each call."""
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    model = nn.Sequential(source(dtype, k, n, bias))
+    made = IntxFakeQuantizeConfig(torch.int4, group_size=32, is_symmetric=True)
+    with unchanged_inductor_config(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(model, QATConfig(weight_config=made, step="prepare"))
+    return model
+
+
+def torchao_prepared_dense(model: Any) -> Tensor:
+    groups = model[0].weight.float().unflatten(1, (-1, 32))
+    scale = (groups.abs().amax(2, keepdim=True) / 7.5).to(model[0].weight.dtype).float()
+    return ((groups * (1 / scale)).round().clamp(-8, 7).double() * scale).flatten(1)
+
+
 # ------------------------------------------------------------------------------------------
 # HQQ
 
@@ -211,6 +285,66 @@ def quanto_dense(model: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------
+# BitNet, by transformers
+
+
+def eager(fn: Any) -> Any:
+    """What transformers has decorated with torch.compile."""
+    return getattr(fn, "_torchdynamo_orig_callable", fn)
+
+
+class BitNet(nn.Module):
+    """Its packed weight, -1, 0 or 1, with an activation that is not quantized."""
+
+    def __init__(self, dtype: torch.dtype, k: int, n: int, bias: bool) -> None:
+        from transformers.integrations.bitnet import BitLinear, pack_weights
+
+        super().__init__()
+        self.layer = BitLinear(k, n, bias, dtype=dtype)
+        self.layer.weight.copy_(pack_weights(torch.randint(-1, 2, (n, k))))
+        self.layer.weight_scale.fill_(12.0)
+        self.bias = self.layer.bias
+        if bias:
+            self.bias.copy_(torch.randn(n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.integrations.bitnet import unpack_weights
+
+        weight = eager(unpack_weights)(self.layer.weight, dtype=x.dtype)
+        y = nn.functional.linear(x, weight) / self.layer.weight_scale
+        return y if self.bias is None else y + self.bias
+
+
+def bitnet_dense(module: Any) -> Tensor:
+    """The four fields of a byte are as many parts of N."""
+    packed = module.layer.weight
+    codes = torch.cat([field(packed, shift, 2) for shift in range(0, 8, 2)])
+    return (codes - 1) / module.layer.weight_scale.double()
+
+
+class BitNetOnline(nn.Linear):
+    """A weight in 16 bits that is rounded to -1, 0 or 1 times its mean in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers.integrations.bitnet import WeightQuant
+
+        weight = eager(WeightQuant.forward)(None, self.weight)
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def bitnet_online(dtype: torch.dtype, k: int, n: int, bias: bool) -> nn.Module:
+    layer = BitNetOnline(k, n, bias, dtype=dtype)
+    layer.load_state_dict(source(dtype, k, n, bias).state_dict())
+    return layer
+
+
+def bitnet_online_dense(layer: Any) -> Tensor:
+    weight = layer.weight.float()
+    scale = 1 / weight.abs().mean()
+    return (weight * scale).round().clamp(-1, 1).double() / scale
+
+
+# ------------------------------------------------------------------------------------------
 
 
 def _torchao(name: str, kind: str, bits: int = 8, **fields: Any) -> Producer:
@@ -242,6 +376,12 @@ def _quanto(name: str, qtype: str, bits: int = 8, **fields: Any) -> Producer:
     return Producer(f"quanto_{name}", build, bits, quanto_dense, needs="optimum.quanto", **fields)
 
 
+def _shards(bits: int) -> Producer:
+    return Producer(f"torchao_uint{bits}_shards", functools.partial(torchao_shards, bits), bits,
+                    torchao_shards_dense, needs="torchao", group_size=GROUP, signed=False,
+                    zero="float")  # fmt: skip
+
+
 _SYM32: dict[str, Any] = {"weight_dtype": "int4", "group": 32}
 _ASYM32 = {**_SYM32, "mapping_type": "ASYMMETRIC"}
 _PACK: dict[str, Any] = {"signed": False, "zero": "const"}
@@ -253,6 +393,10 @@ REAL = [
     _torchao("intx4_wo_g32_sym", "Intx", zero="int", options=_SYM32, given=True),
     _torchao("intx4_wo_g32_asym", "Intx", zero="int", options=_ASYM32, given=True),
     _torchao("intx8_wo_axis", "Intx", zero="int", options={"weight_dtype": "int8"}),
+    *map(_shards, (3, 5, 6)),
+    Producer("torchao_qat_prepared", torchao_prepared, 16, torchao_prepared_dense,
+             element="float", needs="torchao", expected_matches=0,
+             reason="the weight is stored in 16 bits and rounded in the graph"),
     _hqq("4b_g64_ax1_fwd", 4, 1, given=True),
     _hqq("8b_g64_ax1_fwd", 8, 1, given=True),
     _hqq("2b_g64_ax1_fwd", 2, 1),
@@ -263,6 +407,11 @@ REAL = [
     _hqq("8b_g64_ax0_fwd", 8, 0, group_size=1),
     _hqq("3b_g64_ax1_fwd", 3, 1, expected_matches=0,
          reason="ten fields in a word, as many groups apart as divide neither N nor K"),
+    Producer("bitnet_packed", BitNet, 2, bitnet_dense, needs="transformers", signed=False,
+             zero="const", group_n=None, bias="add", scaled="result"),
+    Producer("bitnet_online", bitnet_online, 16, bitnet_online_dense, element="float",
+             needs="transformers", expected_matches=0,
+             reason="the weight is stored in 16 bits and rounded in the graph"),
     _compressed("pack_int4_g64_sym", 4, {"group_size": 64, "packed": True}, **_PACK, given=True),
     _compressed("int8_chan_wo", 8, {}, given=True),
     _compressed("pack_int4_chan_sym", 4, {"packed": True}, **_PACK),

@@ -52,6 +52,9 @@ UNREAD = (
     "gguf_q5_k",
     "gguf_q6_k",
     "gptq_3b_g64",
+    "torchao_uint3_shards",
+    "torchao_uint5_shards",
+    "torchao_uint6_shards",
 )
 
 
