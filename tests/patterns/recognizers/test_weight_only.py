@@ -213,7 +213,7 @@ ROUNDED = {
     "int8_two_factors",
     "int4_folded",
     "torchao_mxfp8_dequantized",
-    "gguf_q4_0",
+    "gguf_q4_0_split",
     "gguf_q8_0",
 }
 

@@ -1,6 +1,7 @@
 """GGUF: blocks of bytes along K that hold a scale, smaller scales, and fields of 4, 5, 6 or 8 bits.
 
-transformers dequantizes them in its own layer, except Q4_0, which is written out here.
+Those named ``split`` are spelled as in diffusers: a block is split, and a constant tensor has the
+shifts. The others are transformers' own layer, which has no Q4_0.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ class Blocks:
         return self.blocks[:, :, at : at + 2].contiguous().view(f16)[n, block, 0].double()
 
 
-class Q4_0(PackedLinear):
+class Split(PackedLinear):
+    def shifts(self, *amounts: int) -> Tensor:
+        made = torch.tensor(amounts, device=self.data.device, dtype=torch.uint8)
+        return made.reshape(1, 1, -1, 1)
+
+
+class Q40(Split):
     """18 bytes for 32 values: fp16, then the low nibbles are the first 16 values."""
 
     def store(self, k: int, n: int, dtype: torch.dtype) -> None:
@@ -44,8 +51,7 @@ class Q4_0(PackedLinear):
     def weight(self) -> Tensor:
         blocks = self.data.reshape(-1, 18)
         scale, packed = torch.split(blocks, [2, 16], dim=1)
-        shifts = torch.tensor([0, 4], device=blocks.device, dtype=torch.uint8).reshape(1, 2, 1)
-        codes = (packed.reshape(-1, 1, 16) >> shifts) & 0x0F
+        codes = (packed.reshape(-1, 1, 1, 16) >> self.shifts(0, 4)) & 0x0F
         codes = codes.reshape(-1, 32).to(torch.int8) - 8
         return (scale.view(f16).to(self.dtype) * codes).reshape(self.n, self.k)
 
@@ -54,6 +60,49 @@ class Q4_0(PackedLinear):
         blocks, block, at = Blocks(self.data, 18), k // 32, k % 32
         code = field(blocks.byte(n, block, 2 + at % 16), 4 * (at // 16), 4) - 8
         return code * blocks.half(n, block, 0)
+
+
+class Q4K(Split):
+    """144 bytes for 256 values in 8 groups, each with a scale and a minimum of 6 bits."""
+
+    def store(self, k: int, n: int, dtype: torch.dtype) -> None:
+        self.keep(data=random_blocks("Q4_K", n, k).flatten(1))
+
+    def weight(self) -> Tensor:
+        blocks = self.data.reshape(-1, 144)
+        scale, least, packed, codes = torch.split(blocks, [2, 2, 12, 128], dim=1)
+        first, second, both = torch.split(packed.reshape(-1, 3, 4), 1, dim=1)
+        low = torch.cat([first & 0x3F, (both & 0x0F) | ((first >> 2) & 0x30)], dim=-1)
+        high = torch.cat([second & 0x3F, (both >> 4) | ((second >> 2) & 0x30)], dim=-1)
+        scale = (scale.view(f16).to(self.dtype) * low.reshape(-1, 8)).reshape(-1, 8, 1)
+        least = (least.view(f16).to(self.dtype) * high.reshape(-1, 8)).reshape(-1, 8, 1)
+        codes = (codes.reshape(len(blocks), -1, 1, 32) >> self.shifts(0, 4)) & 0x0F
+        return (scale * codes.reshape(-1, 8, 32) - least).reshape(self.n, self.k)
+
+    def dense(self) -> Tensor:
+        n, k = self.grid()
+        return q4_k(Blocks(self.data, 144), n, k)
+
+
+class Q6K(Split):
+    """210 bytes for 256 values in 16 groups, each with a scale of 8 bits."""
+
+    def store(self, k: int, n: int, dtype: torch.dtype) -> None:
+        self.keep(data=random_blocks("Q6_K", n, k).flatten(1))
+
+    def weight(self) -> Tensor:
+        blocks = self.data.reshape(-1, 210)
+        low, high, scales, scale = torch.split(blocks, [128, 64, 16, 2], dim=1)
+        scale = scale.view(f16).to(self.dtype) * scales.view(torch.int8).to(self.dtype)
+        low = (low.reshape(len(blocks), -1, 1, 64) >> self.shifts(0, 4)) & 0x0F
+        high = (high.reshape(len(blocks), -1, 1, 32) >> self.shifts(0, 2, 4, 6)) & 0x03
+        codes = low.reshape(-1, 8, 32) | (high.reshape(-1, 8, 32) << 4)
+        codes = (codes.to(torch.int8) - 32).reshape(-1, 16, 16)
+        return (scale.reshape(-1, 16, 1) * codes).reshape(self.n, self.k)
+
+    def dense(self) -> Tensor:
+        n, k = self.grid()
+        return q6_k(Blocks(self.data, 210), n, k)
 
 
 # ------------------------------------------------------------------------------------------
@@ -68,17 +117,21 @@ TYPES: dict[str, tuple[int, int, tuple[tuple[int, float, float], ...]]] = {
 }
 
 
+def random_blocks(kind: str, n: int, k: int) -> Tensor:
+    number, size, halves = TYPES[kind]
+    blocks = octets(n, k // (32 if number == 8 else 256), size)
+    for at, low, high in halves:
+        put_half(blocks, at, low, high)
+    return blocks
+
+
 def gguf(kind: str, dtype: torch.dtype, k: int, n: int, bias: bool) -> nn.Module:
     from transformers.integrations.gguf import kernels, utils
 
     # Its kernels, which it would look for on the network, run on no CPU.
     kernels._gguf_kernel, utils.MAX_GEMV_ROWS = False, 0
-    number, size, halves = TYPES[kind]
-    layer = utils.GgufLinear(k, n, number, bias)
-    blocks = octets(*layer.weight.unflatten(1, (-1, size)).shape)
-    for at, low, high in halves:
-        put_half(blocks, at, low, high)
-    layer.weight.copy_(blocks.flatten(1))
+    layer = utils.GgufLinear(k, n, TYPES[kind][0], bias)
+    layer.weight.copy_(random_blocks(kind, n, k).flatten(1))
     if bias:
         layer.bias = nn.Parameter(torch.randn(n).to(dtype), requires_grad=False)
     return layer
@@ -141,7 +194,9 @@ def _gguf(kind: str, bits: int, **fields: Any) -> Producer:
 
 
 GGUF = [
-    Producer("gguf_q4_0", Q4_0, bits=4, signed=False, group_size=32, zero="const"),
+    Producer("gguf_q4_0_split", Q40, bits=4, signed=False, group_size=32, zero="const"),
+    Producer("gguf_q4_k_split", Q4K, bits=4, signed=False, group_size=32, zero="folded"),
+    Producer("gguf_q6_k_split", Q6K, bits=6, signed=False, group_size=16, zero="const"),
     _gguf("Q8_0", 8, signed=True),
     _gguf("Q4_K", 4, zero="folded"),
     _gguf("Q5_K", 5, zero="folded"),

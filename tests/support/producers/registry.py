@@ -51,6 +51,8 @@ UNREAD = (
     "gguf_q4_k",
     "gguf_q5_k",
     "gguf_q6_k",
+    "gguf_q4_k_split",
+    "gguf_q6_k_split",
     "gptq_3b_g64",
     "torchao_uint3_shards",
     "torchao_uint5_shards",
