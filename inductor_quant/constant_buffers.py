@@ -5,9 +5,9 @@ amounts and positions that such a table holds. Dynamo hands a backend the tensor
 before tracing, such a table becomes a constant of the graph, and its content part of Inductor's
 cache keys (``digest``); each call compares the tables with it (``Guarded``).
 
-We read integer vectors owned by a module and used only as indices or shifts inside a weight, and
-only if their content is a sum over digits of the position, such as ``k // group``. The row order of
-act-order is not: the kernel looks it up.
+We read integer vectors, and matrices of a few numbers, owned by a module and used only as indices
+or shifts inside a weight, and only if their content is a sum over digits of the position, such as
+``k // group``, or short. The row order of act-order is not: the kernel looks it up.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_LENGTH = 1 << 17
+MAX_MATRIX = 64  # elements; one with more is a weight
 # Sets of buffers that one compiled graph remembers: a layer that is compiled by itself serves all
 # layers of its kind, each with its own buffers.
 MAX_STATES = 512
@@ -83,7 +84,7 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuff
     found = [
         buffer
         for buffer in held
-        if _is_short_vector(buffer.value)
+        if _is_table(buffer.value)
         and _decides_positions_alone(buffer.node, weight_side)
         and _has_form(buffer.value)
     ]
@@ -172,11 +173,12 @@ def _is_real(value: Any) -> TypeGuard[torch.Tensor]:
     )
 
 
-def _is_short_vector(value: torch.Tensor) -> bool:
+def _is_table(value: torch.Tensor) -> bool:
+    """A vector, or the few numbers of a table that says where fields are in several words."""
+    is_vector = sum(size > 1 for size in value.shape) <= 1
     return (
         value.dtype in DTYPES
-        and 0 < value.numel() <= MAX_LENGTH
-        and sum(size > 1 for size in value.shape) <= 1
+        and 0 < value.numel() <= (MAX_LENGTH if is_vector else MAX_MATRIX)
         and value.is_contiguous()
     )
 

@@ -179,7 +179,7 @@ class _Linear:
         element, scaling = self.format.element, _scaling(self.format.dequant_ops)
         if self._is_fast() or scaling is None or element != self.format.code:
             return None
-        if element.float8 or element.minus:
+        if element.float8 or element.minus or element.high:
             return None
         subtract, multiply = scaling
         k, n = self.format.shape

@@ -20,7 +20,7 @@ class RecognizedGemm:
 
     end            the node that the op replaces
     interior       the nodes that the rewrite makes dead, in graph order; those without users go
-    op, args, kwargs  the call; ``Operand`` and ``Derived`` arguments become nodes
+    op, args, kwargs  the call; ``Operand``, ``Derived`` and ``Constant`` arguments become nodes
     row_scale      the scale of the activation, or None
     shape          arguments of a reshape to the shape of ``end``; None: that is [M, N]
     too_many_rows  at this M the graph as it is runs faster
@@ -53,13 +53,31 @@ class Operand:
 
 
 @dataclasses.dataclass(frozen=True)
+class Constant:
+    """A vector whose memory is ``values``: a table that the rewrite adds to the graph."""
+
+    values: bytes
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int]:
+        return (len(self.values) // self.dtype.itemsize,)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.values), dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Derived:
-    """``target(*args, **kwargs)``: a node that the rewrite adds. Its arguments may be Operands or
-    Derived as well."""
+    """``target(*args, **kwargs)``: a node that the rewrite adds. Its arguments may be Operands,
+    Constants or Derived as well, also within tuples, which become lists. ``dtype`` and ``shape``
+    are those of the result, where a recognizer needs them."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import verify
 
 from . import fx_utils
-from .match import Derived, Operand, RecognizedGemm
+from .match import Constant, Derived, Operand, RecognizedGemm
 
 # Metadata that tells a user or a profiler where a node comes from.
 _PROVENANCE = (
@@ -37,6 +38,10 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
         return add_node(found.end, target, args, kwargs or {})
 
     def argument(item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return [argument(part) for part in item]
+        if isinstance(item, Constant):
+            return _constant(found.end, item)
         if isinstance(item, Derived):
             return build(item.target, tuple(map(argument, item.args)), dict(item.kwargs))
         if not isinstance(item, Operand):
@@ -64,6 +69,21 @@ def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str
     node.meta.update({k: like.meta[k] for k in _PROVENANCE if k in like.meta})
     node.meta["original_aten"] = node.target  # names the kernel in Inductor
     node.meta["val"] = _evaluate(node)
+    return node
+
+
+def _constant(like: fx.Node, constant: Constant) -> fx.Node:
+    """A tensor of the module, on the device of ``like``; equal ones are shared."""
+    module, device = like.graph.owning_module, fx_utils.value(like).device
+    digest = hashlib.sha256(constant.values).hexdigest()[:12]
+    dtype = str(constant.dtype).rpartition(".")[2]
+    name = f"_inductor_quant_{dtype}_{device.type}{device.index or 0}_{digest}"
+    if not hasattr(module, name):
+        with compat.real_tensors():
+            setattr(module, name, compat.on_device(constant.tensor(), device))
+    node = like.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
+    with compat.fake_mode_of([fx_utils.value(like)]):
+        node.meta["val"] = torch.empty(constant.shape, dtype=constant.dtype, device=device)
     return node
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -448,3 +448,13 @@ def fake_mode_of(values: Iterable[Any]) -> Iterator[None]:
                 yield
             return
     yield
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of ``tensor`` on ``device``. (``simulate`` replaces it: its device is virtual.)"""
+    return tensor.to(device)
+
+
+def real_tensors() -> AbstractContextManager[None]:
+    """Within, ops run on real tensors, also while a fake mode is entered."""
+    return symbol("torch._subclasses.fake_tensor:unset_fake_temporarily")()

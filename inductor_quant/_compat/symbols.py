@@ -90,6 +90,7 @@ _add(
 )
 _add("inductor", "torch._inductor.compile_fx", "")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
+_add("inductor", "torch._subclasses.fake_tensor", "unset_fake_temporarily")
 _CONFIG = "torch._inductor.config"
 _add("inductor", _CONFIG, "max_autotune", "max_autotune_gemm", "emulate_precision_casts")
 _add("inductor", _CONFIG, "freezing", "cpu_backend", "cpp_wrapper", "combo_kernels")

@@ -102,6 +102,10 @@ class Evaluator:
         if field.width:
             value = call(aten.bitwise_right_shift.Tensor, value, self._shift(field.offset))
             value = self._low_bits(value, field.width)
+        if field.high:
+            factor = 1 << field.width
+            above = call(aten.mul.Tensor, self.field(field.high), factor)
+            value = call(aten.add.Tensor, value, above)
         if field.signed:
             sign = 1 << field.width - 1  # flipped and subtracted: sign extension
             value = call(aten.bitwise_xor.Scalar, value, sign)

@@ -206,8 +206,9 @@ def _number(code: Field, dtype: torch.dtype) -> tuple[torch.dtype, int | None]:
     signed = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
     unsigned = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
     types = signed if code.signed else unsigned
-    width, dtype = next(pair for pair in types.items() if pair[0] >= code.width)
-    return dtype, None if width == code.width else code.width
+    total = code.total_width
+    width, dtype = next(pair for pair in types.items() if pair[0] >= total)
+    return dtype, None if width == total else total
 
 
 def _value_dtype(field: Field, dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -216,7 +217,7 @@ def _value_dtype(field: Field, dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 def _spec_block(format: WeightFormat, field: Field) -> tuple[int, int]:
     rows, columns = format.block(field)
-    if any(part.digits and format.block(part)[0] != -1 for part in field.nested):
+    if any(format.block(part)[0] == 1 for part in field.nested):
         rows = GATHERED
     return rows, columns
 
@@ -301,8 +302,17 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
         raise SpecError(f"weight_only: {minus} of {format} is no integer of 16, 32 or 64 bits")
     if any(field.minus for field in fields if field != format.element):
         raise SpecError(f"weight_only: a field of {format} that is not the element has a minus")
+    joined = format.element
+    while joined.high:
+        joined = joined.high
+        if not joined.width or is_float(tensors[joined.source][0]) or joined.signed or joined.add:
+            raise SpecError(f"weight_only: {joined} of {format} is no unsigned bit field")
+    if any(field.high and (field.wrap or not field.width) for field in fields):
+        raise SpecError(
+            f"weight_only: a field of {format} with a high part wraps, or is no bit field"
+        )
     dtype = tensors[format.element.source][0]
-    if format.element.width > MAX_ELEMENT_BITS or (
+    if format.element.total_width > MAX_ELEMENT_BITS or (
         not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)
     ):
         raise SpecError(

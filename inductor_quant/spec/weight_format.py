@@ -85,6 +85,9 @@ class Field:
     index below 0 counts from the end, as in torch; a field that is part of an index has ``size``
     added if it is below 0. With ``float8`` ("e4m3", "e5m2") the eight bits are such a float.
 
+    With ``high``, an unsigned field, these bits are the lowest of a number whose other bits are
+    those of ``high``, before ``add``: fields of two words, or of two tensors.
+
     Last, the integer field ``minus`` is subtracted in integers of ``bits`` bits, which wrap around.
     Only the element has one: a zero point that a dequant op, in fp32, might round.
     """
@@ -100,22 +103,32 @@ class Field:
     float8: str = ""
     minus: Field | None = None
     bits: int = 64
+    high: Field | None = None
 
     @property
     def digits(self) -> frozenset[str]:
         """The digits on which the value depends."""
-        return self.offset.digits.union(*(index.digits for index in self.index))
+        own = self.offset.digits.union(*(index.digits for index in self.index))
+        return own | self.high.digits if self.high else own
+
+    @property
+    def total_width(self) -> int:
+        """The width of the number, with the bits of ``high``."""
+        return self.width + (self.high.total_width if self.high else 0)
 
     @property
     def nested(self) -> tuple[Field, ...]:
-        """The fields that this one's index and offset are computed from."""
+        """The fields that this one's index and offset are computed from, and ``high``."""
         indices = (*self.index, self.offset)
-        return tuple(field for index in indices for field, _ in index.fields)
+        found = tuple(field for index in indices for field, _ in index.fields)
+        return (*found, self.high) if self.high else found
 
     def __str__(self) -> str:
         text = f"w{self.source}[{','.join(map(str, self.index))}]"
         if self.width:
             text += f":{'i' if self.signed else 'u'}{self.width}@{self.offset}"
+        if self.high:
+            text = f"({text} | {self.high} << {self.width})"
         if self.add:
             text = f"({text}{self.add:+d})"
         text = f"{text}%{1 << self.width}" if self.wrap else text
@@ -285,9 +298,10 @@ def _index(raw: Any) -> AffineIndex:
 
 
 def _field(raw: Any) -> Field:
-    source, index, offset, *rest, minus, bits = raw
+    source, index, offset, *rest, minus, bits, high = raw
     found = Field(source, tuple(map(_index, index)), _index(offset), *rest)
-    return dataclasses.replace(found, minus=_field(minus) if minus else None, bits=bits)
+    minus, high = (_field(each) if each else None for each in (minus, high))
+    return dataclasses.replace(found, minus=minus, bits=bits, high=high)
 
 
 def _op(raw: Any) -> DequantOp:

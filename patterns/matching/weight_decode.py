@@ -12,11 +12,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
+from inductor_quant._compat import inductor as compat
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.weight_format import (
     AffineIndex,
@@ -27,6 +28,7 @@ from inductor_quant.spec.weight_format import (
 )
 
 from .. import fx_utils
+from ..match import Constant, Derived
 from ..symbolic import Reader
 from ..symbolic.expr import (
     EXACT_IN_FP32,
@@ -34,8 +36,10 @@ from ..symbolic.expr import (
     FLOATS,
     INTEGERS,
     Bits,
+    Choice,
     Expr,
     Load,
+    Lookup,
     Number,
     Op,
     constant,
@@ -46,12 +50,18 @@ from ..symbolic.expr import (
     is_whole,
     limits,
     normalized,
+    parts_of,
 )
+from ..symbolic.functions import as_function
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
 from .weight_rounding import WIDER, Rounding
 
 MAX_BITS = 8
+TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
+
+
+Source = fx.Node | Constant | Derived
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Weight:
     """
 
     format: WeightFormat
-    sources: tuple[fx.Node, ...]
+    sources: tuple[Source, ...]
     same_for: frozenset[torch.dtype]
     is_reordered: bool
 
@@ -113,9 +123,10 @@ class _NoWeight(Exception):
 
 class _Decoder:
     def __init__(self, reader: Reader, node: fx.Node) -> None:
+        self.reader = reader
         self.space = reader.space
         self.node = node  # for messages, if no other node is to blame
-        self.sources: list[fx.Node] = []
+        self.sources: list[Source] = []
         self.names: dict[Digit, str] = {}
         self.path: list[
             tuple[Op, Expr | None]
@@ -157,11 +168,16 @@ class _Decoder:
             if expr.name in ("float8", "difference"):
                 break
             if expr.name not in _STEPS:
-                raise self._blame(expr, f"{expr.name} is no affine step")
+                found = self._function(expr, f"{expr.name} is no affine step")
+                if found is expr:
+                    break
+                expr = found
+                continue
             left, right = expr.args
             is_left, is_right = self._sides(expr)
             if is_left == is_right:
-                raise self._blame(expr, "no operand, or both, vary with every k and n")
+                expr = self._function(expr, "no operand, or both, vary with every k and n")
+                continue
             inner, outer = (left, right) if is_left else (right, left)
             if inner.dtype in INTEGERS and expr.dtype in FLOATS:
                 self._check_exact(inner, expr.dtype)  # an implicit cast
@@ -174,7 +190,19 @@ class _Decoder:
             else:
                 raise self._blame(expr, "the quantized value is a divisor")
             expr = inner
+        if isinstance(expr, Load) and not all(map(_is_index, _data(expr))):
+            expr = self._function(expr, "an index that is computed")
         return expr, _simplified(steps[::-1])
+
+    def _function(self, expr: Op | Load, reason: str) -> Expr:
+        """A step that is not affine, as a function of one field; ``expr`` itself if it is a number
+        of several fields."""
+        try:
+            return as_function(self.reader, expr)
+        except Unsupported:
+            if isinstance(expr, Op) and expr.name == "or" and _parts(expr):
+                return expr
+            raise self._blame(expr, reason) from None
 
     def _factors(self, kind: DequantOpKind, operand: Expr) -> list[tuple[DequantOpKind, Expr]]:
         """Split a scale into its factors, the last step first.
@@ -183,6 +211,8 @@ class _Decoder:
         the kernel reads the scale as the graph computes and rounds it.
         """
         inner = _stripped(operand)
+        while isinstance(inner, Op) and inner.name == "cast" and inner.at is None:
+            (inner,) = inner.args  # no node holds the rounded scale
         if kind in ("add", "sub") or not isinstance(inner, Op) or inner.name not in ("mul", "div"):
             return [(kind, operand)]
         every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
@@ -245,6 +275,17 @@ class _Decoder:
         stored = element
         if isinstance(stored, Op) and stored.name in ("float8", "difference"):
             stored = stored.args[0]
+        if isinstance(stored, Lookup):
+            stored = stored.code
+        if isinstance(stored, Op) and (parts := _parts(stored)):
+            if sum(part.width for part in parts) > MAX_BITS:
+                raise self._blame(element, "a number of more than 8 bits")
+            for part in parts:
+                self._check_stored(part, part)
+            return
+        self._check_stored(stored, element)
+
+    def _check_stored(self, stored: Expr, element: Expr) -> None:
         if not isinstance(stored, (Bits, Load)):
             raise self._blame(element, "no stored element at its end")
         if not self._is_element(stored, by_data=True):
@@ -281,12 +322,37 @@ class _Decoder:
         value = constant(expr)
         if value is not None:
             return float(value)
+        if isinstance(expr, Lookup):
+            return self._function_of_stored(expr)
         try:
             return self._field(_stripped(expr))
         except _NoWeight:
-            if not isinstance(expr, Op) or expr.at is None:
+            if not isinstance(expr, (Op, Choice)) or expr.at is None:
                 raise
-        node, index = expr.at
+        return self._computed(*expr.at)
+
+    def _function_of_stored(self, expr: Lookup) -> Field:
+        """A scale that is a function of stored codes: as the graph computes it, or of all codes
+        before the product; the kernel looks up what is not stored in whole elements."""
+        if expr.at is not None and self._is_small(expr, expr.at[0]):
+            return self._computed(*expr.at)
+        table = self._table(expr)
+        stored = fx_utils.value(expr.code.node)
+        is_byte = stored.dtype in (torch.uint8, torch.int8) and expr.code.width == 8
+        if isinstance(table, str) or not is_byte:
+            return self._looked_up(expr)
+        codes: Any = Derived(fx_utils.CAST, (expr.code.node, torch.int64))
+        if stored.dtype == torch.int8:
+            codes = Derived(fx_utils.aten.bitwise_and.Scalar, (codes, 255))
+        scale = Derived(
+            fx_utils.aten.index.Tensor,
+            (table, (codes,)),
+            dtype=table.dtype,
+            shape=tuple(stored.shape),
+        )
+        return Field(self._source(scale), tuple(map(self._form, expr.code.index)))
+
+    def _computed(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Field:
         return self._loaded(node, tuple(map(self.space.leaves, index)), Field(0, ()))
 
     def _field(self, expr: Expr) -> Field:
@@ -300,6 +366,14 @@ class _Decoder:
                 offset = self._form(expr.offset)
                 field = Field(0, (), offset, expr.width, expr.signed)
             return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Lookup):
+            return self._looked_up(expr)
+        if isinstance(expr, Op) and expr.name == "or" and (parts := _parts(expr)):
+            found: Field | None = None
+            for part in reversed(parts):
+                found = dataclasses.replace(self._field(part), width=part.width, high=found)
+            assert found is not None
+            return found
         if isinstance(expr, Op) and expr.name == "difference":
             inner, minus = map(self._field, expr.args)
             return dataclasses.replace(inner, minus=minus, bits=torch.iinfo(expr.dtype).bits)
@@ -324,10 +398,38 @@ class _Decoder:
                 return dataclasses.replace(inner, wrap=True)
         raise self._blame(expr, "a scale or zero point that is neither stored nor computed apart")
 
+    def _looked_up(self, expr: Lookup) -> Field:
+        """A float of 8 bits, or an entry of a table."""
+        code, table = self._field(expr.code), self._table(expr)
+        if isinstance(table, str):
+            return dataclasses.replace(code, width=8, signed=False, float8=table)
+        at = AffineIndex(fields=((code, 1),))
+        return Field(self._source(table), (at,))
+
+    def _table(self, expr: Lookup) -> Constant | Derived | str:
+        """The values as a table; the kind of float8 if they are its floats."""
+        if isinstance(expr.values, Derived):
+            return expr.values
+        with compat.real_tensors():
+            values = Constant(expr.values, expr.dtype).tensor().float()
+            if kind := _float8_of(values):
+                return kind
+            exact = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
+            values = values.to((*exact, torch.float32)[0])
+            return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
+
+    def _source(self, item: Source) -> int:
+        if item not in self.sources:
+            self.sources.append(item)
+        return self.sources.index(item)
+
+    def _is_small(self, expr: Expr, node: fx.Node) -> bool:
+        """Whether ``node`` holds ``expr`` without repetitions."""
+        count = math.prod(digit.radix for digit in digits(expr, self.space))
+        return fx_utils.value(node).numel() <= count
+
     def _loaded(self, node: fx.Node, index: tuple[IndexExpr, ...], field: Field) -> Field:
-        if node not in self.sources:
-            self.sources.append(node)
-        source = self.sources.index(node)
+        source = self._source(node)
         return dataclasses.replace(field, source=source, index=tuple(map(self._form, index)))
 
     # -- digits
@@ -336,7 +438,7 @@ class _Decoder:
         """Name as few digits as the expressions need; returns the radices of each axis."""
         indices = [index for part in parts for index in forms(part)]
         for part in parts:  # a computed scale is read from the graph
-            if isinstance(part, Op) and part.at is not None:
+            if isinstance(part, (Op, Lookup, Choice)) and part.at is not None:
                 indices += map(self.space.leaves, part.at[1])
         terms = [dict(self.space.leaves(index).terms) for index in indices]
         radices: dict[str, tuple[int, ...]] = {}
@@ -374,7 +476,8 @@ class _Decoder:
     def _node(self, expr: Expr) -> fx.Node:
         if isinstance(expr, (Load, Bits)):
             return expr.node
-        return expr.at[0] if isinstance(expr, Op) and expr.at is not None else self.node
+        at = expr.at if isinstance(expr, (Op, Lookup, Choice)) else None
+        return self.node if at is None else at[0]
 
 
 def _spread_integers(node: fx.Node) -> list[fx.Node]:
@@ -400,6 +503,41 @@ def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOp
     if total:
         rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
     return rest
+
+
+def _float8_of(values: torch.Tensor) -> str:
+    """The kind of float whose bits are the positions of ``values``, "" if there is none."""
+    if len(values) == 256:
+        codes = torch.arange(256, dtype=torch.uint8)
+        for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+            bits = codes.view(dtype).float().view(torch.int32)
+            if torch.equal(values.view(torch.int32), bits):
+                return kind
+    return ""
+
+
+def _data(expr: Load) -> list[Expr]:
+    """The integers in tensors that select the element."""
+    return [datum.expr for index in expr.index for datum, _ in index.data]
+
+
+def _is_index(expr: Expr) -> bool:
+    """Whether ``_Decoder._field`` has a form for it."""
+    while isinstance(expr, Op) and expr.name in ("add", "sub", "from_end", "wrap"):
+        (expr, *_) = expr.args
+    return isinstance(expr, Bits)
+
+
+def _parts(number: Op) -> tuple[Bits, ...]:
+    """The fields of a number of several, lowest first; () if it is none."""
+    _, high = interval(number)
+    try:
+        parts = parts_of(number, 0, high.bit_length())
+    except Unsupported:
+        return ()
+    widths = itertools.accumulate((part.width for _, part in parts), initial=0)
+    is_dense = all(place == width for (place, _), width in zip(parts, widths, strict=False))
+    return tuple(part for _, part in parts) if is_dense else ()
 
 
 def _code(expr: Expr) -> Bits | Load:

@@ -131,6 +131,8 @@ def read_int8(weight: Weight) -> Int8Weight | None:
     if len(format.k) != 1 or len(format.n) != 1 or not _is_plain(format.element):
         return None
     node = weight.sources[format.element.source]
+    if not isinstance(node, fx.Node):
+        return None
     k, n = AffineIndex(linear=(("k0", 1),)), AffineIndex(linear=(("n0", 1),))
     if fx_utils.value(node).dtype != torch.int8 or format.element.index not in ((k, n), (n, k)):
         return None
@@ -166,6 +168,8 @@ def _vector(field: Field, weight: Weight) -> Vector | None:
     if not _is_plain(field):
         return None
     node = weight.sources[field.source]
+    if not isinstance(node, fx.Node):
+        return None
     forms = [form for form in field.index if form != AffineIndex()]
     numel = math.prod(fx_utils.value(node).shape)
     if not forms and numel == 1:

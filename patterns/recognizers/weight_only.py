@@ -42,7 +42,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     if rejection is not None:
         return rejection
     epilogue = _read_epilogue(anchor, product, weight)
-    read = (product.x, *weight.sources, product.bias, epilogue.column_scale, epilogue.bias)
+    stored = (node for node in weight.sources if isinstance(node, fx.Node))
+    read = (product.x, *stored, product.bias, epilogue.column_scale, epilogue.bias)
     rejection = reject_operands(read, anchor)
     if rejection is not None:
         return rejection
@@ -77,11 +78,9 @@ def _read_epilogue(anchor: fx.Node, product: Matmul, weight: Weight) -> Epilogue
 def _assemble(product: Matmul, weight: Weight, found: Epilogue) -> RecognizedGemm | Rejection:
     bias = found.bias or product.bias
     scale = per_channel(found.column_scale)
-    dtypes = [fx_utils.value(node).dtype for node in weight.sources]
-    types = tuple(
-        (dtype, tuple(fx_utils.value(node).shape))
-        for dtype, node in zip(dtypes, weight.sources, strict=True)
-    )
+    tensors = [fx_utils.value(s) if isinstance(s, fx.Node) else s for s in weight.sources]
+    dtypes = [tensor.dtype for tensor in tensors]
+    types = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
     try:
         op.check_format(weight.format, types)
     except SpecError as error:

@@ -199,7 +199,8 @@ def _classify_weight_only(found: RecognizedGemm) -> Exactness:
     if not isinstance(x, fx.Node):
         return Exactness.REASSOCIATED
     x_dtype = fx_utils.value(x).dtype
-    element = fx_utils.value(found.args[1][format.element.source]).dtype
+    source = found.args[1][format.element.source]
+    element = (fx_utils.value(source) if isinstance(source, fx.Node) else source).dtype
     if weight_only.split_dequant_ops(format, x_dtype, element)[1]:
         return Exactness.REASSOCIATED
     if found.weight_class is not Exactness.REASSOCIATED and any(

@@ -8,12 +8,12 @@ writes its unpacking.
 
     index        positions: sums over digits            expr         expressions of a position
     reader       the recursion, and its limits          arithmetic   integer and float ops on them
-    views, concat, pointwise, custom_ops                handlers of ops, registered on import
+    views, concat, pointwise, custom_ops, functions     handlers of ops, registered on import
 """
 
 from __future__ import annotations
 
-from . import concat, custom_ops, pointwise, views  # they register handlers
+from . import concat, custom_ops, functions, pointwise, views  # they register handlers
 from .reader import At, Reader
 
-__all__ = ["At", "Reader", "concat", "custom_ops", "pointwise", "views"]
+__all__ = ["At", "Reader", "concat", "custom_ops", "functions", "pointwise", "views"]

@@ -101,7 +101,12 @@ def bitwise_and(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return held_in(a, dtype)
     if isinstance(a, Op) and a.name in ("add", "sub"):
         return Op("wrap", (a, integer(width, dtype)), dtype)
-    return held_in(extract(a, IndexExpr(), width), dtype)
+    try:
+        return held_in(extract(a, IndexExpr(), width), dtype)
+    except Unsupported:
+        if width >= bits - 1 or isinstance(a, Bits):
+            raise
+        return Op("and", (a, b), dtype)  # a later mask may take a part that is a field
 
 
 def _shifted_constant(expr: Expr) -> tuple[int, Position] | None:
@@ -299,12 +304,18 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return held_in(a, dtype)
     if (left := _shifted_apart(a, b)) is not None and name == "add":
         return Op("or", left, dtype)
-    if name == "sub" and isinstance(a, Bits) and isinstance(b, Bits) and a.width <= 8 < b.width:
+    is_number = isinstance(a, Bits) or (isinstance(a, Op) and a.name == "or")
+    if name == "sub" and is_number and isinstance(b, Bits) and _width(a) <= 8 < b.width:
         low, high = interval(Op(name, (a, b), dtype))
         most = min(EXACT_IN_FP32, limits(dtype)[1])
         if dtype in (torch.int16, torch.int32, torch.int64) and max(-low, high) > most:
             return Op("difference", (a, b), dtype)  # a zero point of unknown range
     return _in_range(Op(name, (a, b), dtype))
+
+
+def _width(expr: Expr) -> int:
+    low, high = interval(expr)
+    return max(high, -low - 1).bit_length() + (low < 0)
 
 
 def _is_twice_the_sign(a: Expr, b: Expr) -> bool:

@@ -8,12 +8,14 @@ integer dtypes changes nothing but the dtype, and shifts and masks become ``Bits
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..match import Derived
 from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported, merge
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -95,19 +97,42 @@ class Op:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A function of one field: ``values[code]``, where ``values`` is the memory of a tensor of
+    ``dtype``, so that equal means equal bit for bit; or what computes that tensor, from a table
+    that the model stores. ``at``: as of ``Op``."""
+
+    code: Bits
+    values: bytes | Derived
+    dtype: torch.dtype
+    at: tuple[fx.Node, tuple[IndexExpr, ...]] | None = dataclasses.field(
+        default=None, compare=False
+    )
+
+    def tensor(self) -> torch.Tensor | None:
+        if isinstance(self.values, Derived):
+            return None
+        return torch.frombuffer(bytearray(self.values), dtype=self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Choice:
-    """``cases[v]`` where ``digit`` is v, for expressions without a common form."""
+    """``cases[v]`` where ``digit`` is v, for expressions without a common form. ``at``: as of
+    ``Op``."""
 
     digit: Digit
     cases: tuple[Any, ...]
     dtype: torch.dtype
+    at: tuple[fx.Node, tuple[IndexExpr, ...]] | None = dataclasses.field(
+        default=None, compare=False
+    )
     size: int = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", 1 + sum(map(size_of, self.cases)))
 
 
-Expr = Load | Bits | Number | Position | Undefined | Op | Choice
+Expr = Load | Bits | Number | Position | Undefined | Op | Lookup | Choice
 
 
 def size_of(expr: Any) -> int:
@@ -135,6 +160,8 @@ def forms(expr: Expr, *, through_data: bool = True) -> tuple[IndexExpr, ...]:
         own = (*expr.index, expr.offset) if isinstance(expr, Bits) else expr.index
     elif isinstance(expr, Position):
         own = (expr.index,)
+    elif isinstance(expr, Lookup):
+        return forms(expr.code, through_data=through_data)
     elif isinstance(expr, Op):
         return tuple(i for arg in _operands(expr) for i in forms(arg, through_data=through_data))
     elif isinstance(expr, Choice):
@@ -170,6 +197,8 @@ def _mapped(
         return dataclasses.replace(expr, index=indices((expr.index,))[0])
     if isinstance(expr, Op):
         return dataclasses.replace(expr, args=_each(expr, inner))
+    if isinstance(expr, Lookup):
+        return dataclasses.replace(expr, code=inner(expr.code))
     if isinstance(expr, Choice):
         return dataclasses.replace(expr, cases=tuple(map(inner, expr.cases)))
     return expr
@@ -180,7 +209,11 @@ def at(expr: Expr, digit: Digit, value: int) -> Expr:
     if isinstance(expr, Choice) and expr.digit is digit:
         return expr.cases[value]
     found = _mapped(expr, lambda i: _at(i, digit, value), lambda arg: at(arg, digit, value))
-    return dataclasses.replace(found, at=None) if isinstance(found, Op) else found
+    if found == expr:
+        return expr
+    if isinstance(found, (Op, Lookup, Choice)):
+        return dataclasses.replace(found, at=None)
+    return found
 
 
 def _at(forms: tuple[IndexExpr, ...], digit: Digit, value: int) -> tuple[IndexExpr, ...]:
@@ -220,8 +253,29 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
 
 def join(digit: Digit, cases: list[Expr]) -> Expr:
     """One expression that is ``cases[v]`` where ``digit`` is v."""
-    joined = _join(digit, cases)
+    joined = _join(digit, cases) or _join_bits(digit, cases)
     return joined if joined is not None else Choice(digit, tuple(cases), cases[0].dtype)
+
+
+def _join_bits(digit: Digit, cases: list[Expr]) -> Expr | None:
+    """Integers whose bits come from one word here, from two there: bit by bit."""
+    dtype = cases[0].dtype
+    if dtype not in INTEGERS or any(case.dtype != dtype for case in cases):
+        return None
+    bounds = [interval(case) for case in cases]
+    width = max(high for _, high in bounds).bit_length()
+    if min(low for low, _ in bounds) < 0 or not 0 < width <= 8:
+        return None
+    try:
+        bits = [[parts_of(case, at, 1) for case in cases] for at in range(width)]
+    except Unsupported:
+        return None
+    if any(len(part) != 1 for parts in bits for part in parts):
+        return None
+    joined = [_join(digit, [part[0][1] for part in parts]) for parts in bits]
+    if any(bit is None for bit in joined):
+        return None
+    return concatenated(_merged(list(enumerate(joined))), dtype)  # type: ignore[arg-type]
 
 
 def _join(digit: Digit, cases: list[Any]) -> Expr | None:
@@ -248,6 +302,11 @@ def _join(digit: Digit, cases: list[Any]) -> Expr | None:
         if index is None:
             return None
         return dataclasses.replace(first, index=index[:-1], offset=index[-1])
+    if isinstance(first, Lookup):
+        code = _join(digit, [case.code for case in cases])
+        if not isinstance(code, Bits) or any(case.values != first.values for case in cases):
+            return None
+        return Lookup(code, first.values, first.dtype)
     if isinstance(first, Op):
         if any((c.name, len(c.args)) != (first.name, len(first.args)) for c in cases):
             return None
@@ -259,8 +318,21 @@ def _join(digit: Digit, cases: list[Any]) -> Expr | None:
 
 
 def _join_indices(digit: Digit, cases: list[tuple[IndexExpr, ...]]) -> tuple[IndexExpr, ...] | None:
-    joined = [merge(digit, parts) for parts in zip(*cases, strict=True)]
+    joined = [_join_index(digit, list(parts)) for parts in zip(*cases, strict=True)]
     return None if any(form is None for form in joined) else tuple(joined)  # type: ignore[arg-type]
+
+
+def _join_index(digit: Digit, cases: list[IndexExpr]) -> IndexExpr | None:
+    found = merge(digit, cases)
+    if found is not None or len({tuple(coef for _, coef in case.data) for case in cases}) > 1:
+        return found
+    found = merge(digit, [dataclasses.replace(case, data=()) for case in cases])
+    for place, (_, coef) in enumerate(cases[0].data):
+        data = _join(digit, [case.data[place][0].expr for case in cases])
+        if found is None or data is None:
+            return None
+        found = found + by_data(data) * coef
+    return found
 
 
 # ------------------------------------------------------------------------------------------
@@ -280,6 +352,9 @@ def interval(expr: Expr) -> tuple[int, int]:
         return 0, (1 << expr.width) - 1
     if isinstance(expr, Position):
         return expr.index.bounds()
+    if isinstance(expr, Lookup) and isinstance(expr.values, bytes):
+        numbers = _numbers(expr.values, expr.dtype)
+        return min(numbers), max(numbers)
     if isinstance(expr, Op) and expr.name in ("add", "sub", "mul"):
         (a, b), (c, d) = (interval(arg) for arg in expr.args)
         if expr.name == "add":
@@ -288,6 +363,12 @@ def interval(expr: Expr) -> tuple[int, int]:
             return a - d, b - c
         ends = (a * c, a * d, b * c, b * d)
         return min(ends), max(ends)
+    if isinstance(expr, Op) and expr.name == "or":
+        bounds = [interval(arg) for arg in expr.args]
+        if min(low for low, _ in bounds) >= 0:
+            return 0, (1 << max(high for _, high in bounds).bit_length()) - 1
+    if isinstance(expr, Op) and expr.name == "and" and (constant(expr.args[1]) or -1) >= 0:
+        return 0, constant(expr.args[1]) or 0
     if isinstance(expr, Op) and expr.name == "wrap":
         return 0, (1 << expr.args[1].index.const) - 1
     if isinstance(expr, Op) and expr.name == "from_end":
@@ -298,6 +379,17 @@ def interval(expr: Expr) -> tuple[int, int]:
         shifted = [e << by for e in interval(expr.args[0]) for by in expr.args[1].index.bounds()]
         return min(shifted), max(shifted)
     return limits(expr.dtype)
+
+
+def _numbers(memory: bytes, dtype: torch.dtype) -> list[int]:
+    size, is_signed = dtype.itemsize, limits(dtype)[0] < 0
+    parts = (memory[at : at + size] for at in range(0, len(memory), size))
+    return [int.from_bytes(part, sys.byteorder, signed=is_signed) for part in parts]
+
+
+def _memory(numbers: list[int], dtype: torch.dtype) -> bytes:
+    is_signed = limits(dtype)[0] < 0
+    return b"".join(n.to_bytes(dtype.itemsize, sys.byteorder, signed=is_signed) for n in numbers)
 
 
 def whole(node: fx.Node, index: tuple[IndexExpr, ...], dtype: torch.dtype) -> Bits:
@@ -336,6 +428,8 @@ def extract(expr: Expr, low: IndexExpr, width: int) -> Expr:
         found = _extract_op(expr, low, width)
         if found is not None:
             return found
+        if low.is_const and expr.name in ("or", "and", "shl", "trunc"):
+            return concatenated(parts_of(expr, low.const, width), expr.dtype)
     raise Unsupported(f"bits {low} of {type(expr).__name__}")
 
 
@@ -393,6 +487,74 @@ def _extract_op(expr: Op, low: IndexExpr, width: int) -> Expr | None:
     return None
 
 
+Parts = tuple[tuple[int, Bits], ...]
+
+
+def parts_of(expr: Expr, low: int, width: int) -> Parts:
+    """Bits ``low ... low + width - 1`` of an integer as unsigned fields, each with its position in
+    the result, the lowest first; between them are zeros."""
+    if width <= 0:
+        return ()
+    if isinstance(expr, Bits):
+        if expr.signed and low + width > expr.width:
+            raise Unsupported("a sign bit among the fields")
+        width = min(width, expr.width - low)
+        field = dataclasses.replace(expr, offset=expr.offset + low, width=width, signed=False)
+        return ((0, field),) if width > 0 else ()
+    if (value := constant(expr)) is not None and value >> low & ((1 << width) - 1) == 0:
+        return ()
+    if isinstance(expr, Op):
+        return _merged(_parts_of_op(expr, low, width))
+    raise Unsupported("bits of a number that has no fields")
+
+
+def _parts_of_op(expr: Op, low: int, width: int) -> list[tuple[int, Bits]]:
+    inner, *others = expr.args
+    number = constant(others[0]) if others and not isinstance(others[0], torch.dtype) else None
+    if expr.name == "or":
+        return [part for arg in expr.args for part in parts_of(arg, low, width)]
+    if expr.name == "shr" and number is not None:
+        return list(parts_of(inner, low + number, width))
+    if expr.name == "shl" and number is not None:
+        before = max(0, number - low)
+        parts = parts_of(inner, max(0, low - number), width - before)
+        return [(place + before, field) for place, field in parts]
+    if expr.name == "trunc" and low + width <= torch.iinfo(others[0]).bits:
+        return list(parts_of(inner, low, width))
+    if expr.name == "and" and number is not None:
+        kept = [at for at in range(width) if number >> low + at & 1]
+        bits = [(at, parts_of(inner, low + at, 1)) for at in kept]
+        return [(at, field) for at, parts in bits for _, field in parts]
+    raise Unsupported(f"bits of {expr.name}")
+
+
+def _merged(parts: list[tuple[int, Bits]]) -> Parts:
+    """In order, with neighbours of one word joined. Raises Unsupported if two share a bit."""
+    found: list[tuple[int, Bits]] = []
+    for place, field in sorted(parts, key=lambda part: part[0]):
+        if found:
+            at, last = found[-1]
+            if at + last.width > place:
+                raise Unsupported("fields that share a bit")
+            follows = dataclasses.replace(last, offset=last.offset + last.width, width=field.width)
+            if at + last.width == place and follows == field:
+                found[-1] = (at, dataclasses.replace(last, width=last.width + field.width))
+                continue
+        found.append((place, field))
+    return tuple(found)
+
+
+def concatenated(parts: Parts, dtype: torch.dtype) -> Expr:
+    """The integer that consists of these fields."""
+    found: Expr = integer(0, dtype)
+    for place, field in parts:
+        part: Expr = dataclasses.replace(field, dtype=dtype)
+        if place:
+            part = Op("shl", (part, integer(place, torch.int64)), dtype)
+        found = part if constant(found) == 0 else Op("or", (found, part), dtype)
+    return held_in(found, dtype)
+
+
 def sign_extended(field: Expr) -> Bits:
     """The bits of an unsigned field, read as a signed integer."""
     if not isinstance(field, Bits) or field.signed:
@@ -406,6 +568,11 @@ def held_in(expr: Expr, dtype: torch.dtype) -> Expr:
     least, most = limits(dtype)
     if low < least or high > most:
         raise Unsupported(f"a value of {low} ... {high} may wrap around in {dtype}")
+    if isinstance(expr, Lookup) and dtype != expr.dtype:
+        if isinstance(expr.values, Derived):
+            raise Unsupported("a cast of a table of the model")
+        numbers = _numbers(expr.values, expr.dtype)
+        return dataclasses.replace(expr, values=_memory(numbers, dtype), dtype=dtype)
     return dataclasses.replace(expr, dtype=dtype)
 
 

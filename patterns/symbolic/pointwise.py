@@ -18,6 +18,7 @@ from .expr import (
     INTEGERS,
     Bits,
     Expr,
+    Lookup,
     Number,
     Op,
     Position,
@@ -27,7 +28,7 @@ from .expr import (
     integer,
     interval,
 )
-from .index import ZERO, IndexExpr, Unsupported
+from .index import MAX_CASES, ZERO, IndexExpr, Unsupported
 from .reader import CONSTANT, At, Handler, Reader, broadcast, dimension, handles, sizes
 
 prims = torch.ops.prims
@@ -80,7 +81,9 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     if not fx_utils.has_fixed_values(node):
         raise Unsupported("a buffer that may be replaced")
     tensor = fx_utils.attribute(node)
-    if not fx_utils.is_literal(node) and sum(size > 1 for size in fx_utils.value(node).shape) > 1:
+    shape = fx_utils.value(node).shape
+    is_matrix = sum(size > 1 for size in shape) > 1 and math.prod(shape) > MAX_CASES
+    if not fx_utils.is_literal(node) and is_matrix:
         raise Unsupported("a matrix that is no literal of the code")
     if tensor is None or tensor.dtype not in INTEGERS or tensor.numel() > MAX_CONSTANT:
         raise Unsupported("a constant that is not read by value")
@@ -130,7 +133,7 @@ def _chosen(reader: Reader, value: Expr, size: int) -> IndexExpr:
         if -size <= low and high < 0:
             return value.index + size
         raise Unsupported("an index of both signs, or out of bounds")
-    if isinstance(value, (Bits, Op)) and value.dtype in INTEGERS:
+    if isinstance(value, (Bits, Op, Lookup)) and value.dtype in INTEGERS:
         if interval(value)[0] < 0:
             value = Op("from_end", (value, integer(size, torch.int64)), value.dtype)
         return by_data(value)
@@ -145,14 +148,7 @@ def _chosen(reader: Reader, value: Expr, size: int) -> IndexExpr:
 def _cast(reader: Reader, node: fx.Node, index: At) -> Expr:
     source, dtype = node.args[:2]
     value = reader.read(source, index)  # type: ignore[arg-type]
-    return _placed(reader.apply(lambda x: arithmetic.cast(x, dtype), value), node, index)  # type: ignore[arg-type]
-
-
-def _placed(expr: Expr, node: fx.Node, index: At) -> Expr:
-    """``expr`` with a record of the node that computes it."""
-    if isinstance(expr, Op):
-        return Op(expr.name, expr.args, expr.dtype, (node, index))
-    return expr
+    return reader.apply(lambda x: arithmetic.cast(x, dtype), value)  # type: ignore[arg-type]
 
 
 def _binary(name: str) -> Handler:
@@ -166,8 +162,7 @@ def _binary(name: str) -> Handler:
             raise Unsupported(f"{name} of floats")
         if isinstance(left, Position) and isinstance(right, Position) and dtype in INTEGERS:
             return arithmetic.of_positions(name, left, right, dtype, reader.space)
-        found = reader.apply(lambda a, b: function(a, b, dtype), left, right)
-        return _placed(found, node, index)
+        return reader.apply(lambda a, b: function(a, b, dtype), left, right)
 
     return handler
 
@@ -209,8 +204,7 @@ def _rsub(reader: Reader, node: fx.Node, index: At) -> Expr:
     if len(node.args) > 2 or node.kwargs:
         raise Unsupported("a multiple of the second term")
     right, left, dtype = _operands(reader, node, index)
-    found = reader.apply(lambda a, b: arithmetic.subtract(a, b, dtype), left, right)
-    return _placed(found, node, index)
+    return reader.apply(lambda a, b: arithmetic.subtract(a, b, dtype), left, right)
 
 
 @handles(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -237,7 +231,7 @@ def _unary(function: Callable[[Expr, torch.dtype], Expr]) -> Handler:
     def handler(reader: Reader, node: fx.Node, index: At) -> Expr:
         dtype = fx_utils.value(node).dtype
         value = reader.operand(node.args[0], node, index)
-        return _placed(reader.apply(lambda x: function(x, dtype), value), node, index)
+        return reader.apply(lambda x: function(x, dtype), value)
 
     return handler
 

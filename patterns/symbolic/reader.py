@@ -6,6 +6,7 @@ The modules ``views``, ``concat``, ``pointwise`` and ``custom_ops`` register han
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -20,7 +21,9 @@ from .expr import (
     Choice,
     Expr,
     Load,
+    Lookup,
     Number,
+    Op,
     at,
     fixed,
     integer,
@@ -35,6 +38,7 @@ At = tuple[IndexExpr, ...]
 Handler = Callable[["Reader", fx.Node, At], Expr]
 _HANDLERS: dict[Any, Handler] = {}
 CONSTANT = "get_attr"  # the target under which constant tensors have their handler
+OTHERWISE = "otherwise"  # that of the handler of what no other has a form for
 # The longest known dequantization has 60 nodes, some of which are read once per field of a packed
 # word. A longer one is no weight.
 MAX_DEPTH = 100
@@ -78,6 +82,8 @@ class Reader:
                 found = self._read(node, index)
                 if size_of(found) > MAX_SIZE:
                     found = self.leaf(node, index)
+                if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
+                    found = dataclasses.replace(found, at=(node, index))
                 self._memo[key] = found
             finally:
                 self._depth -= 1
@@ -85,12 +91,13 @@ class Reader:
 
     def _read(self, node: fx.Node, index: At) -> Expr:
         target = CONSTANT if node.op == "get_attr" else node.target
-        handler = _HANDLERS.get(target) or _HANDLERS.get(str(target))
-        if handler is not None:
-            try:
-                return handler(self, node, index)
-            except Unsupported as reason:
-                self.space.is_torn |= isinstance(reason, SplitConflict)
+        own = _HANDLERS.get(target) or _HANDLERS.get(str(target))
+        for handler in (own, _HANDLERS[OTHERWISE]):
+            if handler is not None:
+                try:
+                    return handler(self, node, index)
+                except Unsupported as reason:
+                    self.space.is_torn |= isinstance(reason, SplitConflict)
         return self.leaf(node, index)
 
     def leaf(self, node: fx.Node, index: At) -> Expr:

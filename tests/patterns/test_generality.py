@@ -17,7 +17,7 @@ from tests.support.programs.axes import draw, histogram
 from tests.support.programs.dequantization import Program, draw_program
 from tests.support.programs.edits import same_bits
 from tests.support.programs.generality import CRASH, WRONG, Measurement
-from tests.support.programs.mutations import near_miss
+from tests.support.programs.mutations import KINDS, OUTSIDE, near_miss
 from tests.support.programs.reference import decode
 
 PROGRAMS = range(120)
@@ -99,10 +99,10 @@ def test_every_value_of_every_axis_is_drawn_often() -> None:
 
 def test_near_misses_differ_by_execution() -> None:
     """According to the axes that the program was made from."""
-    for leaving in (True, False):
-        mutants: list[Program] = [near_miss(seed, leaving=leaving) for seed in range(30)]
+    for group in KINDS:
+        mutants: list[Program] = [near_miss(seed, group) for seed in range(30)]
         assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 8
         for mutant in mutants:
-            assert mutant.must_reject is leaving
+            assert mutant.must_reject is (group == OUTSIDE)
             want = decode(mutant.axes, mutant.data, mutant.arrangements)
             assert not same_bits(want, mutant.weight), str(mutant)

@@ -69,7 +69,7 @@ def byte_layout_of(weight: Weight) -> tuple[Weight, ByteLayout] | None:
     indices = (*element.index, element.offset)
     if element != format.code or any(index.is_data for index in indices) or element.float8:
         return None
-    if element.wrap or element.size or element.minus:
+    if element.wrap or element.size or element.minus or element.high:
         return None
     if any(index.tables for index in element.index):
         return None

@@ -72,7 +72,7 @@ def packed_layout_of(weight: Weight) -> PackedLayout | None:
         return None
     if not 0 < element.width <= min(base.width for base in BASES.values()):
         return None
-    if element.float8 or element.wrap or element.size or element.minus:
+    if element.float8 or element.wrap or element.size or element.minus or element.high:
         return None
     chosen = {name for name in element.offset.digits if format.radix(name) > 1}
     axis = format.pack_axis

@@ -249,14 +249,24 @@ class Statements:
             cast = f"{code}.to({self.lang}.uint8).to({type}, bitcast=True)"
             return Value(self.assign("f", cast), rows_out, columns_out, is_float=True)
         bias = field.add
+        if field.high:
+            above = self.field(field.high)
+            rows_out, columns_out = max(rows_out, above.rows), max(columns_out, above.columns)
+            low = self.widen(
+                Value(self.assign("b", bits), *self.codegen.resolution(*field.index, field.offset)),
+                rows_out,
+                columns_out,
+            )
+            above = self.widen(above, rows_out, columns_out)
+            bits = f"({low.code} | ({above.code} << {field.width}))"
         if field.signed:
-            sign = 1 << field.width - 1
+            sign = 1 << field.total_width - 1
             bits, bias = f"({bits} ^ {sign})", bias - sign
         if field.wrap:
             bits, bias = f"(({bits} + {bias}) & {(1 << field.width) - 1})", 0
         if is_wide and field.width < 31:
             bits = f"{bits}.to({self.lang}.int32)"
-        limit = 1 << field.width
+        limit = 1 << field.total_width
         value = Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
         return self._from_end(value, field)
 

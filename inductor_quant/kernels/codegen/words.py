@@ -35,6 +35,7 @@ def as_words(weight: Weight) -> WordView:
         or code.float8
         or code.wrap
         or code.minus
+        or code.high
     ):
         return WordView(weight)
     if len(known) < len(code.index) or any(index.is_data for index in indices) or code.size:

@@ -12,13 +12,14 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.dequantize import dequantize
 from inductor_quant.patterns.matching.weight_decode import Weight
-from tests.support.graphs.reading import read_weight
+from tests.support.graphs.reading import read_weight, tensors_of
 
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CAST = torch.ops.prims.convert_element_type.default
@@ -106,8 +107,8 @@ def check(seed):
             return values[node]
 
     want = Kept(graph).run(*inputs)
-    sources = [values[node] for node in found.sources]
-    is_read = {node.op == "placeholder" for node in found.sources} == {True}
+    sources = tensors_of(found, values)
+    is_read = all(s.op == "placeholder" for s in found.sources if isinstance(s, fx.Node))
     if x_dtype in found.same_for:
         got = dequantize(found.format, sources).to(x_dtype)
         assert torch.equal(got.nan_to_num(), want.nan_to_num()), (

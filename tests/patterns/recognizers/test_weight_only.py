@@ -124,10 +124,12 @@ def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
     [node] = calls(rewrite.after, OP)
     for source in node.args[1]:
         is_stored = source.op in ("placeholder", "get_attr")
-        assert is_stored or source.meta["val"].numel() <= K * N // 32, source
+        assert is_stored or source.meta["val"].numel() <= K * N // 16, source
     views = (torch.ops.aten.reshape.default, torch.ops.aten.split_with_sizes.default)
     computed = [n for n in rewrite.after.graph.nodes if n.op == "call_function" and n is not node]
-    large = [n for n in computed if n.target not in views]
+    large = [
+        n for n in computed if n.target not in views and isinstance(n.meta["val"], torch.Tensor)
+    ]
     assert all(n.meta["val"].numel() <= K * N // 4 for n in large), large
 
 
@@ -143,11 +145,11 @@ def test_the_format_is_what_the_producer_stored(producer: Producer) -> None:
     assert str(format) == str(WeightFormat.decode(format.encode()))
     code, spec = format.code, match.spec.b
     stored = env[node.args[1][code.source]]
-    assert (code.width or 8 * stored.dtype.itemsize) == producer.bits
+    assert (code.total_width or 8 * stored.dtype.itemsize) == producer.bits
     float8 = code.float8 or ("e4m3" if stored.dtype == torch.float8_e4m3fn else "e5m2")
     is_float8 = bool(code.float8) or stored.is_floating_point()
     element = "lut" if format.element != code else float8 if is_float8 else "int"
-    assert element == producer.element
+    assert element == ("lut" if producer.element == "e2m1" else producer.element)
     is_signed = code.signed if code.width else stored.dtype.is_signed
     assert is_signed == producer.signed
     assert _zeros(format, env, node) == _expected_zeros(producer)
@@ -201,7 +203,7 @@ def test_the_decoded_weight_is_the_dense_one(
     inputs = [*sources, *([column_scale] if column_scale is not None else [])]
     is_stored = all(_is_stored(source) for source in inputs)
     assert is_stored or producer.name in ROUNDED
-    tolerance = 1e-7 if is_stored else 2**-8
+    tolerance = 1e-7 if is_stored else 2**-7 if producer.name in TWICE_ROUNDED else 2**-8
     assert (weight - dense).abs().max() <= tolerance * dense.abs().max()
 
 
@@ -214,8 +216,12 @@ ROUNDED = {
     "int4_folded",
     "torchao_mxfp8_dequantized",
     "gguf_q4_0_split",
-    "gguf_q8_0",
+    *("gguf_q8_0", "gguf_q4_k", "gguf_q4_k_split", "gguf_q5_k", "gguf_q6_k", "gguf_q6_k_split"),
+    *("torchao_mxfp4_dequantized", "gpt_oss_mxfp4", "ct_nvfp4_pack", "ct_mxfp4_pack"),
 }
+
+
+TWICE_ROUNDED = {"gguf_q4_k_split", "gguf_q6_k_split"}  # the scale in fp16, and its product
 
 
 def _is_stored(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import torch.ao.quantization.fx._decomposed
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.patterns.matching.weight_decode import Weight
-from tests.support.graphs.reading import CPU, Body, Graph, read, read_weight
+from tests.support.graphs.reading import CPU, Body, Graph, read, read_weight, tensors_of
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
@@ -397,7 +397,7 @@ def test_what_is_read_is_what_the_graph_computes(name: str) -> None:
     inputs, body, _ = CASES[name]
     weight, graph, want = read(body, *inputs)
     assert isinstance(weight, Weight), weight
-    sources = [graph.values[node] for node in weight.sources]
+    sources = tensors_of(weight, graph.values)
     assert all(any(source is value for value in inputs) for source in sources)
     torch.testing.assert_close(
         dequantize(weight.format, sources, torch.float64),
@@ -409,14 +409,13 @@ def test_what_is_read_is_what_the_graph_computes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
-def test_a_near_miss_is_not_read(name: str) -> None:
-    """A tensor that the graph computes is a leaf."""
+def test_a_near_miss_is_not_read_alike(name: str) -> None:
+    """It has a leaf that the graph computes, or is another function of the field."""
     inputs, body = NEAR_MISSES[name]
     found, graph, want = read(body, *inputs)
     if isinstance(found, Weight):
-        sources = [graph.values[node] for node in found.sources]
+        sources = tensors_of(found, graph.values)
         assert dequantize(found.format, sources, torch.float64).equal(want.double()), found.format
-        assert any(node.op == "call_function" for node in found.sources), found.format
 
 
 def test_a_frozen_table_is_not_known_by_its_values() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from inductor_quant.patterns import fx_utils
+from inductor_quant.patterns.match import Constant, Derived
 from inductor_quant.patterns.matching.weight_decode import Weight, attempt, decode
 from inductor_quant.patterns.symbolic.reader import Reader
 from inductor_quant.spec.decisions import Rejection, RejectionCode
@@ -79,6 +80,21 @@ def read_weight(node: fx.Node, *, transposed: bool = False) -> Weight | Rejectio
         return decode(reader, reader.read(node, index), node)
 
     return attempt(read, lambda found: isinstance(found, Weight))
+
+
+def tensors_of(weight: Weight, values: Mapping[fx.Node, Any]) -> list[torch.Tensor]:
+    """The tensors that the format of ``weight`` reads, where nodes have these ``values``."""
+
+    def tensor(item: Any) -> Any:
+        if isinstance(item, Constant):
+            return item.tensor()
+        if isinstance(item, Derived):
+            return item.target(*map(tensor, item.args), **dict(item.kwargs))
+        if isinstance(item, tuple):
+            return [tensor(part) for part in item]
+        return values[item] if isinstance(item, fx.Node) else item
+
+    return [tensor(source) for source in weight.sources]
 
 
 def read(body: Body, *inputs: torch.Tensor) -> tuple[Weight | Rejection, Graph, torch.Tensor]:

@@ -25,12 +25,12 @@ from torch import fx
 from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.patterns.matching.weight_decode import Weight
 from inductor_quant.spec.decisions import Rejection
-from tests.support.graphs.reading import read_weight
+from tests.support.graphs.reading import read_weight, tensors_of
 from tests.support.programs.axes import Axes, histogram
 from tests.support.programs.builder import aten
 from tests.support.programs.dequantization import Program, draw_program
 from tests.support.programs.edits import same_bits
-from tests.support.programs.mutations import near_miss
+from tests.support.programs.mutations import FUNCTION, OTHER, OUTSIDE, near_miss
 
 MOVES = (
     *(aten.view.dtype, aten.permute.default, aten.clone.default, aten.reshape.default),
@@ -38,6 +38,11 @@ MOVES = (
 )
 MATCH, REJECTED, WRONG, CRASH = "match", "rejected", "WRONG MATCH", "crash"
 ROUNDED = "match in fp64"  # of a mutant: right except for the number of roundings
+ALLOWED = {
+    OUTSIDE: (REJECTED,),
+    OTHER: (REJECTED, MATCH, ROUNDED),
+    FUNCTION: (MATCH, ROUNDED, REJECTED),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +97,7 @@ def _difference_in_fp64(program: Program, weight: Weight, rng: random.Random) ->
 
 def _compared(weight: Weight, values: dict[fx.Node, Any], expected: torch.Tensor) -> str:
     try:
-        sources = [values[node] for node in weight.sources]
+        sources = tensors_of(weight, values)
         decoded = dequantize(weight.format, sources, expected.dtype)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -103,7 +108,8 @@ def _compared(weight: Weight, values: dict[fx.Node, Any], expected: torch.Tensor
 
 def _reads_the_words(weight: Weight) -> bool:
     """Whether the quantized values are an input, at most permuted, and not computed."""
-    node: fx.Node = weight.sources[weight.format.code.source]
+    node = weight.sources[weight.format.code.source]
+    assert isinstance(node, fx.Node)
     while node.target in MOVES:
         node = node.args[0]  # type: ignore[assignment]
     return node.op == "placeholder"
@@ -138,13 +144,10 @@ class Measurement:
 
     def add_near_misses(self, seeds: range) -> None:
         for seed in seeds:
-            for leaving in (True, False):
-                mutant = near_miss(seed, leaving=leaving)
-                group = "near misses outside the family" if leaving else "other near misses"
+            for group, allowed in ALLOWED.items():
+                mutant = near_miss(seed, group)
                 self.mutations[f"{mutant.mutation.split(' at ')[0]} ({group})"] += 1
-                found = verdict(mutant, seed)
-                allowed = (REJECTED,) if leaving else (REJECTED, MATCH, ROUNDED)
-                self._add(group, mutant, found, allowed)
+                self._add(group, mutant, verdict(mutant, seed), allowed)
 
     def _add(self, group: str, program: Program, found: Verdict, allowed: tuple[str, ...]) -> None:
         self.counts[group][found.outcome] += 1

@@ -1,7 +1,8 @@
-"""Mutations that leave the family of formats.
+"""Mutations that leave the family of formats, and functions of one element.
 
-Their result is by construction no affine function of bit fields: a product of codes, a clamp,
-a wrap, overlapping bits, uninitialised memory.
+What is no affine function of bit fields (a product of codes, a clamp, a wrap, overlapping bits) is
+a table if it depends on the codes alone, and else no format. Uninitialised memory and sums along an
+axis never are one.
 """
 
 from __future__ import annotations
@@ -112,6 +113,15 @@ def _is_unsigned_of_three(sites: Sites) -> bool:
 
 
 LEAVING: tuple[tuple[str, Mutation], ...] = (
+    ("tanh", on_numbers(lambda b, x: b.call(aten.tanh.default, x))),
+    ("running sum", on_numbers(lambda b, x: b.call(aten.cumsum.default, x, 0))),
+    ("uninitialised", on_numbers(_unwritten)),
+    ("a write left out", _not_written),
+    ("a write left out", _not_written),
+)
+
+# Of each element by itself: of codes they are tables, of scaled numbers they are no format.
+ELEMENTWISE: tuple[tuple[str, Mutation], ...] = (
     ("square", on_numbers(lambda b, x: b.mul(x, x))),
     ("absolute value", on_numbers(lambda b, x: b.call(aten.abs.default, x))),
     ("clamp", on_numbers(_clamped)),
@@ -119,19 +129,19 @@ LEAVING: tuple[tuple[str, Mutation], ...] = (
     ("floor", on_numbers(lambda b, x: b.call(aten.floor.default, x))),
     ("relu", on_numbers(lambda b, x: b.call(aten.relu.default, x))),
     ("threshold", on_numbers(_thresholded)),
-    ("tanh", on_numbers(lambda b, x: b.call(aten.tanh.default, x))),
     ("sign", on_numbers(lambda b, x: b.call(aten.sign.default, x))),
-    ("running sum", on_numbers(lambda b, x: b.call(aten.cumsum.default, x, 0))),
-    ("uninitialised", on_numbers(_unwritten)),
-    ("a write left out", _not_written),
-    ("a write left out", _not_written),
+)
+
+FUNCTIONS: tuple[tuple[str, Mutation], ...] = (
     ("square of codes", on_codes(lambda b, x, sites: b.mul(x, x), _is_no_index)),
     ("absolute codes", on_codes(lambda b, x, sites: b.call(aten.abs.default, x), _is_no_index)),
     ("bits left out", on_codes(_scattered_mask, _is_three_bits)),
     ("a bit flipped", on_codes(_flipped_bit, _is_three_bits)),
     ("overlapping or", on_codes(_overlapping, _is_unsigned_of_three)),
-    ("bits of two words", on_codes(_of_two_words, is_unsigned)),
     ("wrapping product", on_codes(_wrapping_product, _is_no_index)),
     ("wrapping difference", on_codes(_wrapping_difference, _is_cast_at_once)),
     ("remainder by 3", on_codes(lambda b, x, sites: b.call(aten.remainder.Scalar, x, 3))),
 )
+
+# A number of two fields: a format if the other word is at an affine position.
+TWO_FIELDS: Mutation = on_codes(_of_two_words, is_unsigned)

@@ -30,7 +30,7 @@ from tests.support.programs.edits import (
     pick,
     same_bits,
 )
-from tests.support.programs.leaving import LEAVING
+from tests.support.programs.leaving import ELEMENTWISE, FUNCTIONS, LEAVING, TWO_FIELDS
 
 ATTEMPTS = 12  # programs tried for one mutation
 
@@ -262,40 +262,58 @@ ALTERING: tuple[tuple[str, Mutation], ...] = (
     ("scale of an activation", _activation),
     ("rows moved", on_numbers(_halves)),
     ("row of zeros", on_numbers(_zeroed_row)),
+    ("bits of two words", TWO_FIELDS),
     ("doubled code", on_codes(lambda b, x, sites: b.shl(x, 1), is_unsigned)),
     ("table of the program", on_codes(_looked_up, is_unsigned)),
 )
 
 
+# Near misses that are no format, that may be one again, and functions of a field, which are one.
+OUTSIDE, OTHER, FUNCTION = "near misses outside the family", "other near misses", "functions"
+KINDS = {OUTSIDE: LEAVING + ELEMENTWISE, OTHER: ALTERING, FUNCTION: FUNCTIONS}
+
+
 def mutate(
-    program: Program, rng: random.Random, kind: tuple[str, Mutation], *, leaving: bool
+    program: Program, rng: random.Random, kind: tuple[str, Mutation], group: str
 ) -> Program | None:
     """``program`` changed in one place; None if ``kind`` is not possible here, or W stays."""
     name, mutation = kind
     found = mutation(Sites(program), rng)
-    if found is None:
+    if found is None or (kind in ELEMENTWISE and _is_of_codes(found[0])):
         return None
     try:
         mutant = Rewriter(program, rng).rewritten(*found)
     except (RuntimeError, IndexError):
         return None  # an invalid program: shapes that do not fit, an index out of range
-    mutant.mutation, mutant.must_reject = f"{name} at {found[0].name}", leaving
+    mutant.mutation, mutant.must_reject = f"{name} at {found[0].name}", group == OUTSIDE
     if mutant.values[mutant.output].shape != program.values[program.output].shape:
         return None
     return None if same_bits(mutant.weight, program.weight) else mutant
 
 
-def near_miss(seed: object, *, leaving: bool) -> Program:
-    """The near miss of a seed, one that leaves the family or one that may not.
+def _is_of_codes(node: fx.Node) -> bool:
+    """Whether ``node`` depends on no input but the stored codes."""
+    todo, seen = [node], {node}
+    while todo:
+        for item in todo.pop().all_input_nodes:
+            if item not in seen:
+                seen.add(item)
+                todo.append(item)
+    inputs = {item.name for item in seen if item.op == "placeholder"}
+    return all(name in ("words", "lut") or name.startswith("table") for name in inputs)
+
+
+def near_miss(seed: object, group: str) -> Program:
+    """The mutant of a seed and a group.
 
     The mutation is drawn first, so that those that few programs allow come up as well.
     """
-    kinds = random.Random(f"{seed}/{leaving}")
+    kinds = random.Random(f"{seed}/{group}")
     for attempt in range(100):
-        kind = kinds.choice(LEAVING if leaving else ALTERING)
+        kind = kinds.choice(KINDS[group])
         for draw in range(ATTEMPTS):
-            rng = random.Random(f"{seed}/{leaving}/{attempt}/{draw}")
-            mutant = mutate(draw_program(rng.random()), rng, kind, leaving=leaving)
+            rng = random.Random(f"{seed}/{group}/{attempt}/{draw}")
+            mutant = mutate(draw_program(rng.random()), rng, kind, group)
             if mutant is not None:
                 return mutant
     raise AssertionError(f"no near miss for seed {seed}")

@@ -192,8 +192,8 @@ def _format_rejection(weight: Weight) -> Rejection | None:
     format = weight.format
     if set(format.digits("k") + format.digits("n")) - format.code.digits:
         return no_kernel("quantized values are repeated")
-    if format.code.minus is not None:
-        return no_kernel("a zero point is subtracted in integers that wrap around")
+    if format.code.minus or format.code.high:
+        return no_kernel("a value is a difference of integers, or joined from several fields")
     table = format.element
     if table != format.code:
         sizes = weight.tensors[table.source].shape

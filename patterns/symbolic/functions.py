@@ -1,0 +1,399 @@
+"""Functions of one field: what a chain of elementwise ops makes of each code of a bit field.
+
+A field of up to 8 bits has at most 256 values. If all other operands are constants, the ops of the
+graph are run on all of them, one by one as the graph does, and the results are a table (``Lookup``)
+or, where they are whole numbers in sequence, the field itself. So the spelling of a decoding does
+not matter: sign tricks, masked writes, ``where``, ``view(dtype)``, comparisons, powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+
+from .. import fx_utils
+from ..fx_utils import aten
+from ..match import Constant, Derived
+from . import arithmetic
+from .expr import (
+    EXACT_IN_FP32,
+    FLOAT8,
+    FLOATS,
+    INTEGERS,
+    Bits,
+    Expr,
+    Load,
+    Lookup,
+    Number,
+    Op,
+    Position,
+    integer,
+    limits,
+    normalized,
+)
+from .index import Unsupported
+from .reader import OTHERWISE, At, Reader, broadcast, handles
+
+MAX_WIDTH = 8
+_OF_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
+}
+_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Ops whose result is the same on every device, by the name of their schema.
+_EXACT = frozenset(
+    f"aten::{name}"
+    for names in (
+        "add sub rsub mul div neg abs sign sgn square reciprocal remainder fmod floor_divide",
+        "floor ceil round trunc clamp clamp_min clamp_max minimum maximum relu copysign",
+        "bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift",
+        "__and__ __or__ __xor__ __lshift__ __rshift__ logical_and logical_or logical_xor",
+        "logical_not eq ne lt le gt ge isnan isinf signbit where masked_fill lift_fresh_copy",
+    )
+    for name in names.split()
+) | {"prims::convert_element_type"}
+# The same, where the result is a power of two.
+_POWERS = frozenset({"aten::pow", "aten::exp2", "aten::ldexp"})
+MAX_CONSTANT = 256  # elements of a table that the field indexes
+
+
+@handles(OTHERWISE)
+def _function(reader: Reader, node: fx.Node, index: At) -> Expr:
+    """``node`` where no other handler has a form for it."""
+    _check_elementwise(node)
+    inputs = [(item, broadcast(item, index)) for item in node.all_input_nodes]
+    operands = [reader.read(*item) for item in inputs]
+    nodes = [item for item, _ in inputs]
+    with compat.real_tensors():
+        return reader.apply(
+            lambda *parts: _Codes(reader, parts).of_node(node, nodes, parts), *operands
+        )
+
+
+@handles(aten.ldexp.Tensor)
+def _ldexp(reader: Reader, node: fx.Node, index: At) -> Expr:
+    """``x * 2**e``, with the power as a function of a field."""
+    dtype = fx_utils.value(node).dtype
+
+    def scaled(x: Expr, e: Expr) -> Expr:
+        codes = _Codes(reader, (e,))
+        exponents = codes.values(e)
+        if isinstance(exponents, Derived):
+            raise Unsupported("exponents from a table of the model")
+        powers = codes.simplified(exponents.float().exp2())
+        return arithmetic.multiply(x, powers, dtype)
+
+    with compat.real_tensors():
+        return reader.apply(scaled, *(reader.operand(item, node, index) for item in node.args[:2]))
+
+
+def as_function(reader: Reader, expr: Expr) -> Expr:
+    """``expr`` as a function of one field. Raises Unsupported if it is none."""
+    codes = _Codes(reader, (expr,))
+    with compat.real_tensors():
+        return codes.simplified(codes.values(expr))
+
+
+def _check_elementwise(node: fx.Node) -> None:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
+        raise Unsupported("no op on tensors")
+    if any(not fx_utils.is_tensor_node(item) for item in node.all_input_nodes):
+        raise Unsupported("an argument that is no tensor")
+    is_elementwise = target._schema.name in _EXACT | _POWERS
+    if target == aten.view.dtype:
+        (source,) = fx_utils.arguments(node, "self")
+        is_elementwise = _itemsize(source) == _itemsize(node)
+    elif target == aten.index_put.default:
+        is_elementwise = _is_masked_fill(node)
+    if not is_elementwise:
+        raise Unsupported(f"{target} has no function of one element")
+
+
+def _itemsize(node: fx.Node) -> int:
+    return fx_utils.value(node).dtype.itemsize
+
+
+def _is_masked_fill(node: fx.Node) -> bool:
+    """Whether an index_put writes one number where a mask is true."""
+    place, masks, number, accumulate = fx_utils.arguments(
+        node, "self", "indices", "values", "accumulate"
+    )
+    if len(masks) != 1 or accumulate or not fx_utils.is_single(number):
+        return False
+    mask = fx_utils.value(masks[0])
+    return mask.dtype == torch.bool and fx_utils.same_shape(mask.shape, fx_utils.value(place).shape)
+
+
+# A tensor; or, if a table that the model stores takes part, what computes it.
+Values = torch.Tensor | Derived
+
+
+class _Codes:
+    """The values of expressions at every code of the one field that they depend on."""
+
+    def __init__(self, reader: Reader, exprs: tuple[Expr, ...]) -> None:
+        self.reader = reader
+        self.field = self._field_of(exprs)
+        self.count = 1 << (self.field.width if self.field else 0)
+        self._memo: dict[tuple[fx.Node, At], Values] = {}
+
+    # the field
+
+    def _field_of(self, exprs: tuple[Expr, ...]) -> Bits | None:
+        found = [normalized(bits, self.reader.space) for bits in self._fields(exprs)]
+        if not found:
+            return None
+        first: Any = found[0]
+        low, high = 0, 0
+        for bits in found:
+            assert isinstance(bits, Bits)
+            place = bits.offset - first.offset
+            if (bits.node, bits.index) != (first.node, first.index) or not place.is_const:
+                raise Unsupported("functions of several fields")
+            low, high = min(low, place.const), max(high, place.const + bits.width)
+        if high - low > MAX_WIDTH:
+            raise Unsupported(f"a function of {high - low} bits")
+        return Bits(first.node, first.index, first.offset + low, high - low, False, torch.uint8)
+
+    def _fields(self, exprs: Iterable[Expr]) -> Iterator[Bits]:
+        """The fields that ``values`` reads."""
+        for expr in exprs:
+            if isinstance(expr, Bits):
+                yield expr
+            elif isinstance(expr, Lookup):
+                yield expr.code
+            elif isinstance(expr, Load) and _is_short(expr):
+                data = (datum.expr for index in expr.index for datum, _ in index.data)
+                yield from self._fields(data)
+            elif isinstance(expr, Op) and expr.name in _OF_INTEGERS and expr.dtype in INTEGERS:
+                yield from self._fields(expr.args)
+            elif isinstance(expr, Op) and expr.at is not None:
+                node, index = expr.at
+                yield from self._fields(self._operands(node, index))
+
+    def _operands(self, node: fx.Node, index: At) -> tuple[Expr, ...]:
+        return tuple(self.reader.read(i, broadcast(i, index)) for i in node.all_input_nodes)
+
+    def _codes(self, bits: Bits) -> torch.Tensor:
+        """The values of a part of the field, int64."""
+        assert self.field is not None
+        place = normalized(bits, self.reader.space).offset - self.field.offset  # type: ignore[union-attr]
+        codes = torch.arange(self.count) >> place.const & ((1 << bits.width) - 1)
+        return codes - (codes >> bits.width - 1 << bits.width) if bits.signed else codes
+
+    # values
+
+    def of_node(self, node: fx.Node, inputs: list[fx.Node], operands: tuple[Expr, ...]) -> Expr:
+        return self.simplified(self._run(node, inputs, operands))
+
+    def _run(self, node: fx.Node, inputs: list[fx.Node], operands: tuple[Expr, ...]) -> Values:
+        """What the op of ``node`` makes of its operands, op by op as the graph does."""
+        known = {
+            item: self._cast(self.values(expr), fx_utils.value(item).dtype)
+            for item, expr in zip(inputs, operands, strict=True)
+        }
+        if any(isinstance(values, Derived) for values in known.values()):
+            return self._derived(node, known)
+        for item in inputs:  # a tensor of no dimensions has less weight in the promotion of dtypes
+            if not fx_utils.value(item).dim():
+                known[item] = self._single(known[item])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)  # type: ignore[arg-type]
+        try:
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+        except RuntimeError as error:
+            raise Unsupported(f"{node.target} fails on constants: {error}") from error
+        if found.dtype != fx_utils.value(node).dtype:
+            raise Unsupported(f"{node.target} gives {found.dtype} of constants")
+        if node.target._schema.name in _POWERS and not _are_powers(found):  # type: ignore[union-attr]
+            raise Unsupported(f"{node.target} gives numbers that may be rounded")
+        return found.expand(self.count)
+
+    def _derived(self, node: fx.Node, known: dict[fx.Node, Values]) -> Derived:
+        dtype = fx_utils.value(node).dtype
+        kinds = {fx_utils.value(item).dtype for item in known}
+        is_cast = node.target == torch.ops.prims.convert_element_type.default
+        if not is_cast and kinds - {torch.bool} != {dtype}:
+            raise Unsupported("a table of the model among operands of several dtypes")
+
+        def argument(item: fx.Node) -> Any:
+            values = known[item]
+            if isinstance(values, Derived):
+                return values
+            return Constant(_bytes(values), values.dtype)
+
+        args = fx.map_arg(tuple(node.args), lambda item: item)
+        args = tuple(argument(item) if isinstance(item, fx.Node) else item for item in args)
+        if node.kwargs or any(isinstance(item, (list, tuple)) for item in args):
+            raise Unsupported("a table of the model among nested arguments")
+        return Derived(node.target, args, dtype=dtype, shape=(self.count,))
+
+    def _cast(self, values: Values, dtype: torch.dtype) -> Values:
+        if isinstance(values, torch.Tensor):
+            return values.to(dtype)
+        if values.dtype != dtype:
+            raise Unsupported("a table of the model in another dtype")
+        return values
+
+    def _single(self, values: Values) -> torch.Tensor:
+        assert isinstance(values, torch.Tensor)
+        if not torch.equal(values, values[:1].expand_as(values)):
+            raise Unsupported("a number that varies")
+        return values[0]
+
+    def values(self, expr: Expr) -> Values:
+        """[count], in the dtype of ``expr``."""
+        if isinstance(expr, Bits):
+            return self._codes(expr).to(expr.dtype)
+        if isinstance(expr, Number):
+            return torch.full([self.count], expr.value, dtype=expr.dtype)
+        if isinstance(expr, Position) and expr.index.is_const:
+            return torch.full([self.count], expr.index.const).to(expr.dtype)
+        if isinstance(expr, Lookup):
+            table = expr.tensor()
+            if table is None:
+                raise Unsupported("a function of a table of the model")
+            return table[self._codes(expr.code)]
+        if isinstance(expr, Load):
+            return self._loaded(expr)
+        if isinstance(expr, Op) and expr.name in _OF_INTEGERS and expr.dtype in INTEGERS:
+            return self._integer(expr).to(expr.dtype)
+        if isinstance(expr, Op) and expr.at is not None:
+            return self._cast(self._at(*expr.at), expr.dtype)
+        raise Unsupported("no function of a field")
+
+    def _integer(self, expr: Op) -> torch.Tensor:
+        """The exact value, as ``Op`` defines it, int64."""
+        parts = []
+        for arg in expr.args:
+            values = self.values(arg)
+            if isinstance(values, Derived):
+                raise Unsupported("integers of a table of the model")
+            parts.append(values.to(torch.int64))
+        return _OF_INTEGERS[expr.name](*parts)
+
+    def _at(self, node: fx.Node, index: At) -> Values:
+        if (node, index) not in self._memo:
+            _check_elementwise(node)
+            operands = self._operands(node, index)
+            self._memo[node, index] = self._run(node, node.all_input_nodes, operands)
+        return self._memo[node, index]
+
+    def _loaded(self, expr: Load) -> Values:
+        """An element of a short table, at an index that is the field."""
+        if not _is_short(expr):
+            raise Unsupported("a tensor that is no short table")
+        (index,) = expr.index
+        if index.terms:
+            raise Unsupported("an element by position")
+        at = torch.full([self.count], index.const)
+        for datum, factor in index.data:
+            place = self.values(datum.expr)
+            if isinstance(place, Derived):
+                raise Unsupported("an index from a table of the model")
+            at = at + place.to(torch.int64) * factor
+        if at.min() < 0 or at.max() >= fx_utils.value(expr.node).numel():
+            raise Unsupported("an index beyond the end of a table")
+        tensor = _literal(expr)
+        if tensor is not None:
+            return tensor[at]
+        positions = Constant(_bytes(at), at.dtype)
+        args = (expr.node, (positions,))
+        return Derived(aten.index.Tensor, args, dtype=expr.dtype, shape=(self.count,))
+
+    # the simplest form
+
+    def simplified(self, values: Values) -> Expr:
+        """The field if ``values`` are its codes plus a number, else a ``Lookup`` in the bits that
+        matter."""
+        dtype, field = values.dtype, self.field
+        if isinstance(values, Derived):
+            assert field is not None
+            return Lookup(field, values, dtype)
+        is_known = dtype in (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
+        if not is_known:
+            raise Unsupported(f"values of {dtype}")
+        values = values.contiguous()
+        while field is not None and field.width and _same(*values.chunk(2)):
+            field, values = _part(field, 0), values.chunk(2)[0]
+        while field is not None and field.width and _same(values[::2], values[1::2]):
+            field, values = _part(field, 1), values[::2].contiguous()
+        if field is None or not field.width:
+            value = values[0].item()
+            if dtype == torch.bool:
+                raise Unsupported("a constant condition")
+            return integer(int(value), dtype) if dtype in INTEGERS else Number(value, dtype)
+        return _sequence(field, values) or Lookup(field, _bytes(values), dtype)
+
+
+def _is_short(expr: Load) -> bool:
+    """Whether the tensor is a stored vector of few elements."""
+    shape = fx_utils.value(expr.node).shape
+    is_few = len(shape) == 1 and not fx_utils.is_symbolic(shape[0]) and shape[0] <= MAX_CONSTANT
+    return is_few and fx_utils.is_stored(expr.node)
+
+
+def _literal(expr: Load) -> torch.Tensor | None:
+    """The values of a tensor that is a literal of the code."""
+    if expr.node.op != "get_attr" or not fx_utils.has_fixed_values(expr.node):
+        return None
+    tensor = fx_utils.attribute(expr.node)
+    return None if tensor is None else tensor.cpu()
+
+
+def _are_powers(values: torch.Tensor) -> bool:
+    if not values.is_floating_point():
+        return True
+    mantissa = torch.frexp(values.double()).mantissa
+    return bool(((mantissa.abs() == 0.5) | (values == 0) | ~values.isfinite()).all())
+
+
+def _part(field: Bits, low: int) -> Bits:
+    """The field without its highest bit, or without its lowest."""
+    return Bits(field.node, field.index, field.offset + low, field.width - 1, False, field.dtype)
+
+
+def _bytes(values: torch.Tensor) -> bytes:
+    return values.view(_INTEGER_OF_SIZE[values.dtype.itemsize]).numpy().tobytes()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit."""
+    return _bytes(a) == _bytes(b)
+
+
+def _sequence(field: Bits, values: torch.Tensor) -> Expr | None:
+    """The field, signed or not, plus an integer; None if that is not what ``values`` are."""
+    if values.dtype not in (*INTEGERS, *FLOATS):
+        return None
+    numbers = values.double()
+    whole = numbers.nan_to_num(0.5).to(torch.int64)
+    is_whole = whole.double() == numbers
+    if not is_whole.all() or whole.abs().max() > EXACT_IN_FP32 or (1 / numbers == -torch.inf).any():
+        return None
+    codes = torch.arange(len(values))
+    for is_signed in (False, True):
+        if is_signed:
+            codes = codes - (codes >> field.width - 1 << field.width)
+        if not torch.equal(whole - whole[0], codes - codes[0]):
+            continue
+        dtype = values.dtype if values.dtype in INTEGERS else torch.int32
+        number = int(whole[0] - codes[0])
+        low, high = limits(dtype)
+        if not low <= number <= high or int(codes.min()) < low:
+            return None
+        expr: Expr = Bits(field.node, field.index, field.offset, field.width, is_signed, dtype)
+        if number:
+            expr = Op("add", (expr, integer(number, dtype)), dtype)
+        return expr if dtype == values.dtype else Op("cast", (expr,), values.dtype)
+    return None
