@@ -41,6 +41,7 @@ from .matching import collectives
 from .matching.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
 from .reporting.exactness import classify, strictly
+from .reporting.format_name import format_name
 from .rewrite import rewrite, subgraph_of
 
 log = logging.getLogger(__name__)
@@ -234,12 +235,13 @@ def _decide(
         site = matrix_products.describe_found(found)
     name, product, exactness = anchor.name, anchor.meta[fallback.ANCHOR], classify(found)
     activation = activation_scheme.describe(found)
+    format = format_name(found)
     call = rewrite(found, _verify_args(found, options) if options.verify else None)
     call.meta[fallback.ANCHOR] = product
     if found.row_scale is not None:
         mark_row_reductions(found.row_scale)
     size, names = (found.m, found.n, found.k), (name, module, call.name)
-    return Match(found.family, found.spec, *size, *names, site, activation, exactness)
+    return Match(found.family, found.spec, *size, *names, site, activation, exactness, format)
 
 
 def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:

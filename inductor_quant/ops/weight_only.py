@@ -113,8 +113,11 @@ def preferred_rows(
     """The largest M for which fused kernels beat dequantizing W once and calling cuBLAS.
 
     Fused kernels dequantize W for each tile of M; a weight that is only converted costs less a
-    tile. Set between measured values of M where the one and the other was faster.
+    tile. Set between measured values of M where the one and the other was faster; a number of
+    several fields has only the general kernel, which dequantizes it slowly (not measured).
     """
+    if format.element.high:
+        return 16
     kept, _ = split_dequant_ops(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code
     return 512 if is_converted else 128

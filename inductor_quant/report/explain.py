@@ -53,7 +53,8 @@ class Row:
             kernel = self.kernel.chosen if self.kernel else "no kernel applies"
             others = ", ".join(self.launched_with)
             together = f", in one launch with {others}" if others else ""
-            return f"{kernel}, {self.decision.exactness.value}{together}"
+            name = f"{self.decision.format}, " if self.decision.format else ""
+            return f"{name}{kernel}, {self.decision.exactness.value}{together}"
         where = f" (at {self.decision.node})" if self.decision.node != self.site.node else ""
         detail = self.decision.detail
         meaning = MEANINGS[self.decision.code]
@@ -79,7 +80,9 @@ class Row:
             **dataclasses.asdict(self.site),
             "matched": isinstance(decision, Match),
             "near_miss": self.is_near_miss,
-            **dict.fromkeys(("family", "spec", "activation", "exactness", "bytes", "operations")),
+            **dict.fromkeys(
+                ("family", "spec", "format", "activation", "exactness", "bytes", "operations")
+            ),
             "code": None,
             "reason": self.reason,
             "stopped_at": None,
@@ -95,6 +98,7 @@ class Row:
         row |= {
             "family": decision.family,
             "spec": str(decision.spec),
+            "format": decision.format or None,
             "activation": str(decision.activation) if decision.activation is not None else None,
             "exactness": decision.exactness.value,
         }

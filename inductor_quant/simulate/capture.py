@@ -39,9 +39,10 @@ class GeneratedKernel:
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        fake = [isinstance(tensor, FakeTensor) for tensor in tensors]
-        if all(fake):
+        if all(isinstance(tensor, FakeTensor) for tensor in tensors):
             return
+        args = tuple(getattr(arg, "real_values", arg) for arg in args)
+        fake = [isinstance(arg, FakeTensor) for arg in args]
         if any(fake):
             raise RuntimeError(
                 f"{self.name} was launched on both real and fake tensors: the wrapper holds a "

@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch._inductor.compile_fx  # noqa: F401  Import all of it while no GPU is to be seen.
+import torch
+import torch._inductor.compile_fx  # all of it while no GPU is to be seen
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from inductor_quant._compat import inductor as compat
 
 from . import _cuda, _selection
 from .cards import GPU, GPUS
@@ -61,6 +65,14 @@ class Trace:
     launched: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def _on_virtual_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A constant of the generated wrapper: a fake tensor that remembers its values."""
+    with FakeTensorMode():
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    fake.real_values = tensor  # type: ignore[attr-defined]
+    return fake
+
+
 @contextlib.contextmanager
 def virtual_gpu(
     arch: int = 90,
@@ -98,6 +110,7 @@ def virtual_gpu(
         _selection.install(stack, trace.choices, pick)
         stack.enter_context(config.patch(_INDUCTOR_CONFIG))
         stack.enter_context(mock.patch.object(AsyncCompile, "triton", load_kernel))
+        stack.enter_context(mock.patch.object(compat, "on_device", _on_virtual_device))
         save_wrapper = staticmethod(trace.wrappers.append)
         stack.enter_context(mock.patch.object(GraphLowering, "save_output_code", save_wrapper))
         _cuda.clear_device_caches()

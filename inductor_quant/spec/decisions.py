@@ -158,6 +158,7 @@ class Match:
     node, call  the anchor that was recognised, and the canonical op's node that replaced it
     activation  how the activation is quantized; None: it is not
     exactness   how close the op's result is to the graph's
+    format      the common name of a packed weight's format ("nvfp4", "q4_k"); "": it has none
     """
 
     family: str
@@ -171,6 +172,7 @@ class Match:
     site: Site | None = None
     activation: Activation | None = None
     exactness: Exactness = Exactness.REASSOCIATED
+    format: str = ""
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

@@ -229,3 +229,28 @@ def _is_stored(node: fx.Node) -> bool:
     while node.target in moves:
         node = node.args[0]  # type: ignore[assignment]
     return node.op in ("placeholder", "get_attr")
+
+
+NAMES = {
+    "torchao_nvfp4_wo": "nvfp4",
+    "ct_nvfp4_pack": "nvfp4",
+    "torchao_mxfp4_dequantized": "mxfp4",
+    "gpt_oss_mxfp4": "mxfp4",
+    "torchao_mxfp8_dequantized": "mxfp8",
+    "gptq_2b_g64": "",
+    "lut4_u8": "",
+    "gguf_q4_0_split": "q4_0",
+    "gguf_q8_0": "q8_0",
+    "gguf_q4_k": "q4_k",
+    "gguf_q4_k_split": "q4_k",
+    "gguf_q5_k": "q5_k",
+    "gguf_q6_k": "q6_k",
+}
+
+
+@pytest.mark.parametrize(("name", "format"), NAMES.items())
+def test_the_report_names_the_format(name: str, format: str) -> None:
+    producer = PRODUCERS[name]
+    _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
+    [match] = rewrite.report.matches
+    assert match.format == format

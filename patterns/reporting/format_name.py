@@ -1,0 +1,111 @@
+"""The common name of a packed format, for reports: "nvfp4", "mxfp4", "q6_k", "e2m1".
+
+A name comes from what is read: the values of a table that are known, the group and the kind of the
+scales, the bytes of a block. (A table that the model stores has no values here.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.spec.weight_format import Field, WeightFormat
+
+from .. import fx_utils
+from ..match import Constant, Derived, RecognizedGemm
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# (elements of a block, its bytes, bits of an element, whether a minimum is stored): the layouts of
+# ggml-common.h
+_GGML = {
+    (32, 18, 4, False): "q4_0",
+    (32, 34, 8, False): "q8_0",
+    (256, 144, 4, True): "q4_k",
+    (256, 176, 5, True): "q5_k",
+    (256, 210, 6, False): "q6_k",
+}
+
+
+def format_name(found: RecognizedGemm) -> str:
+    """The name of the weight's format; "" if it has none."""
+    text = found.kwargs.get("format")
+    if not isinstance(text, str):
+        return ""
+    format, sources = WeightFormat.decode(text), found.args[1]
+    return _ggml(format, sources) or _small_float(format, sources)
+
+
+def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
+    stored = sources[format.code.source]
+    if not isinstance(stored, fx.Node):
+        return ""
+    tensor = fx_utils.value(fx_utils.base(stored))
+    k, n = format.shape
+    if tensor.dtype not in (torch.uint8, torch.int8) or tensor.numel() % n:
+        return ""
+    row, zero = tensor.numel() // n, format.zero
+    own = format.code.total_width or 8, zero is not None and isinstance(zero.operand, Field)
+    names = (
+        name
+        for (size, block, *kind), name in _GGML.items()
+        if k % size == 0 and row == k // size * block and own == tuple(kind)
+    )
+    return next(names, "")
+
+
+def _small_float(format: WeightFormat, sources: Sequence[Any]) -> str:
+    scales = [step.operand for step in format.scales if isinstance(step.operand, Field)]
+    groups = {format.block(scale)[0] for scale in scales}
+    element = format.element.float8 or _element_of(sources[format.element.source])
+    is_table = format.element != format.code and format.code.width == 4
+    is_scaled_by_e4m3 = any(_dtype(sources[s.source]) == torch.float8_e4m3fn for s in scales)
+    if is_table and 16 in groups and (element or is_scaled_by_e4m3):
+        return "nvfp4"
+    if (element or is_table) and 32 in groups and any(_is_power(s, sources) for s in scales):
+        return "mxfp4" if is_table else "mxfp8"
+    return element if element == "e2m1" else ""
+
+
+def _dtype(source: Any) -> torch.dtype:
+    return (fx_utils.value(source) if isinstance(source, fx.Node) else source).dtype
+
+
+def _element_of(source: Any) -> str:
+    """What a table or a tensor holds: "e2m1", "e4m3", "e5m2", or ""."""
+    if isinstance(source, fx.Node):
+        names = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+        dtype = fx_utils.value(source).dtype
+        tensor = fx_utils.attribute(source) if source.op == "get_attr" else None
+        if dtype in names or tensor is None or tensor.numel() != 16:
+            return names.get(dtype, "")
+    with compat.real_tensors():
+        if isinstance(source, fx.Node):
+            assert tensor is not None
+            values = tensor.float().flatten().tolist()
+        elif isinstance(source, Constant):
+            values = source.tensor().float().tolist()
+        else:
+            return ""
+    return "e2m1" if tuple(values) == (*E2M1, *(-value for value in E2M1)) else ""
+
+
+def _is_power(scale: Field, sources: Sequence[Any]) -> bool:
+    """Whether the scale is computed from exponents alone."""
+    source = sources[scale.source]
+    if isinstance(source, Derived):
+        return True
+    todo, seen = [source], set()
+    while todo:
+        node = todo.pop()
+        seen.add(node)
+        if node.op in ("placeholder", "get_attr"):
+            dtype = fx_utils.value(node).dtype
+            is_exponent = str(dtype).endswith("e8m0fnu") or dtype in (torch.uint8, torch.int8)
+            if fx_utils.value(node).dim() and not is_exponent:
+                return False
+        todo += [item for item in node.all_input_nodes if item not in seen]
+    return True
