@@ -5,8 +5,8 @@ amounts and positions that such a table holds. Dynamo hands a backend the tensor
 before tracing, such a table becomes a constant of the graph, and its content part of Inductor's
 cache keys (``digest``); each call compares the tables with it (``Guarded``).
 
-We read integer vectors, and matrices of a few numbers, owned by a module and used only as indices
-or shifts inside a weight, and only if their content is a sum over digits of the position, such as
+We read integer vectors owned by a module and used only as indices or shifts inside a weight, and
+small matrices used as shifts. Their content must be a sum over digits of the position, such as
 ``k // group``, or short. The row order of act-order is not: the kernel looks it up.
 """
 
@@ -85,7 +85,7 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuff
         buffer
         for buffer in held
         if _is_table(buffer.value)
-        and _decides_positions_alone(buffer.node, weight_side)
+        and _decides_positions_alone(buffer, weight_side)
         and _has_form(buffer.value)
     ]
     # This graph writes to none of them, but may write to a tensor that shares memory with one.
@@ -175,12 +175,15 @@ def _is_real(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _is_table(value: torch.Tensor) -> bool:
     """A vector, or the few numbers of a table that says where fields are in several words."""
-    is_vector = sum(size > 1 for size in value.shape) <= 1
     return (
         value.dtype in DTYPES
-        and 0 < value.numel() <= (MAX_LENGTH if is_vector else MAX_MATRIX)
+        and 0 < value.numel() <= (MAX_LENGTH if _is_vector(value) else MAX_MATRIX)
         and value.is_contiguous()
     )
+
+
+def _is_vector(value: torch.Tensor) -> bool:
+    return sum(size > 1 for size in value.shape) <= 1
 
 
 def _address(value: torch.Tensor) -> int:
@@ -212,8 +215,8 @@ def _weight_side(graph: fx.Graph, held: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _decides_positions_alone(buffer: fx.Node, weight_side: set[fx.Node]) -> bool:
-    derived, todo = {buffer}, [buffer]
+def _decides_positions_alone(buffer: ConstantBuffer, weight_side: set[fx.Node]) -> bool:
+    derived, todo = {buffer.node}, [buffer.node]
     deciding: list[fx.Node] = []
     while todo:
         node = todo.pop()
@@ -221,7 +224,7 @@ def _decides_positions_alone(buffer: fx.Node, weight_side: set[fx.Node]) -> bool
             name = _name(user)
             if user not in weight_side:
                 return False
-            if _decides(node, user, name):
+            if _decides(node, user, name) and (_is_vector(buffer.value) or name in _SHIFTS):
                 deciding.append(user)
             elif name in _DERIVES and derived.issuperset(user.all_input_nodes):
                 if user not in derived:

@@ -223,3 +223,18 @@ def module_path(node: fx.Node) -> str:
     outermost = str(next(iter(stack.values()))[1])
     is_parallel = "DataParallel" in outermost.rpartition(".")[2] and names[:1] == ["module"]
     return ".".join(names[is_parallel:])
+
+
+def spread_integers(node: fx.Node) -> list[fx.Node]:
+    """The wide integers that an op of two tensors spreads over its elements: zero points."""
+    found = []
+    for origin in node.all_input_nodes:
+        while origin.op == "call_function" and len(origin.all_input_nodes) == 1:  # a view, a cast
+            (origin,) = origin.all_input_nodes
+        if not is_tensor_node(origin) or len(node.all_input_nodes) != 2:
+            continue
+        held = value(origin)
+        is_wide = held.dtype in (torch.int32, torch.int64)
+        if is_wide and held.numel() < value(node).numel():
+            found.append(origin)
+    return found

@@ -12,12 +12,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import fx
 
-from inductor_quant._compat import inductor as compat
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.weight_format import (
     AffineIndex,
@@ -28,8 +27,8 @@ from inductor_quant.spec.weight_format import (
 )
 
 from .. import fx_utils
-from ..match import Constant, Derived
 from ..symbolic import Reader
+from ..symbolic.bits import dense_parts
 from ..symbolic.expr import (
     EXACT_IN_FP32,
     FLOAT8,
@@ -50,18 +49,14 @@ from ..symbolic.expr import (
     is_whole,
     limits,
     normalized,
-    parts_of,
 )
 from ..symbolic.functions import as_function
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
+from .lookup_table import Source, data_of, entries, is_index, table_of
 from .weight_rounding import WIDER, Rounding
 
 MAX_BITS = 8
-TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
-
-
-Source = fx.Node | Constant | Derived
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +185,7 @@ class _Decoder:
             else:
                 raise self._blame(expr, "the quantized value is a divisor")
             expr = inner
-        if isinstance(expr, Load) and not all(map(_is_index, _data(expr))):
+        if isinstance(expr, Load) and not all(map(is_index, data_of(expr))):
             expr = self._function(expr, "an index that is computed")
         return expr, _simplified(steps[::-1])
 
@@ -200,7 +195,7 @@ class _Decoder:
         try:
             return as_function(self.reader, expr)
         except Unsupported:
-            if isinstance(expr, Op) and expr.name == "or" and _parts(expr):
+            if isinstance(expr, Op) and expr.name == "or" and dense_parts(expr):
                 return expr
             raise self._blame(expr, reason) from None
 
@@ -248,7 +243,7 @@ class _Decoder:
             return  # rounded to fp32 first, by torch too
         low, high = interval(expr)
         if max(-low, high) > EXACT_IN_FP32:
-            zeros = _spread_integers(self._node(expr))
+            zeros = fx_utils.spread_integers(self._node(expr))
             detail = "".join(f"; the zero point {zero.name} has no known range" for zero in zeros)
             raise self._blame(expr, f"{low} ... {high} is not exact in fp32{detail}")
 
@@ -277,7 +272,7 @@ class _Decoder:
             stored = stored.args[0]
         if isinstance(stored, Lookup):
             stored = stored.code
-        if isinstance(stored, Op) and (parts := _parts(stored)):
+        if isinstance(stored, Op) and (parts := dense_parts(stored)):
             if sum(part.width for part in parts) > MAX_BITS:
                 raise self._blame(element, "a number of more than 8 bits")
             for part in parts:
@@ -336,20 +331,12 @@ class _Decoder:
         before the product; the kernel looks up what is not stored in whole elements."""
         if expr.at is not None and self._is_small(expr, expr.at[0]):
             return self._computed(*expr.at)
-        table = self._table(expr)
-        stored = fx_utils.value(expr.code.node)
-        is_byte = stored.dtype in (torch.uint8, torch.int8) and expr.code.width == 8
+        table = table_of(expr)
+        stored = fx_utils.value(expr.code.node).dtype
+        is_byte = stored in (torch.uint8, torch.int8) and expr.code.width == 8
         if isinstance(table, str) or not is_byte:
             return self._looked_up(expr)
-        codes: Any = Derived(fx_utils.CAST, (expr.code.node, torch.int64))
-        if stored.dtype == torch.int8:
-            codes = Derived(fx_utils.aten.bitwise_and.Scalar, (codes, 255))
-        scale = Derived(
-            fx_utils.aten.index.Tensor,
-            (table, (codes,)),
-            dtype=table.dtype,
-            shape=tuple(stored.shape),
-        )
+        scale = entries(table, expr.code.node)
         return Field(self._source(scale), tuple(map(self._form, expr.code.index)))
 
     def _computed(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Field:
@@ -368,7 +355,7 @@ class _Decoder:
             return self._loaded(expr.node, expr.index, field)
         if isinstance(expr, Lookup):
             return self._looked_up(expr)
-        if isinstance(expr, Op) and expr.name == "or" and (parts := _parts(expr)):
+        if isinstance(expr, Op) and expr.name == "or" and (parts := dense_parts(expr)):
             found: Field | None = None
             for part in reversed(parts):
                 found = dataclasses.replace(self._field(part), width=part.width, high=found)
@@ -400,23 +387,11 @@ class _Decoder:
 
     def _looked_up(self, expr: Lookup) -> Field:
         """A float of 8 bits, or an entry of a table."""
-        code, table = self._field(expr.code), self._table(expr)
+        code, table = self._field(expr.code), table_of(expr)
         if isinstance(table, str):
             return dataclasses.replace(code, width=8, signed=False, float8=table)
         at = AffineIndex(fields=((code, 1),))
         return Field(self._source(table), (at,))
-
-    def _table(self, expr: Lookup) -> Constant | Derived | str:
-        """The values as a table; the kind of float8 if they are its floats."""
-        if isinstance(expr.values, Derived):
-            return expr.values
-        with compat.real_tensors():
-            values = Constant(expr.values, expr.dtype).tensor().float()
-            if kind := _float8_of(values):
-                return kind
-            exact = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
-            values = values.to((*exact, torch.float32)[0])
-            return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
 
     def _source(self, item: Source) -> int:
         if item not in self.sources:
@@ -480,21 +455,6 @@ class _Decoder:
         return self.node if at is None else at[0]
 
 
-def _spread_integers(node: fx.Node) -> list[fx.Node]:
-    """The wide integers that an op of two tensors spreads over its elements: zero points."""
-    found = []
-    for origin in node.all_input_nodes:
-        while origin.op == "call_function" and len(origin.all_input_nodes) == 1:  # a view, a cast
-            (origin,) = origin.all_input_nodes
-        if not fx_utils.is_tensor_node(origin) or len(node.all_input_nodes) != 2:
-            continue
-        held = fx_utils.value(origin)
-        is_wide = held.dtype in (torch.int32, torch.int64)
-        if is_wide and held.numel() < fx_utils.value(node).numel():
-            found.append(origin)
-    return found
-
-
 def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOpKind, Expr]]:
     """Merge leading integer additions: (q + 8) - 8 is no step at all."""
     total, rest = 0, list(steps)
@@ -503,41 +463,6 @@ def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOp
     if total:
         rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
     return rest
-
-
-def _float8_of(values: torch.Tensor) -> str:
-    """The kind of float whose bits are the positions of ``values``, "" if there is none."""
-    if len(values) == 256:
-        codes = torch.arange(256, dtype=torch.uint8)
-        for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
-            bits = codes.view(dtype).float().view(torch.int32)
-            if torch.equal(values.view(torch.int32), bits):
-                return kind
-    return ""
-
-
-def _data(expr: Load) -> list[Expr]:
-    """The integers in tensors that select the element."""
-    return [datum.expr for index in expr.index for datum, _ in index.data]
-
-
-def _is_index(expr: Expr) -> bool:
-    """Whether ``_Decoder._field`` has a form for it."""
-    while isinstance(expr, Op) and expr.name in ("add", "sub", "from_end", "wrap"):
-        (expr, *_) = expr.args
-    return isinstance(expr, Bits)
-
-
-def _parts(number: Op) -> tuple[Bits, ...]:
-    """The fields of a number of several, lowest first; () if it is none."""
-    _, high = interval(number)
-    try:
-        parts = parts_of(number, 0, high.bit_length())
-    except Unsupported:
-        return ()
-    widths = itertools.accumulate((part.width for _, part in parts), initial=0)
-    is_dense = all(place == width for (place, _), width in zip(parts, widths, strict=False))
-    return tuple(part for _, part in parts) if is_dense else ()
 
 
 def _code(expr: Expr) -> Bits | Load:

@@ -7,6 +7,7 @@ node a leaf, a tensor in memory. So reading never fails, and it does not matter 
 writes its unpacking.
 
     index        positions: sums over digits            expr         expressions of a position
+    bits         fields of words, and several as one    join         one form for all of a digit
     reader       the recursion, and its limits          arithmetic   integer and float ops on them
     views, concat, pointwise, custom_ops, functions     handlers of ops, registered on import
 """

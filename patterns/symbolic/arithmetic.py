@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from .bits import cast_integer, extract, held_in, sign_extended
 from .expr import (
     EXACT_IN_FP32,
     FLOAT8,
@@ -25,15 +26,11 @@ from .expr import (
     Position,
     Undefined,
     by_data,
-    cast_integer,
     constant,
-    extract,
-    held_in,
     integer,
     interval,
     is_whole,
     limits,
-    sign_extended,
 )
 from .index import IndexExpr, Space, Unsupported, from_values, tabulate
 

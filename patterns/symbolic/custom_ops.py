@@ -10,7 +10,8 @@ from torch import fx
 
 from .. import fx_utils
 from . import arithmetic
-from .expr import Expr, Number, extract
+from .bits import extract
+from .expr import Expr, Number
 from .index import ZERO, Unsupported
 from .reader import At, Reader, dimension, handles, sizes
 

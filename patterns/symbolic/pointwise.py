@@ -13,6 +13,7 @@ from inductor_quant._compat import inductor as compat
 from .. import fx_utils
 from ..fx_utils import aten
 from . import arithmetic
+from .bits import held_in
 from .expr import (
     FLOATS,
     INTEGERS,
@@ -24,7 +25,6 @@ from .expr import (
     Position,
     Undefined,
     by_data,
-    held_in,
     integer,
     interval,
 )

@@ -27,12 +27,12 @@ from .expr import (
     at,
     fixed,
     integer,
-    join,
     normalized,
     size_of,
     whole,
 )
 from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .join import join
 
 At = tuple[IndexExpr, ...]
 Handler = Callable[["Reader", fx.Node, At], Expr]

@@ -12,7 +12,8 @@ from torch import fx
 from .. import fx_utils
 from ..fx_utils import aten
 from . import arithmetic
-from .expr import INTEGERS, Expr, extract, sign_extended
+from .bits import extract, sign_extended
+from .expr import INTEGERS, Expr
 from .index import ZERO, IndexExpr, Unsupported
 from .reader import At, Reader, broadcast, dimension, handles, sizes
 

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "options": {"errors"},
     "spec": {"errors"},
-    "simulate": set(),
+    "simulate": {"_compat"},
     "_compat": set(),
     "_compat.gluon": {"_compat", "simulate"},  # what Gluon is under Triton's interpreter
     "report.events": PLAIN,
@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     # the FX half
     "patterns.match": PLAIN,
     "patterns.fx_utils": {"_compat"},
-    "patterns.symbolic": {"_compat", "patterns.fx_utils"},
+    "patterns.symbolic": {"_compat", "patterns.fx_utils", "patterns.match"},
     "patterns.rewrite": {"_compat", "fallback", "ops", "patterns.fx_utils", "patterns.match"},
     "patterns.matching": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.rewrite"}

@@ -101,7 +101,7 @@ def test_near_misses_differ_by_execution() -> None:
     """According to the axes that the program was made from."""
     for group in KINDS:
         mutants: list[Program] = [near_miss(seed, group) for seed in range(30)]
-        assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 8
+        assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 6
         for mutant in mutants:
             assert mutant.must_reject is (group == OUTSIDE)
             want = decode(mutant.axes, mutant.data, mutant.arrangements)

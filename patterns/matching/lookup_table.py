@@ -1,0 +1,63 @@
+"""Tables of weights: the values of a function of codes, and what a table is indexed by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+
+from .. import fx_utils
+from ..match import Constant, Derived
+from ..symbolic.expr import Bits, Expr, Load, Lookup, Op
+
+Source = fx.Node | Constant | Derived
+TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
+
+
+def table_of(expr: Lookup) -> Constant | Derived | str:
+    """The values as a table; the kind of float8 if they are its floats."""
+    if isinstance(expr.values, Derived):
+        return expr.values
+    with compat.real_tensors():
+        values = Constant(expr.values, expr.dtype).tensor().float()
+        if kind := _float8_of(values):
+            return kind
+        exact = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
+        values = values.to((*exact, torch.float32)[0])
+        return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
+
+
+def entries(table: Constant | Derived, stored: fx.Node) -> Derived:
+    """The entry of each code in ``stored``, int8 or uint8, as ops that the rewrite adds."""
+    codes: Any = Derived(fx_utils.CAST, (stored, torch.int64))
+    if fx_utils.value(stored).dtype == torch.int8:
+        codes = Derived(fx_utils.aten.bitwise_and.Scalar, (codes, 255))
+    shape = tuple(fx_utils.value(stored).shape)
+    target = fx_utils.aten.index.Tensor
+    return Derived(target, (table, (codes,)), dtype=table.dtype, shape=shape)
+
+
+def _float8_of(values: torch.Tensor) -> str:
+    """The kind of float whose bits are the positions of ``values``, "" if there is none."""
+    if len(values) == 256:
+        codes = torch.arange(256, dtype=torch.uint8)
+        for kind, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)):
+            bits = codes.view(dtype).float().view(torch.int32)
+            if torch.equal(values.view(torch.int32), bits):
+                return kind
+    return ""
+
+
+def data_of(expr: Load) -> list[Expr]:
+    """The integers in tensors that select the element."""
+    return [datum.expr for index in expr.index for datum, _ in index.data]
+
+
+def is_index(expr: Expr) -> bool:
+    """Whether ``_Decoder._field`` has a form for it."""
+    while isinstance(expr, Op) and expr.name in ("add", "sub", "from_end", "wrap"):
+        (expr, *_) = expr.args
+    return isinstance(expr, Bits)
