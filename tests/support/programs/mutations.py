@@ -292,15 +292,18 @@ def mutate(
 
 
 def _is_of_codes(node: fx.Node) -> bool:
-    """Whether ``node`` depends on no input but the stored codes."""
+    """Whether ``node`` depends on no input but the stored codes, tables and single numbers."""
     todo, seen = [node], {node}
     while todo:
         for item in todo.pop().all_input_nodes:
             if item not in seen:
                 seen.add(item)
                 todo.append(item)
-    inputs = {item.name for item in seen if item.op == "placeholder"}
-    return all(name in ("words", "lut") or name.startswith("table") for name in inputs)
+    inputs = [item for item in seen if item.op == "placeholder"]
+    return all(
+        item.name.startswith(("words", "lut", "table")) or item.meta["val"].numel() == 1
+        for item in inputs
+    )
 
 
 def near_miss(seed: object, group: str) -> Program:
