@@ -12,6 +12,7 @@ from inductor_quant._compat import inductor as compat
 from .. import fx_utils
 from ..match import Constant, Derived
 from ..symbolic.expr import Bits, Expr, Load, Lookup, Op
+from ..symbolic.index import Unsupported
 
 Source = fx.Node | Constant | Derived
 TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
@@ -22,11 +23,15 @@ def table_of(expr: Lookup) -> Constant | Derived | str:
     if isinstance(expr.values, Derived):
         return expr.values
     with compat.real_tensors():
-        values = Constant(expr.values, expr.dtype).tensor().float()
+        exact = Constant(expr.values, expr.dtype).tensor()
+        values = exact.float()
+        is_wide = exact.dtype == torch.float64
+        if is_wide and not torch.equal(values.isfinite(), exact.isfinite()):
+            raise Unsupported("a table of numbers beyond fp32")
         if kind := _float8_of(values):
             return kind
-        exact = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
-        values = values.to((*exact, torch.float32)[0])
+        narrow = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
+        values = values.to((*narrow, torch.float32)[0])
         return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
 
 

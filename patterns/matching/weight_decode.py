@@ -49,6 +49,7 @@ from ..symbolic.expr import (
     is_whole,
     limits,
     normalized,
+    normalized_index,
 )
 from ..symbolic.functions import as_function
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
@@ -192,6 +193,8 @@ class _Decoder:
     def _function(self, expr: Op | Load, reason: str) -> Expr:
         """A step that is not affine, as a function of one field; ``expr`` itself if it is a number
         of several fields."""
+        if not self._is_element(expr, by_data=True):
+            raise self._blame(expr, reason)
         try:
             return as_function(self.reader, expr)
         except Unsupported:
@@ -295,9 +298,7 @@ class _Decoder:
                     code = RejectionCode.WEIGHT_FORM
                 raise _NoWeight(code, f"{stored.node.target} gives {stored.dtype}", stored.node)
         elif stored.width > MAX_BITS:
-            raise _NoWeight(
-                RejectionCode.WEIGHT_FORM, f"an element of {stored.width} bits", stored.node
-            )
+            raise self._blame(stored, f"an element of {stored.width} bits")
         if not fx_utils.is_stored(stored.node):
             raise _NoWeight(
                 RejectionCode.COMPUTED_WEIGHT, f"{stored.node.target} computes it", stored.node
@@ -319,9 +320,11 @@ class _Decoder:
             return float(value)
         if isinstance(expr, Lookup):
             return self._function_of_stored(expr)
+        known = len(self.sources)
         try:
             return self._field(_stripped(expr))
         except _NoWeight:
+            del self.sources[known:]
             if not isinstance(expr, (Op, Choice)) or expr.at is None:
                 raise
         return self._computed(*expr.at)
@@ -340,7 +343,7 @@ class _Decoder:
         return Field(self._source(scale), tuple(map(self._form, expr.code.index)))
 
     def _computed(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Field:
-        return self._loaded(node, tuple(map(self.space.leaves, index)), Field(0, ()))
+        return self._loaded(node, normalized_index(index, self.space), Field(0, ()))
 
     def _field(self, expr: Expr) -> Field:
         if isinstance(expr, Load):
@@ -381,7 +384,7 @@ class _Decoder:
                 return dataclasses.replace(inner, width=8, signed=False, float8=kind)
         if isinstance(expr, Op) and expr.name == "wrap":
             inner = self._field(expr.args[0])
-            if not inner.wrap and inner.width == constant(expr.args[1]):
+            if not (inner.wrap or inner.high) and inner.width == constant(expr.args[1]):
                 return dataclasses.replace(inner, wrap=True)
         raise self._blame(expr, "a scale or zero point that is neither stored nor computed apart")
 
@@ -414,7 +417,9 @@ class _Decoder:
         indices = [index for part in parts for index in forms(part)]
         for part in parts:  # a computed scale is read from the graph
             if isinstance(part, (Op, Lookup, Choice)) and part.at is not None:
-                indices += map(self.space.leaves, part.at[1])
+                placed = normalized_index(part.at[1], self.space)
+                data = (datum.expr for index in placed for datum, _ in index.data)
+                indices += [*placed, *(index for inner in data for index in forms(inner))]
         terms = [dict(self.space.leaves(index).terms) for index in indices]
         radices: dict[str, tuple[int, ...]] = {}
         for axis in ("k", "n"):

@@ -63,6 +63,9 @@ class Rounding:
         """``op`` combines the value with ``operand``."""
         if op.dtype in INTEGERS:
             self._held, self._most = op.dtype, magnitude(op)
+            number = constant(operand)
+            # 0 times a negative integer is 0, and -0.0 in the kernel
+            self._is_same &= op.name != "mul" or number is None or number > 0
             return
         self.cast(op.dtype)
         self._is_same &= self._rounded_to is None and _is_read_alike(op, operand)

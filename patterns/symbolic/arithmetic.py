@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .bits import cast_integer, extract, held_in, sign_extended
+from .bits import cast_integer, extract, further, held_in, sign_extended
 from .expr import (
     EXACT_IN_FP32,
     FLOAT8,
@@ -101,7 +101,7 @@ def bitwise_and(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     try:
         return held_in(extract(a, IndexExpr(), width), dtype)
     except Unsupported:
-        if width >= bits - 1 or isinstance(a, Bits):
+        if width >= bits - 1:
             raise
         return Op("and", (a, b), dtype)  # a later mask may take a part that is a field
 
@@ -191,7 +191,7 @@ def _shifted_right(a: Expr, amount: IndexExpr, dtype: torch.dtype) -> Expr:
             return held_in(extract(word, amount, constant(width) or 0), dtype)
     if isinstance(a, Bits) and amount.is_const and amount.const < a.width:
         width = a.width - amount.const
-        offset = a.offset + amount
+        offset = further(a.offset, amount)
         return dataclasses.replace(a, offset=offset, width=width, dtype=dtype)
     return Op("shr", (a, Position(amount, dtype)), dtype)
 
@@ -206,6 +206,8 @@ def _sign_fix(
     if low.bounds()[0] < 0 or not amount.is_const:
         return Op("shr", (expr, Position(amount, dtype)), dtype)
     width = torch.iinfo(held).bits - amount.const
+    if width <= 0:  # the value has been held in a wider dtype since
+        return Op("shr", (expr, Position(amount, dtype)), dtype)
     field = extract(x, low, width)
     if expr is shifted and interval(x)[0] >= 0:
         return held_in(field, dtype)  # no bit was shifted out, and x has no sign
@@ -256,6 +258,8 @@ def remainder(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
 
 def where(condition: Expr, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     """``where(q > 7, q - 16, q)`` of a 4-bit field: the field, sign-extended."""
+    if dtype not in INTEGERS:
+        raise Unsupported("a choice between two floats")
     if not isinstance(condition, Op) or condition.name not in ("ge", "gt", "le", "lt"):
         raise Unsupported("a choice between two values")
     q, bound = condition.args
@@ -289,7 +293,7 @@ def subtract(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
 
 def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     if dtype not in INTEGERS:
-        return Op(name, (_as_float(a), _as_float(b)), dtype)
+        return Op(name, (_as_float(a, dtype), _as_float(b, dtype)), dtype)
     if isinstance(a, Position) and isinstance(b, Position):
         index = a.index + b.index if name == "add" else a.index - b.index
         return _in_range(Position(index, dtype))
@@ -341,7 +345,7 @@ def multiply(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         for one, other in ((a, b), (b, a)):
             if _number(one) == 1.0 and other.dtype == dtype:
                 return other
-        return Op("mul", (_as_float(a), _as_float(b)), dtype)
+        return Op("mul", (_as_float(a, dtype), _as_float(b, dtype)), dtype)
     if constant(b) is None:
         a, b = b, a
     value = constant(b)
@@ -361,17 +365,17 @@ def divide(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         raise Unsupported("a division of integers")
     if _number(b) == 1.0 and a.dtype == dtype:
         return a
-    return Op("div", (_as_float(a), _as_float(b)), dtype)
+    return Op("div", (_as_float(a, dtype), _as_float(b, dtype)), dtype)
 
 
 def negate(a: Expr, dtype: torch.dtype) -> Expr:
     if dtype in INTEGERS:
         return subtract(integer(0, dtype), a, dtype)
-    return Op("mul", (_as_float(a), Number(-1.0, dtype)), dtype)
+    return Op("mul", (_as_float(a, dtype), Number(-1.0, dtype)), dtype)
 
 
 def reciprocal(a: Expr, dtype: torch.dtype) -> Expr:
-    return Op("div", (Number(1.0, dtype), _as_float(a)), dtype)
+    return Op("div", (Number(1.0, dtype), _as_float(a, dtype)), dtype)
 
 
 def _number(expr: Expr) -> float | None:
@@ -381,7 +385,11 @@ def _number(expr: Expr) -> float | None:
     return None if value is None else float(value)
 
 
-def _as_float(expr: Expr) -> Expr:
+def _as_float(expr: Expr, dtype: torch.dtype) -> Expr:
+    """An operand of arithmetic in ``dtype``; an integer that is the same everywhere is a float."""
+    value = constant(expr)
+    if value is not None:
+        return Number(torch.tensor(value, dtype=dtype).item(), dtype)
     if isinstance(expr, Undefined):
         raise Unsupported("arithmetic on undefined memory")
     return expr

@@ -30,6 +30,14 @@ def _memory(numbers: list[int], dtype: torch.dtype) -> bytes:
     return b"".join(n.to_bytes(dtype.itemsize, sys.byteorder, signed=is_signed) for n in numbers)
 
 
+def further(offset: IndexExpr, by: IndexExpr) -> IndexExpr:
+    """The offset of a part of a field. A shift by data that is negative gives the sign, as does one
+    beyond the word; a further shift does not make it a field."""
+    if offset.data and by != ZERO and offset.bounds()[0] < 0:
+        raise Unsupported("a part of a field whose shift may be negative")
+    return offset + by
+
+
 def extract(expr: Expr, low: IndexExpr, width: int) -> Expr:
     """Bits ``low ... low + width - 1`` of a two's complement integer, as an unsigned integer."""
     if isinstance(expr, Bits):
@@ -58,7 +66,8 @@ def _extract_bits(expr: Bits, low: IndexExpr, width: int) -> Expr:
         if expr.signed or not low.is_const:
             raise Unsupported("a field that reaches beyond its word")
         width = expr.width - low.const  # zeros above
-    return dataclasses.replace(expr, offset=expr.offset + low, width=width, signed=False)
+    offset = further(expr.offset, low)
+    return dataclasses.replace(expr, offset=offset, width=width, signed=False)
 
 
 def _extract_op(expr: Op, low: IndexExpr, width: int) -> Expr | None:
@@ -111,8 +120,10 @@ def parts_of(expr: Expr, low: int, width: int) -> Parts:
         if expr.signed and low + width > expr.width:
             raise Unsupported("a sign bit among the fields")
         width = min(width, expr.width - low)
-        field = dataclasses.replace(expr, offset=expr.offset + low, width=width, signed=False)
-        return ((0, field),) if width > 0 else ()
+        if width <= 0:
+            return ()
+        offset = further(expr.offset, IndexExpr(low))
+        return ((0, dataclasses.replace(expr, offset=offset, width=width, signed=False)),)
     if (value := constant(expr)) is not None and value >> low & ((1 << width) - 1) == 0:
         return ()
     if isinstance(expr, Op):
@@ -169,9 +180,9 @@ def concatenated(parts: Parts, dtype: torch.dtype) -> Expr:
 
 def dense_parts(number: Op) -> tuple[Bits, ...]:
     """The fields of a number of several, lowest first; () if it is none."""
-    _, high = interval(number)
     try:
-        parts = parts_of(number, 0, high.bit_length())
+        low, high = interval(number)
+        parts = parts_of(number, 0, high.bit_length()) if low >= 0 else ()
     except Unsupported:
         return ()
     widths = itertools.accumulate((part.width for _, part in parts), initial=0)
@@ -192,6 +203,8 @@ def held_in(expr: Expr, dtype: torch.dtype) -> Expr:
     least, most = limits(dtype)
     if low < least or high > most:
         raise Unsupported(f"a value of {low} ... {high} may wrap around in {dtype}")
+    if isinstance(expr, Op) and expr.name == "difference" and dtype != expr.dtype:
+        raise Unsupported("a difference that wraps around in another dtype")
     if isinstance(expr, Lookup) and dtype != expr.dtype:
         if isinstance(expr.values, Derived):
             raise Unsupported("a cast of a table of the model")

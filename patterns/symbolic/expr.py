@@ -8,6 +8,7 @@ integer dtypes changes nothing but the dtype, and shifts and masks become ``Bits
 from __future__ import annotations
 
 import dataclasses
+import struct
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from ..match import Derived
-from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict
+from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -46,12 +47,21 @@ class Bits:
     dtype: torch.dtype
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Number:
-    """A float that is the same everywhere."""
+    """A float that is the same everywhere. Equal means equal bit for bit: 0.0 is not -0.0."""
 
     value: float
     dtype: torch.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Number) and self._bits() == other._bits()
+
+    def __hash__(self) -> int:
+        return hash(self._bits())
+
+    def _bits(self) -> tuple[bytes, torch.dtype]:
+        return struct.pack("d", self.value), self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,6 +241,11 @@ def fixed(index: IndexExpr, space: Space, digit: Digit, value: int) -> IndexExpr
     return _at(_normalized((index,), space), digit, value)[0]
 
 
+def normalized_index(index: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, ...]:
+    """The same position in unsplit digits, also within its data."""
+    return _normalized(index, space)
+
+
 def normalized(expr: Expr, space: Space) -> Expr:
     """The same expression in unsplit digits; needed before a digit is fixed or forms compared."""
     if isinstance(expr, Choice) and expr.digit.children is not None:
@@ -256,6 +271,8 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
 
 
 def limits(dtype: torch.dtype) -> tuple[int, int]:
+    if dtype not in INTEGERS:
+        raise Unsupported(f"the limits of {dtype}")
     info = torch.iinfo(dtype)
     return info.min, info.max
 

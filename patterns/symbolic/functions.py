@@ -88,8 +88,12 @@ def _ldexp(reader: Reader, node: fx.Node, index: At) -> Expr:
     def scaled(x: Expr, e: Expr) -> Expr:
         codes = _Codes(reader, (e,))
         exponents = codes.values(e)
-        if isinstance(exponents, Derived):
-            raise Unsupported("exponents from a table of the model")
+        if isinstance(exponents, Derived) or exponents.dtype not in INTEGERS:
+            raise Unsupported("exponents that are no integers, or from a table of the model")
+        # 2**128 is an invalid e8m0, at which versions of torch differ
+        is_in_range = exponents.min() >= -127 and exponents.max() <= 128
+        if dtype not in (torch.bfloat16, torch.float32) or not is_in_range:
+            raise Unsupported("a power of two beyond fp32")
         powers = codes.simplified(exponents.float().exp2())
         return arithmetic.multiply(x, powers, dtype)
 
@@ -208,6 +212,9 @@ class _Codes:
         for item in inputs:  # a tensor of no dimensions has less weight in the promotion of dtypes
             if not fx_utils.value(item).dim():
                 known[item] = self._single(known[item])
+        is_view = node.target == aten.view.dtype
+        if is_view and any(torch.as_tensor(item).isnan().any() for item in known.values()):
+            raise Unsupported("the bits of a NaN")
         args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)  # type: ignore[arg-type]
         try:
             found = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -260,10 +267,8 @@ class _Codes:
         if isinstance(expr, Position) and expr.index.is_const:
             return torch.full([self.count], expr.index.const).to(expr.dtype)
         if isinstance(expr, Lookup):
-            table = expr.tensor()
-            if table is None:
-                raise Unsupported("a function of a table of the model")
-            return table[self._codes(expr.code)]
+            table, codes = expr.tensor(), self._codes(expr.code)
+            return self._entries(expr.values, codes, expr.dtype) if table is None else table[codes]
         if isinstance(expr, Load):
             return self._loaded(expr)
         if isinstance(expr, Op) and expr.name in _OF_INTEGERS and expr.dtype in INTEGERS:
@@ -307,9 +312,12 @@ class _Codes:
         tensor = _literal(expr)
         if tensor is not None:
             return tensor[at]
-        positions = Constant(_bytes(at), at.dtype)
-        args = (expr.node, (positions,))
-        return Derived(aten.index.Tensor, args, dtype=expr.dtype, shape=(self.count,))
+        return self._entries(expr.node, at, expr.dtype)
+
+    def _entries(self, table: Any, places: torch.Tensor, dtype: torch.dtype) -> Derived:
+        """The entries at ``places`` of a table whose values are not known here."""
+        args = (table, (Constant(_bytes(places), places.dtype),))
+        return Derived(aten.index.Tensor, args, dtype=dtype, shape=(self.count,))
 
     # the simplest form
 
@@ -318,7 +326,8 @@ class _Codes:
         matter."""
         dtype, field = values.dtype, self.field
         if isinstance(values, Derived):
-            assert field is not None
+            if field is None:
+                raise Unsupported("an entry of a table at one place")
             return Lookup(field, values, dtype)
         is_known = dtype in (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
         if not is_known:
@@ -326,7 +335,8 @@ class _Codes:
         values = values.contiguous()
         while field is not None and field.width and _same(*values.chunk(2)):
             field, values = _part(field, 0), values.chunk(2)[0]
-        while field is not None and field.width and _same(values[::2], values[1::2]):
+        is_fixed = field is None or not field.offset.data  # else see ``further``
+        while is_fixed and field is not None and field.width and _same(values[::2], values[1::2]):
             field, values = _part(field, 1), values[::2].contiguous()
         if field is None or not field.width:
             value = values[0].item()
@@ -390,7 +400,7 @@ def _sequence(field: Bits, values: torch.Tensor) -> Expr | None:
         dtype = values.dtype if values.dtype in INTEGERS else torch.int32
         number = int(whole[0] - codes[0])
         low, high = limits(dtype)
-        if not low <= number <= high or int(codes.min()) < low:
+        if not low <= number <= high or codes.min() < low or codes.max() > high:
             return None
         expr: Expr = Bits(field.node, field.index, field.offset, field.width, is_signed, dtype)
         if number:

@@ -42,7 +42,7 @@ def _join_bits(digit: Digit, cases: list[Expr]) -> Expr | None:
 def _join(digit: Digit, cases: list[Any]) -> Expr | None:
     first = cases[0]
     if all(case == first for case in cases):
-        return first
+        return _common(cases)
     if isinstance(first, torch.dtype):
         return None
     if any(type(case) is not type(first) or case.dtype != first.dtype for case in cases):
@@ -76,6 +76,21 @@ def _join(digit: Digit, cases: list[Any]) -> Expr | None:
             return None
         return Op(first.name, tuple(args), first.dtype)
     return None
+
+
+def _common(cases: list[Any]) -> Any:
+    """One of several equal expressions; computed by no node where the nodes differ."""
+    first = cases[0]
+    if all(case is first for case in cases) or not isinstance(first, (Op, Lookup, Choice)):
+        return first
+    if isinstance(first, Op):
+        args = tuple(_common(list(parts)) for parts in zip(*(c.args for c in cases), strict=True))
+        first = dataclasses.replace(first, args=args)
+    elif isinstance(first, Choice):
+        parts = tuple(_common(list(p)) for p in zip(*(c.cases for c in cases), strict=True))
+        first = dataclasses.replace(first, cases=parts)
+    is_same = all(case.at == first.at for case in cases)
+    return first if is_same else dataclasses.replace(first, at=None)
 
 
 def _join_indices(digit: Digit, cases: list[tuple[IndexExpr, ...]]) -> tuple[IndexExpr, ...] | None:

@@ -27,6 +27,7 @@ from .expr import (
     at,
     fixed,
     integer,
+    limits,
     normalized,
     size_of,
     whole,
@@ -161,7 +162,10 @@ class Reader:
             raise Unsupported("a bool")
         if isinstance(item, int):
             dtype = fx_utils.value(node).dtype
-            return integer(item, dtype) if dtype in INTEGERS else Number(float(item), dtype)
+            if dtype in INTEGERS:  # torch wraps a number around in the dtype of the result
+                low, high = limits(dtype)
+                return integer((item - low) % (high - low + 1) + low, dtype)
+            return Number(float(item), dtype)
         if isinstance(item, float):
             return Number(item, fx_utils.value(node).dtype)
         if not fx_utils.is_tensor_node(item):

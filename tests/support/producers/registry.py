@@ -42,7 +42,8 @@ PRODUCERS = {producer.name: producer for part in PARTS for producer in part}
 GIVEN = [producer for producer in PRODUCERS.values() if producer.given]
 
 # Formats that are to be recognised and are not yet: the tests of the match are expected to fail.
-UNREAD: tuple[str, ...] = ()
+# (GPTQ's fields that cross words need the values of the shift table, which the backend reads.)
+UNREAD = ("gptq_3b_g64",)
 
 
 def if_read(producer: Producer, *rest: Any) -> Any:
