@@ -33,6 +33,11 @@ def value(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def described(source: Any) -> Any:
+    """What has the dtype and shape of a node's value, or of a tensor that the rewrite adds."""
+    return value(source) if isinstance(source, fx.Node) else source
+
+
 def is_tensor_node(item: Any) -> bool:
     return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
 

@@ -78,7 +78,7 @@ def _read_epilogue(anchor: fx.Node, product: Matmul, weight: Weight) -> Epilogue
 def _assemble(product: Matmul, weight: Weight, found: Epilogue) -> RecognizedGemm | Rejection:
     bias = found.bias or product.bias
     scale = per_channel(found.column_scale)
-    tensors = [fx_utils.value(s) if isinstance(s, fx.Node) else s for s in weight.sources]
+    tensors = list(map(fx_utils.described, weight.sources))
     dtypes = [tensor.dtype for tensor in tensors]
     types = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
     try:

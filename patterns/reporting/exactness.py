@@ -199,8 +199,7 @@ def _classify_weight_only(found: RecognizedGemm) -> Exactness:
     if not isinstance(x, fx.Node):
         return Exactness.REASSOCIATED
     x_dtype = fx_utils.value(x).dtype
-    source = found.args[1][format.element.source]
-    element = (fx_utils.value(source) if isinstance(source, fx.Node) else source).dtype
+    element = fx_utils.described(found.args[1][format.element.source]).dtype
     if weight_only.split_dequant_ops(format, x_dtype, element)[1]:
         return Exactness.REASSOCIATED
     if found.weight_class is not Exactness.REASSOCIATED and any(

@@ -62,16 +62,12 @@ def _small_float(format: WeightFormat, sources: Sequence[Any]) -> str:
     groups = {format.block(scale)[0] for scale in scales}
     element = format.element.float8 or _element_of(sources[format.element.source])
     is_table = format.element != format.code and format.code.width == 4
-    is_scaled_by_e4m3 = any(_dtype(sources[s.source]) == torch.float8_e4m3fn for s in scales)
-    if is_table and 16 in groups and (element or is_scaled_by_e4m3):
+    dtypes = {fx_utils.described(sources[scale.source]).dtype for scale in scales}
+    if is_table and 16 in groups and (element or torch.float8_e4m3fn in dtypes):
         return "nvfp4"
     if (element or is_table) and 32 in groups and any(_is_power(s, sources) for s in scales):
         return "mxfp4" if is_table else "mxfp8"
     return element if element == "e2m1" else ""
-
-
-def _dtype(source: Any) -> torch.dtype:
-    return (fx_utils.value(source) if isinstance(source, fx.Node) else source).dtype
 
 
 def _element_of(source: Any) -> str:

@@ -11,7 +11,7 @@ from torch._inductor import config
 
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report.events import collect
-from tests.support.producers.registry import PRODUCERS, Producer, if_read, need
+from tests.support.producers.registry import PRODUCERS, Producer, need
 
 pytestmark = pytest.mark.gpu
 
@@ -45,7 +45,7 @@ def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("rows", [1, 16, 100])
-@pytest.mark.parametrize("producer", map(if_read, PRODUCERS.values()), ids=str)
+@pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
 def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
     need(producer)
     if producer.name in REPACKED:

@@ -13,7 +13,7 @@ from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.spec.gemm import GATHERED
 from inductor_quant.spec.weight_format import Field, WeightFormat
 from tests.support.graphs.post_grad import Rewrite, calls, capture
-from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, if_read, need
+from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, need
 
 bf16, f16 = torch.bfloat16, torch.float16
 OP = torch.ops.inductor_quant.weight_only.default
@@ -35,8 +35,8 @@ def cases(producer: Producer) -> list[tuple[torch.dtype, tuple[int, ...], bool]]
     return [(first, (32,), True), (last, (1,), False), (last, (2, 16), True)]
 
 
-ALL = [if_read(producer, *case) for producer in PRODUCERS.values() for case in cases(producer)]
-MATCHED = [if_read(producer) for producer in PRODUCERS.values() if producer.expected_matches]
+ALL = [(producer, *case) for producer in PRODUCERS.values() for case in cases(producer)]
+MATCHED = [producer for producer in PRODUCERS.values() if producer.expected_matches]
 every = pytest.mark.parametrize(
     ("producer", "dtype", "lead", "bias"),
     ALL,
@@ -46,6 +46,10 @@ every = pytest.mark.parametrize(
 
 def is_dynamic(lead: tuple[int, ...], bias: bool) -> bool:
     return len(lead) > 1 and bias
+
+
+# Their fields cross words: read where the shift table is known, as behind the backend.
+CROSS_WORDS = {"gptq_3b_g64"}
 
 
 @functools.cache
@@ -61,7 +65,7 @@ def rewritten(
     if is_dynamic(lead, bias):
         torch._dynamo.mark_dynamic(x, 1)
     with torch.no_grad():
-        result, [rewrite] = capture(module, [x])
+        result, [rewrite] = capture(module, [x], read_tables=producer.name in CROSS_WORDS)
     return module, x, result, rewrite
 
 
@@ -122,9 +126,10 @@ def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
     """The op reads graph inputs, or computed tensors as small as scales."""
     _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
     [node] = calls(rewrite.after, OP)
+    least = 16 if producer.group_size == 16 else 32
     for source in node.args[1]:
         is_stored = source.op in ("placeholder", "get_attr")
-        assert is_stored or source.meta["val"].numel() <= K * N // 16, source
+        assert is_stored or source.meta["val"].numel() <= K * N // least, source
     views = (torch.ops.aten.reshape.default, torch.ops.aten.split_with_sizes.default)
     computed = [n for n in rewrite.after.graph.nodes if n.op == "call_function" and n is not node]
     large = [
@@ -157,7 +162,8 @@ def test_the_format_is_what_the_producer_stored(producer: Producer) -> None:
         assert (producer.group_size, producer.group_n) == (None, None)
         return
     rows, columns = (None if size == -1 else size for size in spec.scale.block)
-    is_gathered = "g_idx" in producer.reads or producer.group_size == BY_INDEX
+    is_known = producer.name in CROSS_WORDS
+    is_gathered = ("g_idx" in producer.reads and not is_known) or producer.group_size == BY_INDEX
     assert rows == (GATHERED if is_gathered else producer.group_size)
     assert columns == producer.group_n
 
@@ -187,12 +193,8 @@ def _expected_zeros(producer: Producer) -> set[str]:
 
 
 @pytest.mark.parametrize("producer", MATCHED, ids=str)
-def test_the_decoded_weight_is_the_dense_one(
-    producer: Producer, request: pytest.FixtureRequest
-) -> None:
+def test_the_decoded_weight_is_the_dense_one(producer: Producer) -> None:
     """Exact in fp64 (values are stored in fp32), unless the graph itself rounds a scale."""
-    if producer.name in DIVIDED:
-        request.applymarker(pytest.mark.xfail(raises=AssertionError, strict=True))
     module, _, _, rewrite = rewritten(producer, producer.dtypes[0])
     format, node, env = decoded(rewrite)
     _, sources, column_scale, _ = node.args
@@ -200,6 +202,8 @@ def test_the_decoded_weight_is_the_dense_one(
     if column_scale is not None:
         weight = weight * env[column_scale].double()
     dense = producer.dense(module).T
+    if producer.name in DIVIDED:
+        dense = dense * module.layer.weight_scale.double()
     inputs = [*sources, *([column_scale] if column_scale is not None else [])]
     is_stored = all(_is_stored(source) for source in inputs)
     assert is_stored or producer.name in ROUNDED

@@ -22,6 +22,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
+from inductor_quant import constant_buffers
 from inductor_quant.options import Options
 from inductor_quant.patterns.graph_pass import SLOT, for_options
 from inductor_quant.report import events
@@ -85,24 +86,37 @@ def capture(
     *,
     options: Options | None = None,
     dynamic: bool | None = None,
+    read_tables: bool = False,
 ) -> tuple[Any, list[Rewrite]]:
     """The result of the rewritten graphs of ``fn(*args)``, and the graphs (one without breaks)."""
-    backend = EagerBackend(options)
+    backend = EagerBackend(options, read_tables=read_tables)
     result = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
     return result, backend.rewrites
 
 
 class EagerBackend:
-    """``compile_fx`` up to and including its post-grad passes; the result of ours runs eagerly."""
+    """``compile_fx`` up to and including its post-grad passes; the result of ours runs eagerly.
 
-    def __init__(self, options: Options | None = None, *, as_if_triton: bool = True) -> None:
+    ``read_tables``: with the values of constant buffers, as our backend; they are not guarded.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        *,
+        as_if_triton: bool = True,
+        read_tables: bool = False,
+    ) -> None:
         self.passes = RewritingPass(options, as_if_triton=as_if_triton)
+        self.read_tables = read_tables
 
     @property
     def rewrites(self) -> list[Rewrite]:
         return self.passes.rewrites
 
     def __call__(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if self.read_tables:
+            constant_buffers.make_constant(gm, constant_buffers.find(gm, inputs))
         return inductor.compile_fx(
             gm, inputs, inner_compile=self._compile, config_patches={SLOT: self.passes}
         )
