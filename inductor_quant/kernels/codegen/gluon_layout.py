@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.dialect import Dim, bits
 
 Basis = tuple[int, ...]
 
@@ -63,9 +64,9 @@ def layout(axes: Sequence[Sequence[Dim]], *, lanes: Sequence[Dim], warps: Sequen
     for axis, dims in enumerate(axes):
         step = 1
         for name, size in reversed(dims):
-            bits = range(size.bit_length() - 1)
             bases[name] = [
-                tuple(step << bit if a == axis else 0 for a in range(len(axes))) for bit in bits
+                tuple(step << bit if a == axis else 0 for a in range(len(axes)))
+                for bit in range(size.bit_length() - 1)
             ]
             step *= size
     none: Basis = (0,) * len(axes)
@@ -82,6 +83,25 @@ def layout(axes: Sequence[Sequence[Dim]], *, lanes: Sequence[Dim], warps: Sequen
     registers.sort(key=lambda basis: basis[::-1] if basis[-1] else (math.inf, *basis))
     shape = tuple(math.prod(size for _, size in dims) for dims in axes)
     return Layout(tuple(registers), placed(lanes), placed(warps), shape)
+
+
+def summed_outputs(
+    warps: int, block_m: int, column_dims: Sequence[Dim], mma_dims: Sequence[Dim]
+) -> tuple[Layout, Layout]:
+    """The layouts in which a thread reads the partials of all warps, [warps, N of the tile,
+    block_m], for its outputs, and in which outputs are stored: neighbouring lanes have neighbouring
+    columns."""
+    rows, columns, mma = (
+        [bit for name, size in dims for bit in bits(name, size)]
+        for dims in ((("m", block_m),), column_dims, mma_dims)
+    )
+    lowest = [*reversed(columns), *reversed(rows)]
+    count = warps.bit_length() - 1
+    lanes, of_warps = lowest[:5], lowest[5 : 5 + count]
+    of_warps += [("none", 2)] * (count - len(of_warps))
+    placed: Any = {"lanes": lanes, "warps": of_warps}
+    partials = layout(((("w", warps),), mma, rows), **placed)
+    return partials, layout((rows, columns), **placed)
 
 
 def positions(of: str, rank: int, axis: int, size: int) -> str:

@@ -58,13 +58,15 @@ class TilePlan:
 
     loaded  the layout in which words are loaded: neighbours in memory are neighbours in registers
     layout  the same, but with the two values of a pair next to each other
-    rows    the bits of n, by significance, in the order of the bits of a row of shared memory
+    rows    the bits of n, by significance, in the order of the bits of a row of the MMA
+    depth   the bits of k likewise, if the tile is in the registers of the MMA
     """
 
     digits: tuple[TileDigit, ...]
     loaded: Layout
     layout: Layout
     rows: tuple[int, ...]
+    depth: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -72,6 +74,7 @@ class TilePlan:
 
 
 PAIR = TileDigit("pair", 2, 1)
+WARP = "warp"
 
 
 def tile_plan(
@@ -82,19 +85,24 @@ def tile_plan(
     *,
     warps: int,
     is_paired: bool,
+    for_mma: bool = False,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
     A thread holds all values of the words that it loads: neighbouring bytes, of which its
     neighbours hold the next ones. It also holds neighbours along K, if need be of several words, to
     store them at once. Lanes then take different rows, so that they store to different banks.
+
+    for_mma: each warp has such a tile (WARP), and a thread holds what it multiplies in
+    ``mma.sync``, of which W is the first operand.
     """
     *others, last = [digit for digit in (*n, *k) if digit.inner > 1]
     if last.name[0] != "k":
         return None
     halved = dataclasses.replace(last, inner=last.inner // 2) if is_paired else last
     pair = [PAIR] if is_paired else []
-    dims = (*others, *([halved] if halved.inner > 1 else []), *pair)
+    of_warps = [TileDigit(WARP, warps, 1)] if for_mma else []
+    dims = (*of_warps, *others, *([halved] if halved.inner > 1 else []), *pair)
     strides = _strides(weight, code)
     itemsize = weight.tensors[code.source].dtype.itemsize
     bits: list[_Bit] = []
@@ -108,12 +116,16 @@ def tile_plan(
             bits.append(_Bit(name[0], position, basis, apart))
     shape = tuple(digit.inner for digit in dims)
     for vector, chunk in VECTORS:
-        found = _assigned(bits, shape, itemsize, vector, chunk, warps)
+        found: tuple[Layout, tuple[int, ...], tuple[int, ...]] | None
+        if for_mma:
+            found = _for_mma(bits, shape, itemsize, vector)
+        else:
+            found = _assigned(bits, shape, itemsize, vector, chunk, warps)
         if found is not None:
-            loaded, rows = found
+            loaded, rows, depth = found
             registers = sorted(loaded.registers, key=lambda basis: is_paired and not basis[-1])
             layout = dataclasses.replace(loaded, registers=tuple(registers))
-            return TilePlan(dims, loaded, layout, rows)
+            return TilePlan(dims, loaded, layout, rows, depth)
     return None
 
 
@@ -130,8 +142,8 @@ class _Bit:
 
 def _assigned(
     bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int, chunk: int, warps: int
-) -> tuple[Layout, tuple[int, ...]] | None:
-    """(layout, rows) of a ``TilePlan``."""
+) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
+    """(layout, rows, depth) of a ``TilePlan``."""
     rest = list(bits)
     registers: list[_Bit] = []
     lanes: list[_Bit] = []
@@ -169,7 +181,52 @@ def _assigned(
     blocks, of_warps = middle[:low], middle[low:]
     rows = tuple(bit.position for bit in (*order[:3], *half, *of_warps, *blocks))
     bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
-    return Layout(bases([*registers, *rest]), bases(lanes), bases(warp_bits), shape), rows
+    return Layout(bases([*registers, *rest]), bases(lanes), bases(warp_bits), shape), rows, ()
+
+
+def _for_mma(
+    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int
+) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
+    """(layout, rows, depth) of a ``TilePlan``.
+
+    The first operand, 16 rows of n by 16 of k: four lanes take different k, eight different n. A
+    thread holds two neighbours along K, their neighbours 8 apart, and those 8 rows apart. Further
+    bits are those of further MMAs.
+    """
+    k_bits = [bit for bit in bits if bit.axis == "k"]
+    warp_bits = [bit for bit in bits if bit.axis == WARP[0]]
+    rest = [bit for bit in bits if bit not in warp_bits]
+    registers: list[_Bit] = []
+    lanes: dict[str, list[_Bit]] = {"k": [], "n": []}
+    most = {"k": 2, "n": 3}
+    reach = itemsize
+    while reach < LINE and (bit := next((bit for bit in rest if bit.apart == reach), None)):
+        if reach < vector or bit == k_bits[0]:
+            registers.append(bit)
+        elif len(lanes[bit.axis]) < most[bit.axis]:
+            lanes[bit.axis].append(bit)
+        else:
+            break
+        rest.remove(bit)
+        reach *= 2
+    for bit in list(rest):
+        if bit.apart == 0 or bit == k_bits[0]:
+            registers.append(bit)
+            rest.remove(bit)
+    for bit in list(rest):
+        to = lanes[bit.axis] if len(lanes[bit.axis]) < most[bit.axis] else registers
+        to.append(bit)
+    held = {axis: [bit for bit in registers if bit.axis == axis] for axis in "kn"}
+    if any(len(lanes[axis]) < most[axis] for axis in "kn"):
+        return None
+    if len(held["k"]) < 2 or not held["n"]:
+        return None
+    others = [bit for bit in held["k"] if bit != k_bits[0]]
+    rows = [*lanes["n"], *held["n"]]
+    depth = [k_bits[0], *lanes["k"], *others]
+    bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
+    layout = Layout(bases(registers), bases([*lanes["k"], *lanes["n"]]), bases(warp_bits), shape)
+    return layout, tuple(bit.position for bit in rows), tuple(bit.position for bit in depth)
 
 
 def _strides(weight: Weight, field: Field) -> dict[str, float]:

@@ -30,7 +30,7 @@ from inductor_quant.kernels.codegen.gluon_columns import (
     Uses,
     converted,
 )
-from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
+from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.packed_tile import PackedTile
 from inductor_quant.kernels.codegen.statements import Value
@@ -89,7 +89,7 @@ class DecodeCodegen(GluonCodegen):
         self.x_target: tuple[Dim, ...] = (w, R, T, PAIR, *rows, *PAIRS)
         placed: Any = {"lanes": (T, G), "warps": (w,)}
         self.dialect = Gluon(layout(((w,), self.column_dims), **placed))
-        partials, stored = self._outputs()
+        partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
         self.layouts = {
             "PACKED": layout(((w,), packed_k, self.column_dims), **placed),
             "UNPACKED": layout(((w,), self.mma_dims, (R, T), (PAIR,)), **placed),
@@ -141,21 +141,6 @@ class DecodeCodegen(GluonCodegen):
     def max_registers(self) -> int:
         """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
         return REGISTERS // (32 * MAX_WARPS)
-
-    def _outputs(self) -> tuple[Layout, Layout]:
-        """The layouts in which a thread reads the partials of all warps for its outputs, and in
-        which outputs are stored: neighbouring lanes have neighbouring columns."""
-        rows, columns, mma = (
-            [bit for name, size in dims for bit in bits(name, size)]
-            for dims in ((("m", self.block_m),), self.column_dims, self.mma_dims)
-        )
-        lowest = [*reversed(columns), *reversed(rows)]
-        count = self.warps.bit_length() - 1
-        lanes, warps = lowest[:5], lowest[5 : 5 + count]
-        warps += [("none", 2)] * (count - len(warps))
-        placed: Any = {"lanes": lanes, "warps": warps}
-        partials = layout((self.slice_dims, mma, rows), **placed)
-        return partials, layout((rows, columns), **placed)
 
     # x
 

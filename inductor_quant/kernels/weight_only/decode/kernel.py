@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem
 from inductor_quant.kernels.shared import horizontal, split_k
@@ -73,9 +74,15 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
             return no_kernel(f"M = {problem.m} is symbolic, or above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
-        return rules.packed_rejection(spec, problem, device) or rules.grouped_int4_rejection(
+        refused = rules.packed_rejection(spec, problem, device) or rules.grouped_int4_rejection(
             spec, problem
         )
+        if refused is not None or problem.members:
+            return refused
+        weight, layout = rules.packed_weight_of(problem)
+        if contiguous_axis(weight, layout) != "n" and problem.has_aligned_rows:
+            return no_kernel("weight_only_direct is faster where words are contiguous along K")
+        return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DecodeCodegen:
         weight, layout = rules.packed_weight_of(problem)

@@ -13,22 +13,24 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import torch
-
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
 from inductor_quant.kernels.codegen.packed_layout import BASES, packed_layout_of
 from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits, tile_plan
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
-from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem, Weight
+from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.mm_sm90.codegen import TABLE, MMSm90Codegen, is_in_place
+from inductor_quant.kernels.weight_only.digit_tiles import (
+    format_rejection,
+    n_order,
+    plan_of,
+    varying,
+)
+from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 from inductor_quant.kernels.weight_only.rules import WIDE_N, bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field, WeightFormat
 
 WARPGROUP = 4
 W_TILES = 2
@@ -52,42 +54,6 @@ PACKED_M, BYTES_M, GROUP = DECODE_M, SMALL_M, 64
 MIN_WIDTH = 3  # narrower fields are faster there at every M
 
 
-def _varying(format: WeightFormat) -> list[Field]:
-    """The scales and zero points that change with every k, as where groups run along N."""
-    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
-    return [field for field in operands if format.block(field)[0] == 1]
-
-
-def n_order(format: WeightFormat) -> list[str]:
-    """The digits of n in the order in which a tile covers them. The last ones choose a value of a
-    word; before them come those that scales do not depend on which change with every k."""
-    varying, in_word = _varying(format), format.code.offset.digits
-
-    def rank(name: str) -> int:
-        is_shared = bool(varying) and all(name not in field.digits for field in varying)
-        return 2 if name in in_word else int(is_shared)
-
-    return sorted(format.digits("n"), key=rank)
-
-
-def plan_of(weight: Weight, config: GemmConfig) -> TilePlan | None:
-    """How a tile is assigned to threads; None: the blocks end within a digit, or are too small."""
-    weight = as_words(weight).weight
-    format = weight.format
-    n = tile_digits(format, "n", config.block_n, n_order(format))
-    k = tile_digits(format, "k", config.block_k)
-    if not n or not k:
-        return None
-    # These are computed where only the position within the tile is known.
-    outer = {digit.name for digit in k if digit.outer > 1}
-    for field in format.fields():
-        tables = {name for index in field.index for name, _ in index.tables}
-        if (field.offset.digits | tables) & outer:
-            return None
-    is_paired = is_in_place(format.code, 8)
-    return tile_plan(weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired)
-
-
 class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     name = "weight_only_mm_sm90"
     template = "weight_only/mm_sm90/template"
@@ -104,7 +70,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         least, most = _rows(spec, problem)
         if not least <= problem.m <= most or _is_packed_medium_m(spec, problem):
             return no_kernel(f"M = {problem.m} is not {least} to {most}, or another is faster")
-        return _format_rejection(rules.weight_of(problem))
+        return format_rejection(rules.weight_of(problem))
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
         plan = plan_of(rules.weight_of(problem), config)
@@ -172,7 +138,7 @@ def _rows(spec: QuantGemmSpec, problem: Problem) -> tuple[int, int]:
     if packed is not None and rules.group_size_of(spec, weight) >= GROUP:
         least = 1 + (SMALL_M if is_wide and rules.is_int4_along_k(packed) else PACKED_M)
         most = 0 if packed.width < MIN_WIDTH else MAX_M
-    if _varying(format):
+    if varying(format):
         most = SMALL_M  # a scale for each weight of a tile is loaded
     return least, most
 
@@ -186,36 +152,6 @@ def _is_packed_medium_m(spec: QuantGemmSpec, problem: Problem) -> bool:
         return False
     is_medium = SMALL_M < problem.m <= MEDIUM_M // 2
     return is_medium and rules.group_size_of(spec, weight) >= GROUP
-
-
-def _format_rejection(weight: Weight) -> Rejection | None:
-    format = weight.format
-    if set(format.digits("k") + format.digits("n")) - format.code.digits:
-        return no_kernel("quantized values are repeated")
-    if format.code.minus or format.code.high:
-        return no_kernel("a value is a difference of integers, or joined from several fields")
-    table = format.element
-    if table != format.code:
-        sizes = weight.tensors[table.source].shape
-        if sizes != (TABLE,) or len(table.index) != 1 or table.width:
-            return no_kernel(f"a table of {sizes}, not of {TABLE} values")
-    dtype = weight.tensors[format.code.source].dtype
-    if dtype not in (torch.int32, torch.int8, torch.uint8) or format.code.float8:
-        return no_kernel(f"quantized values in {dtype}")
-    if format.code.offset.is_data:
-        return no_kernel("the offset of a value in its word is data")
-    for field in format.fields():
-        if any(index.bounds(format.radix)[0] < 0 for index in field.index):
-            return no_kernel("positions are counted from the end")
-    last = set(format.digits("k")[-1:])
-    for op in format.dequant_ops:
-        if not isinstance(op.operand, Field):
-            continue
-        if op.kind == "div" or op.operand.size:
-            return no_kernel("scales divide, or their groups are counted from the end")
-        if any(nested.digits & last for nested in op.operand.nested):
-            return no_kernel("the group of each k is data")
-    return None
 
 
 WEIGHT_ONLY_MM_SM90 = WeightOnlyMMSm90()

@@ -1,0 +1,388 @@
+"""Gluon statements that load a tile of any format to registers and dequantize it there.
+
+A value has one dimension for each digit of the tile (``tile_digits``). What is loaded for one K
+iteration is kept in registers while the one before is dequantized: ``load`` and ``dequantized`` are
+apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
+from inductor_quant.kernels.codegen.dialect import bits
+from inductor_quant.kernels.codegen.gluon_columns import Gluon
+from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
+from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
+from inductor_quant.kernels.codegen.tile_digits import PAIR, WARP, TileDigit, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, dequantize_pair
+from inductor_quant.kernels.codegen.words import BYTES, WordView
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+
+TABLE = 16  # entries of a table that lanes hold, one each
+MAX_ZERO = 1 << 12  # small beside 2**23 / 2**15
+MAX_ZERO_16 = 256  # bf16 has the difference to a byte exactly
+
+
+class DigitStatements(Statements):
+    """``digits``: the terms of which each digit is the sum."""
+
+    codegen: DigitCodegen
+
+    def __init__(
+        self,
+        codegen: DigitCodegen,
+        stride: Hook,
+        size: Hook,
+        tag: str,
+        digits: Mapping[str, list[str]],
+    ) -> None:
+        super().__init__(codegen, stride, size, tag=tag)
+        self.digits = digits
+
+    def index(self, index: AffineIndex, rows: int = 1, columns: int = 1, layout: str = "") -> str:
+        index = self._without_trivial_digits(index)
+        terms = self.linear(index)
+        for name, table in index.tables:
+            terms.append(self.assign("t", self.dialect.lookup(table, _sum(self.digits[name]))))
+        for field, coef in index.fields:
+            value = self.field(field)
+            terms.append(f"({value.code} + {value.bias}) * {coef}")
+        return _sum([*terms, str(index.const)] if index.const or not terms else terms)
+
+    def linear(self, index: AffineIndex) -> list[str]:
+        return [
+            term if coef == 1 else f"{term} * {coef}"
+            for name, coef in self._without_trivial_digits(index).linear
+            for term in self.digits[name]
+        ]
+
+    def offset(self, field: Field) -> str:
+        """The sum of ``index * stride`` over the dimensions of the field's tensor."""
+        source, terms = self.codegen.sources[field.source], []
+        for dim, index in enumerate(map(self._without_trivial_digits, field.index)):
+            stride = self.stride(source, dim)
+            if self.is_word(field):
+                stride = f"({stride} // {BYTES})" if dim != self.codegen.view.dim else "1"
+            low, high = index.bounds(self.format.radix)
+            if index.is_data or low < 0 <= high:
+                position = self.assign("i", self.index(index))
+                terms.append(f"{self.inside(position, index, source, dim)} * {stride}")
+                continue
+            plain = AffineIndex(linear=index.linear)
+            tables = AffineIndex(tables=index.tables)
+            parts = self.linear(plain) + ([self.index(tables)] if index.tables else [])
+            terms += [f"({part}).to(INDEX_DTYPE) * {stride}" for part in parts]
+            if low < 0:
+                terms.append(f"({index.const} + {self.size(source, dim)}) * {stride}")
+            elif index.const:
+                terms.append(f"{index.const} * {stride}")
+        return _sum(terms)
+
+    def pointer(self, field: Field, layout: str | None = None) -> tuple[str, int, int]:
+        source = self.codegen.sources[field.source]
+        if self.is_word(field):
+            source += ".to(gl.pointer_type(gl.int32), bitcast=True)"
+        return f"{source} + {self.offset(field)}", 1, 1
+
+    def is_word(self, field: Field) -> bool:
+        return self.codegen.view.dim is not None and field.source == self.format.code.source
+
+
+class Uses(DigitStatements):
+    """Computes with what was loaded into ``kept``."""
+
+    def __init__(self, codegen: DigitCodegen, stride: Hook, size: Hook) -> None:
+        super().__init__(codegen, stride, size, "u", codegen.digits("d_", "n"))
+
+    def read(self, field: Field) -> tuple[str, int, int]:
+        if field in self.codegen.loaded:
+            word = self.codegen.used(self.codegen.loaded.index(field))
+            is_scalar = not self.codegen.varies(field)
+            code = word if is_scalar else f"gl.convert_layout({word}, TILE, assert_trivial=True)"
+            return self.assign("w", code), 1, 1
+        # An entry of the table in registers, for each element of the tile.
+        codegen, (index,) = self.codegen, field.index
+        position = self.assign("i", f"({self.index(index)}).to(gl.int32)")
+        flat = f"gl.reshape({position}, [{codegen.block_n * codegen.block_k}])"
+        return self.assign("w", f"gl.reshape(gl.gather(table, {flat}, 0), {codegen.shape})"), 1, 1
+
+    def dequantized(self) -> str:
+        """W in x's dtype."""
+        element = self.format.element
+        if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
+            return f"({self.field(element).code}).to({self.codegen.x_type})"
+        narrow = self.in_16_bits()
+        return narrow or f"({self.in_fp32().code}).to({self.codegen.x_type})"
+
+    def in_16_bits(self) -> str:
+        """W by 16-bit arithmetic, two values at once; "" if that is not exact until the last
+        rounding: it takes a small integer as zero point, and a scale of x's dtype.
+        """
+        codegen, field = self.codegen, self.format.element
+        ops, x_dtype = list(codegen.loop_ops), codegen.x_dtype
+        if not (codegen.is_paired and is_in_place(field, 8)):
+            return ""
+        sign = 1 << field.width - 1 if field.signed else 0
+        zero, scale = str(float(sign - field.add)), ""
+        if ops and ops[0].kind == "sub":
+            subtrahend = self.small_integer(ops.pop(0), MAX_ZERO_16 - abs(sign - field.add))
+            zero = f"{subtrahend} + {zero}"
+            if not subtrahend:
+                return ""
+        if ops:
+            op = ops.pop(0)
+            if ops or op.kind != "mul" or not isinstance(op.operand, Field) or op.operand.float8:
+                return ""
+            if codegen.dtypes[op.operand.source] != x_dtype:
+                return ""
+            scale = f"{self.field(op.operand).code} * "
+        place, mask = PLACES[x_dtype], (1 << field.width) - 1
+        at = f"({self.index(field.offset)}) & 7"
+        base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
+        halves = [self.offset_of_half(half) for half in "01"]
+        ats = [f"(({offset}) & 7)" for offset in halves]
+
+        def both(code: str) -> str:
+            low, high = (code.format(at=at) for at in ats)
+            return f"({low}) | (({high}) << 16)"
+
+        none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
+        x_type = codegen.x_type
+        arguments = [
+            self.read(field)[0],
+            "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
+            both(f"{mask} << {{at}}"),
+            both(f"{place.exponent} | ({sign} << {{at}})"),
+            both(f"({place.power} - {{at}}) << {place.mantissa}"),
+            f"(({zero} + {base}) * {-1 / place.divisor} + {none}).to({x_type})",
+            f"({scale}{float(place.divisor)} + {none}).to({x_type})",
+        ]
+        arguments = [self.assign("a", code) for code in arguments]
+        assembly = dequantize_pair(x_dtype)
+        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
+        return "pairs"
+
+    def offset_of_half(self, half: str) -> str:
+        """The bit offset of one value of each pair."""
+        digits = self.codegen.digits("d_", "n", half)
+        out = DigitStatements(self.codegen, self.stride, self.size, f"h{half}_", digits)
+        code = out.index(self.format.element.offset)
+        self.lines += out.lines
+        return code
+
+    def in_fp32(self) -> Value:
+        """W in fp32, to be rounded."""
+        format, ops = self.format, self.codegen.loop_ops
+        if not is_in_place(format.element):
+            return self.apply(self.to_float(self.field(format.element)), ops)
+        # A field under an exponent is ``2**(23 - at) + field``, times ``2**at``. One multiply-add
+        # takes this off; a zero point that is a small integer is added to it first, per column.
+        field = format.element
+        shift = self.assign("s", self.index(field.offset))
+        at, mask = self.assign("s", f"({shift}) & 15"), (1 << field.width) - 1
+        word = f"({self.read(field)[0]} >> (({shift}) & 16))"
+        sign = 1 << field.width - 1 if field.signed else 0
+        exponent = f"({sign} << {at}) | {MAGIC_BITS}"
+        arguments = [word, f"{mask} << {at}", exponent]
+        self.lines += self.dialect.inline_asm(MASK_AND_FLIP, ["bits"], arguments, torch.int32)
+        base = self.assign("z", power(f"150 - ({at})"))
+        if field.add - sign:
+            base = self.assign("z", f"{base} - {float(field.add - sign)}")
+        if ops and (subtrahend := self.small_integer(ops[0], MAX_ZERO)):
+            base, ops = self.assign("z", f"{base} + {subtrahend}"), ops[1:]
+        value = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
+        return self.apply(Value(self.assign("f", value), 1, 1, is_float=True), ops)
+
+    def small_integer(self, op: DequantOp, most: int) -> str:
+        """The operand of a ``sub`` that is an integer of few bits, as fp32; else ""."""
+        if op.kind != "sub":
+            return ""
+        if not isinstance(op.operand, Field):
+            is_small = float(op.operand).is_integer() and abs(op.operand) <= most
+            return repr(float(op.operand)) if is_small else ""
+        value = self.field(op.operand)
+        is_small = value.limit is not None and value.limit + abs(value.bias) <= most
+        return self.to_float(value).code if is_small and not value.is_float else ""
+
+
+def power(exponent: str) -> str:
+    """2 to the power of a biased exponent."""
+    return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
+
+
+def is_in_place(field: Field, part: int = 16) -> bool:
+    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift."""
+    if not 0 < field.width <= 8 or field.float8 or field.wrap or field.size or field.offset.is_data:
+        return False
+    tables = {value for _, table in field.offset.tables for value in table}
+    coefs = {coef for _, coef in field.offset.linear}
+    # Then the offsets are multiples of a divisor of 16 that the field fits into.
+    unit = math.gcd(part, *tables, *coefs, field.offset.const)
+    return field.width <= unit
+
+
+class DigitCodegen(Codegen):
+    """``n_order``: the digits of n in the order in which a tile covers them."""
+
+    def __init__(
+        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+    ) -> None:
+        super().__init__(tile)
+        self.view = view
+        self.dialect = Gluon(plan.layout)
+        self.plan = plan
+        self.shape = [digit.inner for digit in plan.digits]
+        self.n_digits = tile_digits(self.format, "n", self.block_n, n_order) or ()
+        self.is_warps_own = any(digit.name == WARP for digit in plan.digits)
+        self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
+        self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
+        self.table = self.format.element if self.format.element != self.format.code else None
+        operands = [op.operand for op in self.loop_ops]
+        fields = [self.format.code, *(each for each in operands if isinstance(each, Field))]
+        self.loaded = list(dict.fromkeys(fields))
+        self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
+        if self.table:
+            lanes = bits("e", TABLE)
+            placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
+            self.layouts["TABLE"] = layout((lanes,), **placed)
+
+    @property
+    def casts_directly(self) -> bool:
+        return False  # a conversion of integers takes eight times as long as bit arithmetic
+
+    def constants(self) -> str:
+        return "\n".join(f"{name}: gl.constexpr = {text}" for name, text in self.layouts.items())
+
+    # digits
+
+    def digits(self, inner: str, first: str = "", pair: str = "") -> dict[str, list[str]]:
+        """The terms of each digit: what varies in a tile, as tensors whose names begin with
+        ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``pair``: the
+        value of PAIR, if it is known."""
+        found: dict[str, list[str]] = {}
+        for digit in (*self.n_digits, *self.k_digits):
+            terms = []
+            if inner and digit.inner > 1:
+                is_last = self.is_paired and digit == self.last
+                count = digit.inner // (2 if is_last else 1)
+                terms += [f"{inner}{digit.name}{' * 2' if is_last else ''}"] if count > 1 else []
+                terms += [pair or f"{inner}{PAIR.name}"] if is_last else []
+            if digit.outer > 1 and digit.name[0] in first:
+                terms.append(f"first_{digit.name}")
+            found[digit.name] = terms
+        return found
+
+    @property
+    def is_paired(self) -> bool:
+        return PAIR in self.plan.digits
+
+    @property
+    def last(self) -> TileDigit:
+        """The digit whose lowest bit is PAIR."""
+        return [digit for digit in self.k_digits if digit.inner > 1][-1]
+
+    def first_digits(self, axis: str, tile: str) -> list[str]:
+        """Statements that set the first value in tile number ``tile`` of each digit."""
+        lines, apart = [], 1
+        digits = self.n_digits if axis == "n" else self.k_digits
+        for digit in reversed(digits):
+            if digit.outer > 1:
+                code = f"({tile}) // {apart}" if apart > 1 else f"({tile})"
+                code += f" % {digit.outer}" if digit != digits[0] else ""
+                lines.append(f"first_{digit.name} = ({code}) * {digit.inner}")
+            apart *= digit.outer
+        return lines
+
+    def start(self, stride: Hook, size: Hook) -> str:
+        """Statements before the loop: digits, and the addresses of the tile at k = 0."""
+        lines = self.first_digits("n", "pid_n")
+        for name, prefix in (("LOADED", "l_"), ("TILE", "d_")):
+            for axis, digit in enumerate(self.plan.digits):
+                at = f"{prefix}{digit.name}"
+                lines.append(f"{at} = {positions(name, self.plan.rank, axis, digit.inner)}")
+                radix = self.format.radix(digit.name) if digit.name[0] == "n" else 0
+                if radix % digit.inner:  # the last tile ends beyond N
+                    first = f" - first_{digit.name}" if digit.outer > 1 else ""
+                    lines.append(f"{at} = gl.minimum({at}, {radix - 1}{first})")
+        out = DigitStatements(self, stride, size, "s", self.digits("l_", "n"))
+        for i, field in enumerate(self.loaded):
+            if not _is_data(field):
+                out.lines.append(f"at{i} = {out.pointer(field)[0]}")
+        if self.table:
+            source = self.sources[self.table.source]
+            out.lines.append(
+                f"table = gl.load({source} + gl.arange(0, {TABLE}, TABLE) * {stride(source, 0)})"
+            )
+        return "\n".join([*lines, *out.lines])
+
+    def load(self, tile: str, stride: Hook, size: Hook) -> str:
+        """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if
+        each warp has one of its own."""
+        out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
+        whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
+        lines = self.first_digits("k", tile)
+        for i, field in enumerate(self.loaded):
+            if _is_data(field):
+                pointer, _, _ = whole.pointer(field)
+            else:
+                moved = Field(
+                    field.source, tuple(AffineIndex(linear=each.linear) for each in field.index)
+                )
+                pointer = f"at{i} + {out.offset(moved)}"
+            whole.lines.append(f"{kept(i)} = gl.load({pointer})")
+        return "\n".join([*lines, *out.lines, *whole.lines])
+
+    def used(self, i: int) -> str:
+        """The variable that ``dequantized`` reads the ``i``-th field from."""
+        return kept(i)
+
+    def varies(self, field: Field) -> bool:
+        """Whether a tile has several values of the field."""
+        inner = {digit.name for digit in (*self.n_digits, *self.k_digits) if digit.inner > 1}
+        if self.is_warps_own:
+            inner |= {digit.name for digit in self.k_digits if digit.outer > 1}
+        return any(index.digits & inner for index in field.index)
+
+    def column(self) -> str:
+        """n of each column ``rn`` of the tile (a position in ``n_digits``)."""
+        terms, apart = [], 1
+        for digit in reversed(self.n_digits):
+            radix = self.format.radix(digit.name)
+            code = f"rn // {apart}" if apart > 1 else "rn"
+            code = f"({code}) % {radix}" if digit != self.n_digits[0] else f"({code})"
+            terms.append(f"{code} * {self.format.weight_of(digit.name)}")
+            apart *= radix
+        natural = [digit.name for digit in self.n_digits] == self.format.digits("n")
+        return "rn" if natural else _sum(reversed(terms))
+
+    def columns(self, stride: Hook, size: Hook) -> str:
+        """Statements after the loop that apply the column ops to ``out`` [BLOCK_M, BLOCK_N]."""
+        format = self.format
+        digits = {
+            name: [f"(within // {format.weight_of(name)} % {format.radix(name)})"]
+            for name in format.digits("n")
+        }
+        out = DigitStatements(self, stride, size, "c", digits)
+        lines = [f"within = gl.minimum(idx_n, {self.n - 1}).to(gl.int32)"]
+        for op in self.column_ops:
+            operand = out.operand(op)
+            out.lines.append(f"out = {self.dialect.apply(op, 'out', operand.code)}")
+        return "\n".join([*lines, *out.lines])
+
+
+def kept(i: int) -> str:
+    """The variable of the ``i``-th field that is loaded."""
+    return f"kept{i}"
+
+
+def _is_data(field: Field) -> bool:
+    return any(index.is_data for index in field.index)
+
+
+def _sum(terms: Iterable[str]) -> str:
+    return " + ".join(terms) or "0"

@@ -1,0 +1,83 @@
+"""How kernels cover any weight format by the digits of n and k, and which formats they take."""
+
+from __future__ import annotations
+
+import torch
+
+from inductor_quant.kernels.codegen.digits import TABLE, is_in_place
+from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits, tile_plan
+from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.kernels.weight_only.rules import no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.weight_format import Field, WeightFormat
+
+
+def varying(format: WeightFormat) -> list[Field]:
+    """The scales and zero points that change with every k, as where groups run along N."""
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    return [field for field in operands if format.block(field)[0] == 1]
+
+
+def n_order(format: WeightFormat) -> list[str]:
+    """The digits of n in the order in which a tile covers them. The last ones choose a value of a
+    word; before them come those that scales do not depend on which change with every k."""
+    changing, in_word = varying(format), format.code.offset.digits
+
+    def rank(name: str) -> int:
+        is_shared = bool(changing) and all(name not in field.digits for field in changing)
+        return 2 if name in in_word else int(is_shared)
+
+    return sorted(format.digits("n"), key=rank)
+
+
+def plan_of(weight: Weight, config: GemmConfig, *, for_mma: bool = False) -> TilePlan | None:
+    """How a tile is assigned to threads; None: the blocks end within a digit, or are too small."""
+    weight = as_words(weight).weight
+    format = weight.format
+    n = tile_digits(format, "n", config.block_n, n_order(format))
+    k = tile_digits(format, "k", config.block_k // (config.num_warps if for_mma else 1))
+    if not n or not k:
+        return None
+    # These are computed where only the position within the tile is known.
+    outer = {digit.name for digit in k if digit.outer > 1}
+    for field in format.fields():
+        tables = {name for index in field.index for name, _ in index.tables}
+        if (field.offset.digits | tables) & outer:
+            return None
+    is_paired = is_in_place(format.code, 8)
+    return tile_plan(
+        weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired, for_mma=for_mma
+    )
+
+
+def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...] = ()) -> Rejection | None:
+    """Rejects formats without statements. ``float8``: types that the kernel converts."""
+    format = weight.format
+    if set(format.digits("k") + format.digits("n")) - format.code.digits:
+        return no_kernel("quantized values are repeated")
+    if format.code.minus or format.code.high:
+        return no_kernel("a value is a difference of integers, or joined from several fields")
+    table = format.element
+    if table != format.code:
+        sizes = weight.tensors[table.source].shape
+        if sizes != (TABLE,) or len(table.index) != 1 or table.width:
+            return no_kernel(f"a table of {sizes}, not of {TABLE} values")
+    dtype = weight.tensors[format.code.source].dtype
+    if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) or format.code.float8:
+        return no_kernel(f"quantized values in {dtype}")
+    if format.code.offset.is_data:
+        return no_kernel("the offset of a value in its word is data")
+    for field in format.fields():
+        if any(index.bounds(format.radix)[0] < 0 for index in field.index):
+            return no_kernel("positions are counted from the end")
+    last = set(format.digits("k")[-1:])
+    for op in format.dequant_ops:
+        if not isinstance(op.operand, Field):
+            continue
+        if op.kind == "div" or op.operand.size:
+            return no_kernel("scales divide, or their groups are counted from the end")
+        if any(nested.digits & last for nested in op.operand.nested):
+            return no_kernel("the group of each k is data")
+    return None

@@ -1,0 +1,1 @@
+"""Few rows, every weight format: W goes straight to the registers that multiply it."""

@@ -1,0 +1,116 @@
+"""Gluon statements of ``weight_only_direct``: W is dequantized in the registers of ``mma.sync``.
+
+Each warp has a tile of its own, the same BLOCK_N columns at another slice of K. Which k and which
+n a thread holds is free, as long as x has the same k and the output the same n: ``tile_plan``
+chooses them, so that a thread loads whole words.
+"""
+
+from __future__ import annotations
+
+from inductor_quant.kernels.codegen.base import Hook, WeightTile
+from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
+from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan
+from inductor_quant.kernels.codegen.words import WordView
+
+G: Dim = ("g", 8)
+# Per SM at once: with more, a thread lacks registers for what it loads ahead.
+MAX_WARPS = 16
+REGISTERS = 65536
+
+
+class DirectCodegen(DigitCodegen):
+    def __init__(
+        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+    ) -> None:
+        super().__init__(tile, view, plan, n_order)
+        columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
+        ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
+        self.slices = self.k // self.tile_k
+        self.is_even = self.slices % (self.warps * tile.config.split_k) == 0
+        # As in memory, and as the MMA has them; the highest bits first.
+        self.column_dims, self.k_dims = columns[::-1], ks[::-1]
+        self.mma_dims = tuple(columns[bit] for bit in plan.rows)[::-1]
+        self.mma_k_dims = tuple(ks[bit] for bit in plan.depth)[::-1]
+        w: Dim = ("w", self.warps)
+        self.warp_dims = (w,)
+        self.row_dims: tuple[Dim, ...] = (("b", self.block_m // G[1]), G)
+        t = [ks[bit] for bit in plan.depth[1:3]]
+        partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
+        self.layouts |= {
+            "X_READ": layout(((w,), self.row_dims, self.k_dims), lanes=(*t, G), warps=(w,)),
+            "PARTIALS": partials,
+            "STORED": stored,
+            "MMA": f"gl.NVMMADistributedLayout([2, 0], [{self.warps}, 1, 1], [1, 16, 8])",
+            "W_MMA": "gl.DotOperandLayout(0, MMA, 2)",
+            "X_MMA": "gl.DotOperandLayout(1, MMA, 2)",
+            # Free of bank conflicts for what the MMA leaves and for a row of columns.
+            "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
+        }
+
+    def x_offsets(self, stride_m: str) -> str:
+        """Statements that leave in ``x_at`` the addresses of x at k = 0. Rows beyond M repeat the
+        last one; the store masks them."""
+        return "\n".join(
+            [
+                f"x_rows = gl.minimum({positions('X_READ', 3, 1, self.block_m)}, M - 1)",
+                f"x_warps = {positions('X_READ', 3, 0, self.warps)}",
+                f"x_columns = {positions('X_READ', 3, 2, self.tile_k)}",
+                f"x_at = X + x_rows.to(INDEX_DTYPE) * {stride_m} + x_columns",
+            ]
+        )
+
+    def load_x(self, k_iter: str) -> str:
+        """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
+        at = f"({k_iter}) * {self.warps} + x_warps"
+        how = "" if self.is_even else f", mask={at} < slices, other=0.0"
+        return f"gl.load(x_at + (first_slice + {at}) * {self.tile_k}{how})"
+
+    def load_w(self, k_iter: str, stride: Hook, size: Hook) -> str:
+        """Statements that load the words of an iteration; beyond K, the last ones."""
+        tile = f"first_slice + ({k_iter}) * {self.warps} + l_{WARP}"
+        if not self.is_even:
+            tile = f"gl.minimum({tile}, {self.slices - 1})"
+        return f"tile = {tile}\n{self.load('tile', stride, size)}"
+
+    def x_operand(self) -> str:
+        """``x`` [warps, BLOCK_M, slice of K] as the second operand."""
+        dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
+        target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
+        shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
+        code = self.dialect.reordered("x", dims, target, shape)
+        return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
+
+    @property
+    def max_registers(self) -> int:
+        """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
+        return REGISTERS // (32 * MAX_WARPS)
+
+    @property
+    def loads_x_early(self) -> bool:
+        """Whether x is loaded one iteration ahead, like W: not if that takes many registers."""
+        return self.block_m == G[1]
+
+    def used(self, i: int) -> str:
+        return f"now{i}"
+
+    def keep(self) -> str:
+        """Statements that keep what was loaded while the next words are loaded."""
+        return "\n".join(f"{self.used(i)} = {kept(i)}" for i in range(len(self.loaded)))
+
+    def dequantized(self, stride: Hook, size: Hook) -> str:
+        """Statements that leave in ``w`` the first operand, of what was loaded."""
+        out = Uses(self, stride, size)
+        dims = (*self.warp_dims, *self.column_dims, *self.k_dims)
+        target = (*self.warp_dims, *self.mma_dims, *self.mma_k_dims)
+        shape = f"[{self.warps}, {self.block_n}, {self.tile_k}]"
+        code = self.dialect.reordered(out.dequantized(), dims, target, shape)
+        code = f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"
+        return "\n".join([*out.lines, f"w = {code}"])
+
+    def in_order(self, value: str) -> str:
+        """``value`` [N of the tile, BLOCK_M], its columns as the MMA has them, as [BLOCK_M, N]."""
+        m: Dim = ("m", self.block_m)
+        dims, target = (*self.mma_dims, m), (m, *self.column_dims)
+        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")

@@ -1,0 +1,144 @@
+"""``weight_only_direct``: x [M, K] @ W [K, N] for few rows and every weight format, in Gluon.
+
+swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
+lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
+of W passes through shared memory. Which k and n of the tile a lane holds follows from the digits of
+the format (``codegen/tile_digits``). Once per tile the warps' sums are added in shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+
+from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
+from inductor_quant.kernels.codegen.packed_layout import BASES
+from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.config import GemmConfig, tile_rejection
+from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
+from inductor_quant.kernels.shared import split_k
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, n_order, plan_of
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
+from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# Up to this M, for fields of 3 and 4 bits and for others.
+MAX_M, MAX_M_OTHERS = 32, DECODE_M
+MAX_VALUES = 128  # of W that a thread dequantizes at once
+# (columns, k) of a warp's tile, best first: up to 4 bits with M <= DECODE_M; else.
+_TILES = (
+    ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
+    ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
+)
+_WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
+# Microseconds: of an iteration of one warp with a tile of 4096 values, if the SM is busy and by
+# itself, and of adding partials.
+BUSY, ALONE, PARTIALS = 0.058, 0.6, 1.2
+
+
+class WeightOnlyDirect(rules.WeightOnlyKernel):
+    name = "weight_only_direct"
+    template = "weight_only/direct/template"
+    is_gluon = True
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if not problem.m_is_static:
+            return no_kernel("M is symbolic")
+        if device.arch not in ARCHS:
+            return no_kernel(f"never run on {device}")
+        refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
+        if refused is not None:
+            return refused
+        if spec.a.dtype not in BASES:
+            return no_kernel(f"x of {spec} does not have 16 bits")
+        weight = rules.weight_of(problem)
+        if problem.m > _max_m(weight):
+            return no_kernel(f"M = {problem.m} is above {_max_m(weight)}")
+        if _is_for_bytes(spec, weight):
+            return no_kernel("weight_only_bytes is faster")
+        return format_rejection(weight, FLOAT8)
+
+    def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
+        plan = plan_of(rules.weight_of(problem), config, for_mma=True)
+        assert plan is not None
+        view = as_words(rules.weight_of(problem))
+        tile = rules.tile_of(spec, view.weight, config)
+        return DirectCodegen(tile, view, plan, n_order(view.weight.format))
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        slice_k = config.block_k // config.num_warps
+        if problem.k % slice_k or problem.k < config.split_k * config.block_k:
+            return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
+        if config.block_m not in (8, 16, 32) or problem.m > config.block_m:
+            return bad_blocks(f"{config} does not cover M={problem.m}")
+        refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
+        if refused is not None:
+            return refused
+        if plan_of(rules.weight_of(problem), config, for_mma=True) is None:
+            return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+        return tile_rejection(
+            GemmConfig(16, config.block_n, 128, config.num_warps, 1),
+            device,
+            element_bytes=2,
+            shared_bytes=config.num_warps * config.block_m * config.block_n * 4,
+        )
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        block_m = max(8, 1 << (problem.m - 1).bit_length())
+        is_narrow = 0 < _width(rules.weight_of(problem)) <= 4 and block_m <= DECODE_M
+        found = []
+        for block_n, slice_k in _TILES[0 if is_narrow else 1]:
+            listed = [
+                GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
+                for warps in _WARPS
+                for split in _SPLITS
+            ]
+            listed.sort(key=lambda config: _cost(problem, config, device))
+            fitting = (
+                config
+                for config in listed
+                if self.config_rejection(spec, problem, config, device) is None
+            )
+            found += list(itertools.islice(fitting, 1))
+        return split_k.same_split(found)
+
+
+def _width(weight: Weight) -> int:
+    return weight.format.code.width
+
+
+def _max_m(weight: Weight) -> int:
+    return MAX_M if 3 <= _width(weight) <= 4 else MAX_M_OTHERS
+
+
+def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:
+    """Whether ``weight_only_bytes`` is faster: whole bytes that it converts at once."""
+    found = byte_layout_of(weight)
+    if found is None or found[1].count > 1:
+        return False
+    loop_ops, _ = rules.dequant_ops_of(spec, weight)
+    return not loop_ops or weight.tensors[weight.format.code.source].dtype in FLOAT8
+
+
+def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
+    """Microseconds beside those that all configurations take."""
+    slice_k = config.block_k // config.num_warps
+    slices = math.ceil(problem.k / slice_k / config.split_k)
+    iterations = math.ceil(slices / config.num_warps)
+    ctas = math.ceil(problem.n / config.block_n) * config.split_k
+    at_once = device.num_sms * (MAX_WARPS // config.num_warps)
+    busy = math.ceil(ctas / device.num_sms) * config.num_warps * iterations
+    alone = math.ceil(ctas / at_once) * iterations
+    size = config.block_n * slice_k / 4096
+    return size * (BUSY * busy + ALONE * alone) + PARTIALS * (config.split_k > 1)
+
+
+WEIGHT_ONLY_DIRECT = WeightOnlyDirect()
