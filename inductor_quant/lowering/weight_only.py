@@ -95,7 +95,8 @@ class WeightOnlyCall:
             weight=Weight(parsed, tensors),
             has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
             has_weight_descriptors=compat.may_make_descriptors()
-            and all(_has_descriptor(t) for t in (inputs[0], inputs[1 + parsed.element.source])),
+            and compat.has_aligned_rows(inputs[0], 0)
+            and tensors[parsed.code.source].is_aligned,
         )
         constants = {
             "HAS_COLUMN_SCALE": scale is not None,
@@ -151,11 +152,6 @@ class WeightOnlyCall:
             if operand is not None:
                 out = lowering_of(op_)(out, evaluator.convert(operand, torch.float32))
         return evaluator.convert(out, self.out_dtype)
-
-
-def _has_descriptor(tensor: Any) -> bool:
-    """Whether a TMA descriptor can describe it: a matrix whose rows are contiguous and aligned."""
-    return len(tensor.get_size()) == 2 and compat.has_aligned_rows(tensor, 0)
 
 
 class _Lowered(Evaluator):

@@ -96,12 +96,13 @@ class DigitStatements(Statements):
 class Uses(DigitStatements):
     """Computes with what was loaded into ``kept``."""
 
-    def __init__(self, codegen: DigitCodegen, stride: Hook, size: Hook) -> None:
+    def __init__(self, codegen: DigitCodegen, stride: Hook, size: Hook, slot: int = 0) -> None:
         super().__init__(codegen, stride, size, "u", codegen.digits("d_", "n"))
+        self.slot = slot
 
     def read(self, field: Field) -> tuple[str, int, int]:
         if field in self.codegen.loaded:
-            word = self.codegen.used(self.codegen.loaded.index(field))
+            word = self.codegen.used(self.codegen.loaded.index(field), self.slot)
             is_scalar = not self.codegen.varies(field)
             code = word if is_scalar else f"gl.convert_layout({word}, TILE, assert_trivial=True)"
             return self.assign("w", code), 1, 1
@@ -251,6 +252,10 @@ class DigitCodegen(Codegen):
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
 
+    def is_fetched(self, field: Field) -> bool:
+        """Whether ``load`` leaves the field to the template."""
+        return False
+
     @property
     def casts_directly(self) -> bool:
         return False  # a conversion of integers takes eight times as long as bit arithmetic
@@ -311,7 +316,7 @@ class DigitCodegen(Codegen):
                     lines.append(f"{at} = gl.minimum({at}, {radix - 1}{first})")
         out = DigitStatements(self, stride, size, "s", self.digits("l_", "n"))
         for i, field in enumerate(self.loaded):
-            if not _is_data(field):
+            if not _is_data(field) and not self.is_fetched(field):
                 out.lines.append(f"at{i} = {out.pointer(field)[0]}")
         if self.table:
             source = self.sources[self.table.source]
@@ -320,13 +325,15 @@ class DigitCodegen(Codegen):
             )
         return "\n".join([*lines, *out.lines])
 
-    def load(self, tile: str, stride: Hook, size: Hook) -> str:
+    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0) -> str:
         """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if
-        each warp has one of its own."""
+        each warp has one of its own. ``slot`` tells apart what is kept for several iterations."""
         out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
         whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
         lines = self.first_digits("k", tile)
         for i, field in enumerate(self.loaded):
+            if self.is_fetched(field):
+                continue
             if _is_data(field):
                 pointer, _, _ = whole.pointer(field)
             else:
@@ -334,12 +341,12 @@ class DigitCodegen(Codegen):
                     field.source, tuple(AffineIndex(linear=each.linear) for each in field.index)
                 )
                 pointer = f"at{i} + {out.offset(moved)}"
-            whole.lines.append(f"{kept(i)} = gl.load({pointer})")
+            whole.lines.append(f"{kept(i, slot)} = gl.load({pointer})")
         return "\n".join([*lines, *out.lines, *whole.lines])
 
-    def used(self, i: int) -> str:
-        """The variable that ``dequantized`` reads the ``i``-th field from."""
-        return kept(i)
+    def used(self, i: int, slot: int) -> str:
+        """The variable that ``Uses`` reads the ``i``-th field from."""
+        return kept(i, slot)
 
     def varies(self, field: Field) -> bool:
         """Whether a tile has several values of the field."""
@@ -375,9 +382,9 @@ class DigitCodegen(Codegen):
         return "\n".join([*lines, *out.lines])
 
 
-def kept(i: int) -> str:
+def kept(i: int, slot: int = 0) -> str:
     """The variable of the ``i``-th field that is loaded."""
-    return f"kept{i}"
+    return f"kept{slot}_{i}"
 
 
 def _is_data(field: Field) -> bool:

@@ -86,6 +86,8 @@ def tile_plan(
     warps: int,
     is_paired: bool,
     for_mma: bool = False,
+    own: bool = False,
+    natural: bool = False,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
@@ -93,17 +95,18 @@ def tile_plan(
     neighbours hold the next ones. It also holds neighbours along K, if need be of several words, to
     store them at once. Lanes then take different rows, so that they store to different banks.
 
-    for_mma: each warp has such a tile (WARP), and a thread holds what it multiplies in
-    ``mma.sync``, of which W is the first operand.
+    for_mma: a thread holds what it multiplies, W being the first operand of the MMA.
+    own: each warp has such a tile (WARP).
+    natural: the MMA has k in the order of memory; lanes share words.
     """
     *others, last = [digit for digit in (*n, *k) if digit.inner > 1]
     if last.name[0] != "k":
         return None
     halved = dataclasses.replace(last, inner=last.inner // 2) if is_paired else last
     pair = [PAIR] if is_paired else []
-    of_warps = [TileDigit(WARP, warps, 1)] if for_mma else []
+    of_warps = [TileDigit(WARP, warps, 1)] if own else []
     dims = (*of_warps, *others, *([halved] if halved.inner > 1 else []), *pair)
-    strides = _strides(weight, code)
+    strides = word_strides(weight, code)
     itemsize = weight.tensors[code.source].dtype.itemsize
     bits: list[_Bit] = []
     for dim, digit in reversed(list(enumerate(dims))):
@@ -118,7 +121,7 @@ def tile_plan(
     for vector, chunk in VECTORS:
         found: tuple[Layout, tuple[int, ...], tuple[int, ...]] | None
         if for_mma:
-            found = _for_mma(bits, shape, itemsize, vector)
+            found = _for_mma(bits, shape, itemsize, vector, warps, natural)
         else:
             found = _assigned(bits, shape, itemsize, vector, chunk, warps)
         if found is not None:
@@ -185,51 +188,73 @@ def _assigned(
 
 
 def _for_mma(
-    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int
+    bits: list[_Bit],
+    shape: tuple[int, ...],
+    itemsize: int,
+    vector: int,
+    warps: int,
+    natural: bool,
 ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
     """(layout, rows, depth) of a ``TilePlan``.
 
     The first operand, 16 rows of n by 16 of k: four lanes take different k, eight different n. A
-    thread holds two neighbours along K, their neighbours 8 apart, and those 8 rows apart. Further
-    bits are those of further MMAs.
+    thread holds two neighbours along K, their neighbours 8 apart, and those 8 rows apart. Warps
+    have tiles of their own or, as in wgmma, other rows. Further bits are those of further MMAs.
     """
-    k_bits = [bit for bit in bits if bit.axis == "k"]
-    warp_bits = [bit for bit in bits if bit.axis == WARP[0]]
-    rest = [bit for bit in bits if bit not in warp_bits]
-    registers: list[_Bit] = []
-    lanes: dict[str, list[_Bit]] = {"k": [], "n": []}
+    axes = {axis: [bit for bit in bits if bit.axis == axis] for axis in ("k", "n", WARP[0])}
+    warp_bits = axes[WARP[0]]
+    count = 0 if warp_bits else warps.bit_length() - 1
     most = {"k": 2, "n": 3}
-    reach = itemsize
-    while reach < LINE and (bit := next((bit for bit in rest if bit.apart == reach), None)):
-        if reach < vector or bit == k_bits[0]:
-            registers.append(bit)
-        elif len(lanes[bit.axis]) < most[bit.axis]:
+    room = {"k": len(axes["k"]) - most["k"], "n": len(axes["n"]) - most["n"] - count}
+    if room["k"] < 2 or room["n"] < 1:
+        return None
+    first, *_ = axes["k"]
+    rest = [bit for bit in bits if bit not in warp_bits]
+    lanes: dict[str, list[_Bit]] = {"k": [], "n": []}
+    registers: list[_Bit] = []
+
+    def take(bit: _Bit, *, to_lane: bool) -> bool:
+        """Whether there was room for the bit."""
+        if to_lane:
+            if len(lanes[bit.axis]) == most[bit.axis]:
+                return False
             lanes[bit.axis].append(bit)
         else:
-            break
-        rest.remove(bit)
-        reach *= 2
-    for bit in list(rest):
-        if bit.apart == 0 or bit == k_bits[0]:
+            if not room[bit.axis]:
+                return False
+            room[bit.axis] -= 1
             registers.append(bit)
-            rest.remove(bit)
+        rest.remove(bit)
+        return True
+
+    if natural:
+        for k_bit in axes["k"]:
+            take(k_bit, to_lane=k_bit.position in (1, 2))
+    for bit in [bit for bit in rest if bit.apart == 0]:
+        take(bit, to_lane=False)
+    reach = itemsize
+    while reach < LINE and (near := next((bit for bit in rest if bit.apart == reach), None)):
+        if not take(near, to_lane=reach >= vector and near != first):
+            break
+        reach *= 2
+    if first in rest and not take(first, to_lane=False):
+        return None
+    # Lanes with different words come before those that would share one.
+    for bit in sorted(rest, key=lambda bit: bit.apart == 0):
+        take(bit, to_lane=True)
     for bit in list(rest):
-        to = lanes[bit.axis] if len(lanes[bit.axis]) < most[bit.axis] else registers
-        to.append(bit)
-    held = {axis: [bit for bit in registers if bit.axis == axis] for axis in "kn"}
-    if any(len(lanes[axis]) < most[axis] for axis in "kn"):
-        return None
-    if len(held["k"]) < 2 or not held["n"]:
-        return None
-    others = [bit for bit in held["k"] if bit != k_bits[0]]
-    rows = [*lanes["n"], *held["n"]]
-    depth = [k_bits[0], *lanes["k"], *others]
+        take(bit, to_lane=False)
+    others = [bit for bit in registers if bit.axis == "k" and bit != first]
+    half, *blocks = [bit for bit in registers if bit.axis == "n"]
+    rows = [*lanes["n"], half, *rest, *blocks]
+    depth = [first, *lanes["k"], *others]
     bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
-    layout = Layout(bases(registers), bases([*lanes["k"], *lanes["n"]]), bases(warp_bits), shape)
+    of_lanes = [*lanes["k"], *lanes["n"]]
+    layout = Layout(bases(registers), bases(of_lanes), bases([*warp_bits, *rest]), shape)
     return layout, tuple(bit.position for bit in rows), tuple(bit.position for bit in depth)
 
 
-def _strides(weight: Weight, field: Field) -> dict[str, float]:
+def word_strides(weight: Weight, field: Field) -> dict[str, float]:
     """Elements between the words of neighbours, by digit; 0 if they share one."""
     found: dict[str, float] = dict.fromkeys(field.offset.digits, 0)
     for index, stride in zip(field.index, weight.tensors[field.source].strides, strict=True):

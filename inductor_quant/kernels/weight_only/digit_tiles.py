@@ -32,12 +32,19 @@ def n_order(format: WeightFormat) -> list[str]:
     return sorted(format.digits("n"), key=rank)
 
 
-def plan_of(weight: Weight, config: GemmConfig, *, for_mma: bool = False) -> TilePlan | None:
+def plan_of(
+    weight: Weight,
+    config: GemmConfig,
+    *,
+    for_mma: bool = False,
+    own: bool = False,
+    natural: bool = False,
+) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small."""
     weight = as_words(weight).weight
     format = weight.format
     n = tile_digits(format, "n", config.block_n, n_order(format))
-    k = tile_digits(format, "k", config.block_k // (config.num_warps if for_mma else 1))
+    k = tile_digits(format, "k", config.block_k // (config.num_warps if own else 1))
     if not n or not k:
         return None
     # These are computed where only the position within the tile is known.
@@ -48,7 +55,15 @@ def plan_of(weight: Weight, config: GemmConfig, *, for_mma: bool = False) -> Til
             return None
     is_paired = is_in_place(format.code, 8)
     return tile_plan(
-        weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired, for_mma=for_mma
+        weight,
+        format.code,
+        n,
+        k,
+        warps=config.num_warps,
+        is_paired=is_paired,
+        for_mma=for_mma,
+        own=own,
+        natural=natural,
     )
 
 

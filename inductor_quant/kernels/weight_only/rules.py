@@ -33,6 +33,7 @@ MIN_ARCH_E4M3 = 89
 WGMMA_ARCHS = (INTERPRETER_ARCH, 90)
 # From this N on there are enough tiles for every SM without splitting K.
 WIDE_N = 16384
+ALIGNMENT = 16  # bytes, of the rows of a matrix that a TMA descriptor describes
 # Bit offsets of eight int4 values packed in order into an int32: two of one byte are neighbours.
 INT4_OFFSETS = tuple(range(0, 32, 4))
 

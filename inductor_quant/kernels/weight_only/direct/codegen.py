@@ -92,12 +92,12 @@ class DirectCodegen(DigitCodegen):
         """Whether x is loaded one iteration ahead, like W: not if that takes many registers."""
         return self.block_m == G[1]
 
-    def used(self, i: int) -> str:
+    def used(self, i: int, slot: int) -> str:
         return f"now{i}"
 
     def keep(self) -> str:
         """Statements that keep what was loaded while the next words are loaded."""
-        return "\n".join(f"{self.used(i)} = {kept(i)}" for i in range(len(self.loaded)))
+        return "\n".join(f"{self.used(i, 0)} = {kept(i)}" for i in range(len(self.loaded)))
 
     def dequantized(self, stride: Hook, size: Hook) -> str:
         """Statements that leave in ``w`` the first operand, of what was loaded."""

@@ -31,15 +31,16 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Up to this M, for fields of 3 and 4 bits and for others.
 MAX_M, MAX_M_OTHERS = 32, DECODE_M
 MAX_VALUES = 128  # of W that a thread dequantizes at once
-# (columns, k) of a warp's tile, best first: up to 4 bits with M <= DECODE_M; else.
+# (columns, k) of a warp's tile, best first: up to 4 bits with M <= DECODE_M; else. Words along N
+# want more columns.
 _TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
 )
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
-# Microseconds: of an iteration of one warp with a tile of 4096 values, if the SM is busy and by
-# itself, and of adding partials.
-BUSY, ALONE, PARTIALS = 0.058, 0.6, 1.2
+# In one unit of time: an iteration of a warp with a tile of 4096 values, as a share of what the SM
+# does and as a wait; adding partials; starting and joining a warp.
+BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 4.0, 0.5
 
 
 class WeightOnlyDirect(rules.WeightOnlyKernel):
@@ -65,7 +66,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return format_rejection(weight, FLOAT8)
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
-        plan = plan_of(rules.weight_of(problem), config, for_mma=True)
+        plan = plan_of(rules.weight_of(problem), config, for_mma=True, own=True)
         assert plan is not None
         view = as_words(rules.weight_of(problem))
         tile = rules.tile_of(spec, view.weight, config)
@@ -82,7 +83,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
         if refused is not None:
             return refused
-        if plan_of(rules.weight_of(problem), config, for_mma=True) is None:
+        if plan_of(rules.weight_of(problem), config, for_mma=True, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return tile_rejection(
             GemmConfig(16, config.block_n, 128, config.num_warps, 1),
@@ -93,9 +94,13 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         block_m = max(8, 1 << (problem.m - 1).bit_length())
-        is_narrow = 0 < _width(rules.weight_of(problem)) <= 4 and block_m <= DECODE_M
+        weight = rules.weight_of(problem)
+        is_narrow = 0 < _width(weight) <= 4 and block_m <= DECODE_M
+        tiles = list(_TILES[0 if is_narrow else 1])
+        if any(name[0] == "n" for name in as_words(weight).weight.format.code.offset.digits):
+            tiles.sort(key=lambda tile: tile[0] != 64)
         found = []
-        for block_n, slice_k in _TILES[0 if is_narrow else 1]:
+        for block_n, slice_k in tiles:
             listed = [
                 GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
                 for warps in _WARPS
@@ -129,16 +134,15 @@ def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:
 
 
 def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
-    """Microseconds beside those that all configurations take."""
+    """The time of a configuration, to be compared with that of others of the same tile."""
     slice_k = config.block_k // config.num_warps
     slices = math.ceil(problem.k / slice_k / config.split_k)
     iterations = math.ceil(slices / config.num_warps)
     ctas = math.ceil(problem.n / config.block_n) * config.split_k
-    at_once = device.num_sms * (MAX_WARPS // config.num_warps)
-    busy = math.ceil(ctas / device.num_sms) * config.num_warps * iterations
-    alone = math.ceil(ctas / at_once) * iterations
-    size = config.block_n * slice_k / 4096
-    return size * (BUSY * busy + ALONE * alone) + PARTIALS * (config.split_k > 1)
+    waves = math.ceil(ctas / (device.num_sms * (MAX_WARPS // config.num_warps)))
+    of_one_sm = math.ceil(ctas / device.num_sms) * config.num_warps
+    loop = (BUSY * of_one_sm + WAIT * waves) * iterations * config.block_n * slice_k / 4096
+    return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
 
 
 WEIGHT_ONLY_DIRECT = WeightOnlyDirect()

@@ -37,6 +37,7 @@ MAX_ACCUMULATORS_OF_FOUR = 32  # with four warpgroups a thread has 112 registers
 TURN = 256  # k per turn of the loop: longer than it takes to load scales and zero points
 # Shared memory beside the stages, in bytes: barriers, and what Triton needs to exchange sums.
 BARRIERS, EXCHANGE = 1024, 8192
+WORD = 4  # bytes
 # By largest M: (block_m, block_n, block_k, warps, stages) and measured cycles per K iteration.
 # Tiles of fewer rows take nearly as long: 64 rows leave no time to dequantize the next block. With
 # block_n = 64 and 8 warps, half of the warps have half of each block of K.
@@ -78,8 +79,13 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
         refused = self.operand_rejection(spec, problem, device)
         if refused is not None:
             return refused
-        _, layout = rules.packed_weight_of(problem)
-        if not problem.has_weight_descriptors or layout.strides != ((1, 0, 0), (0, 1, 0)):
+        weight, layout = rules.packed_weight_of(problem)
+        pitch = weight.tensors[weight.format.code.source].strides[0]
+        is_aligned = pitch is not None and pitch * WORD % rules.ALIGNMENT == 0
+        if not (problem.has_weight_descriptors and is_aligned) or layout.strides != (
+            (1, 0, 0),
+            (0, 1, 0),
+        ):
             return no_kernel(
                 "x or the packed weights are no matrix with rows at multiples of 16 bytes"
             )

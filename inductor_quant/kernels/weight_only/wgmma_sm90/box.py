@@ -1,0 +1,98 @@
+"""The packed words of a tile as a box of a matrix, for a TMA descriptor.
+
+Whatever the shape of the packed tensor, its words are a matrix of ``pitch`` columns if the strides
+of the tile's digits are 1, 2, 4, ... words and then ``pitch`` times 1, 2, 4, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
+from inductor_quant.kernels.codegen.tile_digits import PAIR, TileDigit, TilePlan, word_strides
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.kernels.weight_only.rules import ALIGNMENT
+
+MOST = 256  # rows or columns of a box
+RUN = 32  # columns of a box that is contiguous
+
+
+@dataclasses.dataclass(frozen=True)
+class WordBox:
+    """
+    pitch, height  of the matrix, in words
+    rows, columns  of the box
+    strides        words between the neighbours of each digit
+    bits           (axis of the plan's digits, bit) of each bit of a row and of a column, low first
+    """
+
+    pitch: int
+    height: int
+    rows: int
+    columns: int
+    strides: dict[str, int]
+    bits: tuple[tuple[int, int], ...]
+    layout: Layout
+
+    def first(self, digits: Sequence[TileDigit]) -> str:
+        """The first word of a tile, from the first values of its digits."""
+        terms = [
+            f"first_{digit.name} * {self.strides[digit.name]}"
+            for digit in digits
+            if digit.outer > 1 and self.strides[digit.name]
+        ]
+        return " + ".join(terms) or "0"
+
+
+def word_box(weight: Weight, plan: TilePlan, digits: Sequence[TileDigit]) -> WordBox | None:
+    """The box of a tile with these ``digits``; None if its words are no box."""
+    code = weight.format.code
+    tensor = weight.tensors[code.source]
+    found = word_strides(weight, code)
+    if any(math.isinf(stride) for stride in found.values()) or None in tensor.shape:
+        return None
+    if any(index.const or index.is_data for index in code.index) or not tensor.is_aligned:
+        return None
+    strides = {name: int(stride) for name, stride in found.items()}
+    last = [digit for digit in digits if digit.name[0] == "k" and digit.inner > 1][-1]
+    is_paired = PAIR in plan.digits
+    apart: dict[tuple[int, int], int] = {}
+    for axis, digit in enumerate(plan.digits):
+        name, low = (last.name, 0) if digit == PAIR else (digit.name, 0)
+        if is_paired and digit.name == last.name:
+            low = 1
+        for bit in range(digit.inner.bit_length() - 1):
+            apart[axis, bit] = strides.get(name, 0) << bit + low
+    bits = sorted((stride, bit) for bit, stride in apart.items() if stride)
+    columns = 1
+    while bits[columns.bit_length() - 1 :] and bits[columns.bit_length() - 1][0] == columns:
+        columns *= 2
+    if columns == 1 << len(bits):  # the tile is one run of words
+        columns = min(columns, RUN)
+    of_rows = bits[columns.bit_length() - 1 :]
+    itemsize = tensor.dtype.itemsize
+    words = math.prod(size for size in tensor.shape if size is not None)
+    pitch = of_rows[0][0] if of_rows else words
+    if [stride for stride, _ in of_rows] != [pitch << i for i in range(len(of_rows))]:
+        return None
+    if any(stride > pitch and stride % pitch for stride in strides.values()) or words % pitch:
+        return None
+    rows = 1 << len(of_rows)
+    if pitch * itemsize % ALIGNMENT or columns * itemsize % ALIGNMENT or max(rows, columns) > MOST:
+        return None
+
+    def basis(vector: Basis) -> Basis:
+        axis = next((axis for axis, step in enumerate(vector) if step), 0)
+        stride = apart[axis, vector[axis].bit_length() - 1] if any(vector) else 0
+        return (stride // pitch, 0) if stride >= pitch else (0, stride)
+
+    registers, lanes, warps = (
+        tuple(map(basis, part))
+        for part in (plan.layout.registers, plan.layout.lanes, plan.layout.warps)
+    )
+    layout = Layout(tuple(b for b in registers if any(b)), lanes, warps, (rows, columns))
+    order = tuple(bit for _, bit in bits)
+    order = (*order[columns.bit_length() - 1 :], *order[: columns.bit_length() - 1])
+    return WordBox(pitch, words // pitch, rows, columns, strides, order, layout)
