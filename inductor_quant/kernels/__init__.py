@@ -37,7 +37,6 @@ from inductor_quant.kernels.weight_only.mm.kernel import WEIGHT_ONLY_MM
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.small_m.kernel import WEIGHT_ONLY_SMALL_M
 from inductor_quant.kernels.weight_only.small_m_sm90.kernel import WEIGHT_ONLY_SMALL_M_SM90
-from inductor_quant.kernels.weight_only.wgmma_sm90.kernel import WEIGHT_ONLY_WGMMA_SM90
 
 # Within a family in order of preference: a kernel is for what those before it reject.
 KERNELS: tuple[Kernel, ...] = (
@@ -52,7 +51,6 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_DECODE,
     WEIGHT_ONLY_DIRECT,
     WEIGHT_ONLY_MM_SM90,
-    WEIGHT_ONLY_WGMMA_SM90,
     WEIGHT_ONLY_SMALL_M,
     WEIGHT_ONLY_MEDIUM_M,
     WEIGHT_ONLY_BYTES,

@@ -117,7 +117,13 @@ def _split(weight: Weight, dim: int, name: str) -> Weight:
     tensor = weight.tensors[code.source]
     stride = tuple(s if d == dim or s is None else s // BYTES for d, s in enumerate(tensor.strides))
     tensors = list(weight.tensors)
-    tensors[code.source] = dataclasses.replace(tensor, dtype=torch.int32, stride=stride)
+    shape = tuple(
+        size // BYTES if d == dim and size is not None else size
+        for d, size in enumerate(tensor.shape)
+    )
+    tensors[code.source] = dataclasses.replace(
+        tensor, dtype=torch.int32, shape=shape, stride=stride
+    )
     split = WeightFormat(
         tuple(digits) if axis == "k" else format.k,
         tuple(digits) if axis == "n" else format.n,

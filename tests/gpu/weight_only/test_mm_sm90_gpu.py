@@ -39,7 +39,7 @@ def run(case, inputs, *configs):
 
 def configs_of(case):
     spec, problem = described(case)
-    problem = dataclasses.replace(problem, has_aligned_rows=True)
+    problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
     return WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
 
 
@@ -47,12 +47,13 @@ def configs_of(case):
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [
-        *(("awq", m, f16) for m in (17, 40, 100, 180)),
-        *(("hqq", m, bf16) for m in (1, 20, 64)),
-        *(("int8_group", m, bf16) for m in (3, 16, 128)),
-        *(("nf4", m, f16) for m in (2, 33, 70)),
+        *(("awq", m, f16) for m in (17, 40, 100, 300)),
+        *(("hqq", m, bf16) for m in (20, 64, 200)),
+        *(("int8_group", m, bf16) for m in (17, 128)),
+        *(("nf4", m, f16) for m in (33, 70)),
         ("int8_channel", 50, bf16),
-        ("int8_zero_channel", 7, f16),
+        ("int8_zero_channel", 70, f16),
+        ("uint2", 30, bf16),
     ],
 )
 def test_every_configuration_is_close_to_fp64(name, m, dtype, group, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor
-from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import plan_of
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, boxed
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import Field, WeightFormat
 from tests.support.gemms import formats
@@ -32,19 +34,19 @@ def large_groups(monkeypatch):
 
 def aligned(case):
     spec, problem = described(case)
-    return spec, dataclasses.replace(problem, has_aligned_rows=True)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
 
 
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 192)),
-        ("nibble_pairs", (17, 192)),
-        ("hqq", (1, 192)),
-        ("int8_group", (1, 128)),
-        ("int8_channel", (33, 128)),
-        ("nf4", (1, 128)),
-        ("uint2", None),  # a kernel for narrow fields is faster
+        ("awq", (17, 512)),
+        ("nibble_pairs", (17, 4096)),
+        ("hqq", (17, 256)),
+        ("int8_group", (17, 256)),
+        ("int8_channel", (17, 4096)),
+        ("nf4", (17, 128)),
+        ("uint2", (17, 4096)),
         ("act_order", None),  # the group of each k is data
         ("e5m2_group", None),
         ("int8_divisor", None),
@@ -52,14 +54,14 @@ def aligned(case):
         ("shift_table", None),
     ],
 )
-def test_it_takes_the_rows_at_which_it_is_fastest(name, rows, large_groups):
+def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, large_groups):
     taken = []
-    for m in (1, 8, 16, 17, 32, 33, 128, 129, 192, 193, 512):
-        spec, problem = aligned(Case(name, m, 1024, 4096, bf16))
-        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is None:
+    for m in (1, 16, 17, 64, 128, 256, 512, 1024, 4096):
+        spec, problem = aligned(Case(name, m, 11008, 4096, f16 if name == "awq" else bf16))
+        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is not None:
+            continue
+        if WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)):
             taken.append(m)
-            assert name != "nibble_pairs" or not 32 < m <= 128
-            assert WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     assert ((taken[0], taken[-1]) if taken else None) == rows
 
 
@@ -74,38 +76,44 @@ def test_a_word_whose_values_are_tiles_apart_along_k_is_left_to_others():
 
 
 def test_rows_of_x_must_be_aligned_and_the_card_sm90():
-    spec, problem = aligned(Case("hqq", 8, 1024, 4096))
+    spec, problem = aligned(Case("hqq", 80, 1024, 4096))
     unaligned = dataclasses.replace(problem, has_aligned_rows=False)
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is None
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, unaligned, device(90)) is not None
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(80)) is not None
 
 
-@pytest.mark.parametrize("n", [1984, 2048, 11008])
+@pytest.mark.parametrize("n", [2048, 4096])
 def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
-    spec, problem = aligned(Case("awq", 64, n, 8960, f16))
+    spec, problem = aligned(Case("awq", 64, n, 8192, f16))
     config, *_ = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
-    ctas = -(-n // config.block_n) * config.split_k
+    ctas = -(-n // config.block_n) * -(-64 // config.block_m) * config.split_k
     assert ctas >= 0.7 * device(90).num_sms
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "hqq", "nibble_pairs", "int8_channel", "nf4"])
-@pytest.mark.parametrize("block", [(64, 128, 4), (64, 64, 4), (128, 64, 8), (128, 128, 8)])
-def test_lanes_store_to_different_banks(name, block, large_groups):
-    """Eight lanes store 16 bytes each, in a row of 128 bytes swizzled by the row."""
+@pytest.mark.parametrize(
+    ("name", "box"),
+    [
+        ("gptq", (8, 128, 1024)),  # words along K, rows of N
+        ("awq", (64, 16, 128)),  # words along N
+        ("nibble_pairs", (128, 8, 128)),  # bytes along K as words
+        ("hqq", (64, 16, 256)),  # two halves of N in a byte
+        ("nf4", (128, 8, 128)),  # one row of memory
+        ("int8_zero_channel", (64, 32, 256)),  # [K, N]
+    ],
+)
+def test_the_words_of_a_tile_are_a_box(name, box, large_groups):
     _, problem = described(Case(name, 64, 1024, 1024, bf16))
-    plan = plan_of(problem.weight, GemmConfig(64, block[0], block[1], block[2], 4))
-    for group in range(4):
-        chunks = set()
-        for lane in range(8 * group, 8 * group + 8):
-            held = [basis for bit, basis in enumerate(plan.layout.lanes) if lane >> bit & 1]
-            position = {"n": 0, "k": 0}
-            for axis, digit in enumerate(plan.digits):
-                kind = "n" if digit.name[0] == "n" else "k"
-                position[kind] = position[kind] * digit.inner + sum(basis[axis] for basis in held)
-            row = sum((position["n"] >> bit & 1) << to for to, bit in enumerate(plan.rows))
-            chunks.add((position["k"] % 64 // 8) ^ (row % 8))
-        assert len(chunks) == 8
+    found = boxed(problem.weight, GemmConfig(64, 128, 64, 4, 4))
+    assert found is not None
+    _, words = found
+    assert (words.rows, words.columns, words.pitch) == box
+    assert words.pitch * words.height * 4 == nbytes(problem.weight)
+
+
+def nbytes(weight):
+    tensor = weight.tensors[weight.format.code.source]
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 @pytest.mark.parametrize("name", ["int8_channel", "nibble_pairs", "hqq", "int8_zero_channel"])
@@ -126,22 +134,18 @@ def test_bytes_read_as_words_are_the_same_weight(name):
 
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
-    [("awq", 17, f16), ("awq", 192, f16), ("hqq", 64, bf16), ("int8_group", 128, bf16)],
+    [("awq", 64, f16), ("hqq", 64, bf16), ("int8_group", 128, bf16)],
 )
-def test_no_configuration_spills_and_the_writers_fence(name, m, dtype, large_groups):
+def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large_groups):
     case = Case(name, m, 1024, 4096, dtype)
     spec, problem = aligned(case)
     assert choose_name(spec, problem) == WEIGHT_ONLY_MM_SM90.name
     for config in hardest(WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)), 1):
         generated = generate_case(case, f"{WEIGHT_ONLY_MM_SM90.name} {config}")
-        named = next(item for item in generated.kernels.items() if "w_tiles" in item[1])
+        named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
         kernel = simulate.compile_kernel(*named)
         assert kernel.spill_stores == 0
         assert not kernel.is_serialized
-        # Between a fence and the products that read what it is for, there is a barrier.
-        loop = kernel.ptx[: kernel.ptx.index("wgmma.mma_async")]
-        fenced = loop[: loop.rindex("bar.sync")]
-        assert "fence.proxy.async" in fenced[fenced.rindex("cp.async.wait_group") :]
 
 
 def choose_name(spec, problem):

@@ -1,4 +1,7 @@
-"""``weight_only_direct``: x [M, K] @ W [K, N] for few rows and every weight format, in Gluon.
+"""``weight_only_direct``: x [M, K] @ W [K, N] for every weight format, in Gluon.
+
+Chosen for static M <= 16 and 16-bit x whose rows are aligned, on sm_80, 86, 89 and 90, when no
+kernel for one format takes the GEMM.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -28,11 +31,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Up to this M, for fields of 3 and 4 bits and for others.
-MAX_M, MAX_M_OTHERS = 32, DECODE_M
 MAX_VALUES = 128  # of W that a thread dequantizes at once
-# (columns, k) of a warp's tile, best first: up to 4 bits with M <= DECODE_M; else. Words along N
-# want more columns.
+# (columns, k) of a warp's tile, best first: up to 4 bits, and above. Words along N want more
+# columns.
 _TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
@@ -49,8 +50,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if not problem.m_is_static:
-            return no_kernel("M is symbolic")
+        if problem.m > DECODE_M or not problem.m_is_static:
+            return no_kernel(f"M = {problem.m} is symbolic, or above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
         refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
@@ -59,8 +60,6 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if spec.a.dtype not in BASES:
             return no_kernel(f"x of {spec} does not have 16 bits")
         weight = rules.weight_of(problem)
-        if problem.m > _max_m(weight):
-            return no_kernel(f"M = {problem.m} is above {_max_m(weight)}")
         if _is_for_bytes(spec, weight):
             return no_kernel("weight_only_bytes is faster")
         return format_rejection(weight, FLOAT8)
@@ -78,7 +77,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         slice_k = config.block_k // config.num_warps
         if problem.k % slice_k or problem.k < config.split_k * config.block_k:
             return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
-        if config.block_m not in (8, 16, 32) or problem.m > config.block_m:
+        if config.block_m not in (8, 16) or problem.m > config.block_m:
             return bad_blocks(f"{config} does not cover M={problem.m}")
         refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
         if refused is not None:
@@ -95,7 +94,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         block_m = max(8, 1 << (problem.m - 1).bit_length())
         weight = rules.weight_of(problem)
-        is_narrow = 0 < _width(weight) <= 4 and block_m <= DECODE_M
+        is_narrow = 0 < weight.format.code.width <= 4
         tiles = list(_TILES[0 if is_narrow else 1])
         if any(name[0] == "n" for name in as_words(weight).weight.format.code.offset.digits):
             tiles.sort(key=lambda tile: tile[0] != 64)
@@ -114,14 +113,6 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             )
             found += list(itertools.islice(fitting, 1))
         return split_k.same_split(found)
-
-
-def _width(weight: Weight) -> int:
-    return weight.format.code.width
-
-
-def _max_m(weight: Weight) -> int:
-    return MAX_M if 3 <= _width(weight) <= 4 else MAX_M_OTHERS
 
 
 def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:

@@ -1,1 +1,1 @@
-"""One kernel for every weight format on sm_90."""
+"""More rows, every weight format, on sm_90: W goes through registers to wgmma."""

@@ -1,4 +1,8 @@
-"""Gluon statements of ``weight_only_mm_sm90``: W goes through shared memory."""
+"""Gluon statements of ``weight_only_mm_sm90``: W is dequantized in the registers of wgmma.
+
+Packed words reach shared memory by TMA. The four lanes that share a row of the MMA read the same
+words and dequantize different values of them, so x stays in the order of memory.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,107 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
-from inductor_quant.kernels.codegen.gluon_columns import copy_layout
+from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
 from inductor_quant.kernels.codegen.gluon_layout import layout
 from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.words import WordView
+from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.spec.weight_format import Field
 
 T: Dim = ("t", 4)
 
 
 class MMSm90Codegen(DigitCodegen):
+    box: WordBox
+
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
     ) -> None:
         super().__init__(tile, view, plan, n_order)
-        # Bits of n as in memory, and as rows of the MMA: blocks, warps, halves of 16, and 8 lanes.
-        names: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
-        rows = [names[bit] for bit in plan.rows]
-        self.column_dims, self.mma_dims = names[::-1], tuple(rows[::-1])
+        box = word_box(tile.weight, plan, (*self.n_digits, *self.k_digits))
+        assert box is not None
+        self.box = box
+        self.packed_type = self.dialect.type(self.dtypes[self.format.code.source])
+        self.packed_bytes = box.rows * box.columns * self.dtypes[self.format.code.source].itemsize
+        columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
+        rows = [columns[bit] for bit in plan.rows]
+        # As in memory, and as the MMA has them; the highest bits first.
+        self.column_dims, self.mma_dims = columns[::-1], tuple(rows[::-1])
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, ("pair", 2))
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
         self.layouts |= {
             "STORED": layout((m, self.column_dims), **placed),
-            "X_COPIED": copy_layout(self.block_k, 8, self.warps),
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
-            "X_SHARED": self._shared(self.block_m),
-            "W_SHARED": self._shared(self.block_n),
+            "W_MMA": "gl.DotOperandLayout(0, MMA, 2)",
+            "X_SHARED": self._shared([self.block_m, self.block_k], self.x_type),
+            "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
+            "W_READ": box.layout,
         }
 
-    def _shared(self, rows: int) -> str:
-        shape = [rows, self.block_k]
-        return f"gl.NVMMASharedLayout.get_default_for({shape}, {self.x_type})"
+    def _shared(self, shape: list[int], type: str) -> str:
+        return f"gl.NVMMASharedLayout.get_default_for({shape}, {type})"
 
-    def dequantized(self, stride: Hook, size: Hook) -> str:
-        """Statements that leave in ``w`` [BLOCK_N, BLOCK_K] the tile of what was loaded."""
-        out = Uses(self, stride, size)
-        value = out.dequantized()
-        k: Dim = ("k", self.block_k)
-        code = self.dialect.reordered(
-            value,
-            (*self.column_dims, k),
-            (*self.mma_dims, k),
-            "[BLOCK_N, BLOCK_K]",
+    @property
+    def packed(self) -> str:
+        """The packed tensor, as words."""
+        source = self.sources[self.format.code.source]
+        is_word = self.view.dim is not None
+        return f"{source}.to(gl.pointer_type(gl.int32), bitcast=True)" if is_word else source
+
+    def is_fetched(self, field: Field) -> bool:
+        return field == self.format.code
+
+    def first_word(self) -> str:
+        """The position of a tile's first word."""
+        return self.box.first((*self.n_digits, *self.k_digits))
+
+    def read(self, stage: str, slot: int) -> str:
+        """Statements that read the words of a stage."""
+        box, digits = self.box, self.plan.digits
+        named: dict[tuple[int, int], Dim] = {bit: (f"{bit}", 2) for bit in box.bits}
+        count = box.rows.bit_length() - 1
+        dims = [named[bit] for bit in (*box.bits[:count][::-1], *box.bits[count:][::-1])]
+        target = [
+            named[axis, bit]
+            for axis, digit in enumerate(digits)
+            for bit in reversed(range(digit.inner.bit_length() - 1))
+            if (axis, bit) in named
+        ]
+        sizes = [
+            1 << sum((axis, bit) in named for bit in range(digit.inner.bit_length() - 1))
+            for axis, digit in enumerate(digits)
+        ]
+        code = self.dialect.reordered("words", dims, target, str(sizes))
+        name = kept(self.loaded.index(self.format.code), slot)
+        return f"words = w_stages.index({stage}).load(W_READ)\n{name} = {code}"
+
+    def shift_slots(self, slots: int) -> str:
+        """Statements that move the contents of ``slots`` to ``2 * slots - 1`` to the first ones."""
+        return "\n".join(
+            f"{kept(i, slot)} = {kept(i, slots + slot)}"
+            for slot in range(slots)
+            for i, field in enumerate(self.loaded)
+            if not self.is_fetched(field)
         )
-        return "\n".join([*out.lines, f"w = {code}"])
+
+    def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
+        """Statements that leave in ``w`` the first operand, of what was loaded."""
+        out = Uses(self, stride, size, slot)
+        k: Dim = ("k", self.block_k)
+        dims, target = (*self.column_dims, k), (*self.mma_dims, k)
+        code = self.dialect.reordered(out.dequantized(), dims, target, "[BLOCK_N, BLOCK_K]")
+        operand = f"w = gl.convert_layout({code}, W_MMA, assert_trivial=True)"
+        return "\n".join([*out.lines, operand])
+
+    def is_in_16_bits(self) -> bool:
+        """Whether W is dequantized in 16 bits: about half as many instructions."""
+        none = lambda name, dim: "0"  # noqa: E731
+        return bool(Uses(self, none, none).in_16_bits())
 
     def in_order(self, value: str) -> str:
-        """``value`` [N of the tile, BLOCK_M], its rows as in shared memory, as [BLOCK_M, N]."""
+        """``value`` [N of the tile, BLOCK_M], its rows as the MMA has them, as [BLOCK_M, N]."""
         m: Dim = ("m", self.block_m)
         dims, target = (*self.mma_dims, m), (m, *self.column_dims)
         return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")

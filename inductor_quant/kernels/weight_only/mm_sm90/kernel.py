@@ -1,24 +1,24 @@
-"""``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon.
+"""``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon with TMA.
 
-Chosen on sm_90 for 16-bit x whose rows are aligned, when no kernel for one format takes the GEMM.
+Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, if the packed words of a tile
+are a box of a matrix (``box``), while W written once and a product of the library take longer.
 
-swap_ab, with wgmma. The loads and the arithmetic follow from the digits of the format: each word is
-loaded once, straight to the registers of one thread, dequantized there in fp32 and stored to shared
-memory as the first operand. One tile is dequantized while another is multiplied and the words of a
-third are loaded.
+swap_ab, with wgmma, warp-specialised and persistent as ``weight_only_large_m_sm90``, but the
+statements that read and dequantize W follow from the digits of the format. W goes from shared
+memory to the registers of wgmma's first operand and is never written. K may be split; the lowering
+adds the partials.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import Any
 
-from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.packed_layout import BASES, packed_layout_of
-from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
+from inductor_quant.kernels.codegen.packed_layout import BASES
+from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
-from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
+from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
@@ -27,36 +27,50 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     plan_of,
     varying,
 )
+from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
-from inductor_quant.kernels.weight_only.rules import WIDE_N, bad_blocks, no_kernel
+from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 WARPGROUP = 4
-W_TILES = 2
 MAX_ACCUMULATORS = 128  # per thread
-# By block_m: K is split up to so many CTAs per SM; (block_n, block_k, warps, stages), best first.
-_BLOCKS = {
-    16: (4, ((64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4))),
-    32: (3, ((64, 128, 4, 3), (64, 64, 4, 4), (128, 64, 4, 4))),
-    64: (3, ((128, 128, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4))),
-    128: (1, ((128, 128, 8, 3), (128, 64, 8, 4), (64, 64, 4, 4))),
-    256: (1, ((128, 64, 8, 4), (64, 64, 4, 4))),
-}
-MAX_SPLIT, MIN_K_ITERS = 8, 4
-# A tile whose CTAs leave more of the SMs idle comes after tiles that make more CTAs.
-MIN_FILL = 0.7
-# Above this M writing W once is faster; for tables and 8 bits from half of MEDIUM_M on.
-MAX_M = 192
-# Up to this M kernels for one layout are faster: for packed weights in groups of GROUP and more,
-# and for bytes with one scale a column. At large N they are up to SMALL_M.
-PACKED_M, BYTES_M, GROUP = DECODE_M, SMALL_M, 64
-MIN_WIDTH = 3  # narrower fields are faster there at every M
+UNROLLED = (4, 2)  # K iterations in the loop's body
+BARRIERS = 1024  # bytes of shared memory beside the stages
+# (block_m, block_n, block_k, warps, stages), and measured cycles of a K iteration if W is
+# dequantized in 16 bits, and in fp32.
+_BLOCKS = (
+    ((32, 64, 64, 4, 8), (340, 440)),
+    ((32, 128, 64, 4, 8), (500, 800)),
+    ((64, 64, 64, 4, 8), (340, 510)),
+    ((64, 128, 64, 4, 8), (520, 850)),
+    ((128, 64, 64, 4, 6), (490, 560)),
+    ((128, 128, 64, 8, 6), (750, 1050)),
+    ((256, 64, 64, 4, 4), (830, 900)),
+    ((256, 128, 64, 8, 4), (1180, 1400)),
+)
+TABLE = 1.15  # times as many cycles if values are looked up
+SPLITS = (1, 2, 4)
+MIN_K_ITERS = 8  # of a split
+PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
+TILE_CYCLES, SPLIT_CYCLES = 1500, 2500  # of a tile, and of partials, beside what grows with them
+# Up to this M other kernels are the alternative. Above, W written once and a library's product:
+# bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
+# slower by this model.
+COMPETING_M, MARGIN = MEDIUM_M // 2, 0.93
+BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 2200, 205_000, 3500
+
+
+def unrolled(problem: Problem, config: GemmConfig) -> int:
+    """K iterations in the loop's body; 0: K is no multiple."""
+    k = problem.k // config.split_k
+    return next((n for n in UNROLLED if k % (n * config.block_k) == 0), 0)
 
 
 class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     name = "weight_only_mm_sm90"
     template = "weight_only/mm_sm90/template"
+    grid = staticmethod(split_k.persistent_grid)
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -67,22 +81,29 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             return refused
         if spec.a.dtype not in BASES:
             return no_kernel(f"x of {spec} does not have 16 bits")
-        least, most = _rows(spec, problem)
-        if not least <= problem.m <= most or _is_packed_medium_m(spec, problem):
-            return no_kernel(f"M = {problem.m} is not {least} to {most}, or another is faster")
-        return format_rejection(rules.weight_of(problem))
+        if problem.m <= DECODE_M and problem.m_is_static:
+            return no_kernel(f"M = {problem.m} is not above {DECODE_M}")
+        if not problem.has_weight_descriptors:
+            return no_kernel("x or the packed weights have no TMA descriptor")
+        weight = rules.weight_of(problem)
+        if varying(weight.format) and problem.m > MEDIUM_M // 2:
+            return no_kernel("a scale for each weight of a tile is loaded")
+        return format_rejection(weight)
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
-        plan = plan_of(rules.weight_of(problem), config)
-        assert plan is not None
+        found = boxed(rules.weight_of(problem), config)
+        assert found is not None
         view = as_words(rules.weight_of(problem))
         tile = rules.tile_of(spec, view.weight, config)
-        return MMSm90Codegen(tile, view, plan, n_order(view.weight.format))
+        return MMSm90Codegen(tile, view, found[0], n_order(view.weight.format))
+
+    def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
+        return {"UNROLLED": unrolled(problem, config), "NUM_CTAS": device.num_sms}
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if problem.k % (config.split_k * config.block_k):
+        if not unrolled(problem, config) or problem.k % (config.split_k * config.block_k):
             return bad_blocks(f"{config} does not divide K={problem.k}")
         refused = split_k.reject_if_symbolic(problem, config)
         if refused is not None:
@@ -90,68 +111,71 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
         if not is_tile or config.block_n % (16 * config.num_warps) or config.block_k % 64:
             return bad_blocks(f"{config} is no tile of wgmma")
-        if config.num_stages < 3 or plan_of(rules.weight_of(problem), config) is None:
+        found = boxed(rules.weight_of(problem), config)
+        if found is None or config.num_stages < 3:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-        shared = config.num_stages * config.block_m + W_TILES * config.block_n
+        words = found[1].rows * found[1].columns
+        view = as_words(rules.weight_of(problem)).weight
+        packed = words * view.tensors[view.format.code.source].dtype.itemsize
+        stage = 2 * config.block_m * config.block_k + packed
         return rules.reject_if_too_many_accumulators(config, MAX_ACCUMULATORS) or tile_rejection(
-            dataclasses.replace(config, block_m=max(16, config.block_m)),  # rows of x are second
-            device,
-            element_bytes=2,
-            shared_bytes=2 * shared * config.block_k,
+            config, device, element_bytes=2, shared_bytes=config.num_stages * stage + BARRIERS
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        block_m = min(MEDIUM_M, max(8, 1 << (problem.m - 1).bit_length()))
-        ctas_per_sm, blocks = _BLOCKS[max(DECODE_M, block_m)]
-        found = []
-        for block in blocks:
-            config = split_k.with_split_k(
-                problem,
-                GemmConfig(block_m, *block),
-                max_ctas=int(ctas_per_sm * device.num_sms),
-                max_split=MAX_SPLIT,
-                min_k_iters=MIN_K_ITERS,
-            )
-            if self.config_rejection(spec, problem, config, device) is None:
-                found.append(config)
-        enough = MIN_FILL * device.num_sms
-        found.sort(key=lambda config: -min(enough, _num_ctas(problem, config)))
-        return split_k.same_split(found)
+        found: list[tuple[float, GemmConfig]] = []
+        for block, cycles in _BLOCKS:
+            for split in SPLITS:
+                config = GemmConfig(*block, split_k=split)
+                if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
+                    continue
+                if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+                    continue
+                if self.config_rejection(spec, problem, config, device) is None:
+                    each = cycles[0 if self._is_16_bit(spec, problem, config) else 1]
+                    found.append((_cost(problem, config, each, device), config))
+        found.sort(key=lambda item: item[0])
+        most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
+        return split_k.same_split([config for cost, config in found if cost < most])
+
+    def _is_16_bit(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> bool:
+        return self.codegen(spec, problem, config).is_in_16_bits()
 
 
-def _num_ctas(problem: Problem, config: GemmConfig) -> int:
-    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
-    return tiles * config.split_k
+def _cost(problem: Problem, config: GemmConfig, cycles: int, device: Device) -> float:
+    """Cycles of the GEMM."""
+    format = rules.weight_of(problem).format
+    split = config.split_k
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n) * split
+    partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
+    k_iters = problem.k // (split * config.block_k)
+    loop = k_iters * cycles * (TABLE if format.element != format.code else 1)
+    rounds = math.ceil(tiles / device.num_sms)
+    return rounds * (loop + TILE_CYCLES) + (partials if split > 1 else 0)
 
 
-def _rows(spec: QuantGemmSpec, problem: Problem) -> tuple[int, int]:
-    """(smallest, largest) M for which no other kernel is faster."""
-    weight = rules.weight_of(problem)
-    format, (loop_ops, _) = weight.format, rules.dequant_ops_of(spec, weight)
-    packed, is_byte = packed_layout_of(weight), format.code.width in (0, 8)
-    is_wide = problem.n >= WIDE_N
-    least, most = 1, MAX_M
-    if is_byte or format.element != format.code:
-        most = MEDIUM_M // 2
-    if is_byte and byte_layout_of(weight) is not None:
-        least = 1 + (BYTES_M if not loop_ops else PACKED_M if is_wide else 0)
-    if packed is not None and rules.group_size_of(spec, weight) >= GROUP:
-        least = 1 + (SMALL_M if is_wide and rules.is_int4_along_k(packed) else PACKED_M)
-        most = 0 if packed.width < MIN_WIDTH else MAX_M
-    if varying(format):
-        most = SMALL_M  # a scale for each weight of a tile is loaded
-    return least, most
+def _cost_of_library(problem: Problem) -> float:
+    """Cycles of W written once and a product of the library."""
+    size = problem.n * problem.k
+    packed = _packed_bits(problem) / 8
+    written = size * (packed + 2) / BYTES_PER_CYCLE + LAUNCH_CYCLES
+    return written + max(size * 2 / BYTES_PER_CYCLE, size * problem.m / MADS_PER_CYCLE)
 
 
-def _is_packed_medium_m(spec: QuantGemmSpec, problem: Problem) -> bool:
-    """Whether ``weight_only_medium_m`` takes the GEMM and words are contiguous along K: it is as
-    fast."""
-    weight = rules.weight_of(problem)
-    packed = packed_layout_of(weight)
-    if packed is None or contiguous_axis(weight, packed) != "k":
-        return False
-    is_medium = SMALL_M < problem.m <= MEDIUM_M // 2
-    return is_medium and rules.group_size_of(spec, weight) >= GROUP
+def _packed_bits(problem: Problem) -> int:
+    return rules.weight_of(problem).format.code.width or 8
+
+
+def boxed(weight: Weight, config: GemmConfig) -> tuple[TilePlan, WordBox] | None:
+    """How a tile is assigned to threads, and the box of its words."""
+    plan = plan_of(weight, config, for_mma=True, natural=True)
+    if plan is None:
+        return None
+    view = as_words(weight).weight
+    n = tile_digits(view.format, "n", config.block_n, n_order(view.format)) or ()
+    k = tile_digits(view.format, "k", config.block_k) or ()
+    box = word_box(view, plan, (*n, *k))
+    return (plan, box) if box is not None else None
 
 
 WEIGHT_ONLY_MM_SM90 = WeightOnlyMMSm90()

@@ -1,0 +1,98 @@
+"""What ``weight_only_direct`` takes, which thread holds what, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.weight_only.digit_tiles import plan_of
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from tests.support.gemms import formats
+from tests.support.gemms.generated import device, hardest
+from tests.support.gemms.weight_only import Case, described, generate_case
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+bf16, f16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+def aligned(case):
+    spec, problem = described(case)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [
+        ("awq", True),
+        ("nibble_pairs", True),
+        ("hqq", True),
+        ("int8_group", True),
+        ("int8_zero_channel", True),
+        ("nf4", True),
+        ("uint2", True),
+        ("gptq", False),  # weight_only_decode is faster
+        ("int8_channel", False),  # so is weight_only_bytes
+        ("fp8_block", False),
+        ("act_order", False),
+        ("int8_divisor", False),
+        ("int4_in_int64", False),
+    ],
+)
+def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
+    for m in (1, 16, 17):
+        spec, problem = aligned(Case(name, m, 1024, 4096, bf16))
+        chosen, _ = next(candidates("weight_only", spec, problem, device(90)))
+        assert (chosen is WEIGHT_ONLY_DIRECT) == (is_taken and m <= 16)
+
+
+def test_k_need_not_be_a_multiple_of_what_the_warps_share():
+    spec, problem = aligned(Case("nibble_pairs", 4, 4096, 11008, bf16))
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    assert 11008 % (config.block_k * config.split_k)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "hqq", "nibble_pairs", "int8_group", "nf4"])
+@pytest.mark.parametrize("tile", [(32, 128), (64, 64), (128, 32)])
+def test_a_thread_holds_an_operand_of_mma(name, tile):
+    """Of each 16 x 16: lanes and two registers of k, lanes and one register of n."""
+    _, problem = described(Case(name, 8, 1024, 1024, bf16))
+    config = GemmConfig(8, tile[0], 4 * tile[1], 4, 1)
+    plan = plan_of(problem.weight, config, for_mma=True, own=True)
+    if plan is None:
+        pytest.skip("values of a word do not fit into the tile")
+    kinds = [digit.name[0] for digit in plan.digits]
+
+    def axes(part):
+        return sorted(kinds[next(i for i, step in enumerate(basis) if step)] for basis in part)
+
+    assert axes(plan.layout.lanes) == ["k", "k", "n", "n", "n"]
+    assert axes(plan.layout.warps) == ["w", "w"]
+    held = axes(plan.layout.registers)
+    assert held.count("n") >= 1
+    assert held.count("k") + held.count("p") >= 2
+    assert sorted(plan.rows) == list(range(len(plan.rows)))
+    assert sorted(plan.depth) == list(range(len(plan.depth)))
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "dtype"), [("awq", 8, f16), ("hqq", 16, bf16), ("int8_group", 8, bf16)]
+)
+def test_no_configuration_spills(name, m, dtype):
+    case = Case(name, m, 1024, 4096, dtype)
+    spec, problem = aligned(case)
+    for config in hardest(WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90)), 1):
+        generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
+        named = next(item for item in generated.kernels.items() if "partials" in item[1])
+        assert simulate.compile_kernel(*named).spill_stores == 0
