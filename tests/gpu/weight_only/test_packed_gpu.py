@@ -49,7 +49,7 @@ def test_small_m(name, m, dtype):
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
     packed = ("weight_only_decode", "weight_only_small_m", "weight_only_medium_m_sm90")
-    assert chosen.startswith((*packed, "weight_only_mm_sm90"))
+    assert chosen.startswith((*packed, "weight_only_direct", "weight_only_mm_sm90"))
     assert_right(got, case, inputs)
 
 
@@ -60,7 +60,7 @@ def test_medium_m(name, dtype, m):
     case = Case(name, m, 1024, 2048, dtype, bias=True)
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
-    assert chosen.startswith("weight_only_mm_sm90" if name == "awq" else "weight_only_medium_m")
+    assert chosen.startswith("weight_only_medium_m" if name == "gptq" else "weight_only_mm_sm90")
     assert_right(got, case, inputs)
 
 

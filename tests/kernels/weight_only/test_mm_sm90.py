@@ -40,7 +40,7 @@ def aligned(case):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 512)),
+        ("awq", (17, 4096)),
         ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 256)),
         ("int8_group", (17, 256)),

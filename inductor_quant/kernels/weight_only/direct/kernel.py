@@ -96,7 +96,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
         tiles = list(_TILES[0 if is_narrow else 1])
-        if any(name[0] == "n" for name in as_words(weight).weight.format.code.offset.digits):
+        in_word = as_words(weight).weight.format.code.offset.digits
+        if in_word and all(name[0] == "n" for name in in_word):
             tiles.sort(key=lambda tile: tile[0] != 64)
         found = []
         for block_n, slice_k in tiles:

@@ -37,23 +37,28 @@ WARPGROUP = 4
 MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
 BARRIERS = 1024  # bytes of shared memory beside the stages
-# (block_m, block_n, block_k, warps, stages), and measured cycles of a K iteration if W is
-# dequantized in 16 bits, and in fp32.
+REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
+# (block_m, block_n, block_k, warps, stages); measured cycles of a K iteration of a CTA alone on its
+# SM, and of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32.
 _BLOCKS = (
-    ((32, 64, 64, 4, 8), (340, 440)),
-    ((32, 128, 64, 4, 8), (500, 800)),
-    ((64, 64, 64, 4, 8), (340, 510)),
-    ((64, 128, 64, 4, 8), (520, 850)),
-    ((128, 64, 64, 4, 6), (490, 560)),
-    ((128, 128, 64, 8, 6), (750, 1050)),
-    ((256, 64, 64, 4, 4), (830, 900)),
-    ((256, 128, 64, 8, 4), (1180, 1400)),
+    ((32, 64, 64, 4, 8), (314, 492), (440, 750)),
+    ((32, 64, 128, 4, 4), (578, 824), (760, 1250)),
+    ((32, 128, 64, 4, 8), (470, 671), (800, 1350)),
+    ((64, 64, 64, 4, 8), (321, 606), (510, 900)),
+    ((64, 64, 128, 4, 4), (603, 1119), (760, 1500)),
+    ((64, 128, 64, 4, 8), (564, 867), (850, 1500)),
+    ((64, 128, 64, 8, 8), (512, 0), (752, 0)),
+    ((128, 64, 64, 4, 5), (502, 883), (577, 1108)),
+    ((128, 128, 64, 8, 6), (750, 0), (1100, 0)),
+    ((256, 64, 64, 4, 4), (1000, 0), (1100, 0)),
+    ((256, 128, 64, 8, 4), (1300, 0), (1550, 0)),
 )
+MAX_VARYING = 4096  # values of a tile if each has a scale of its own
 TABLE = 1.15  # times as many cycles if values are looked up
 SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
-TILE_CYCLES, SPLIT_CYCLES = 1500, 2500  # of a tile, and of partials, beside what grows with them
+TILE_CYCLES, SPLIT_CYCLES = 800, 2500  # of a tile, and of partials, beside what grows with them
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
 # slower by this model.
@@ -98,7 +103,12 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return MMSm90Codegen(tile, view, found[0], n_order(view.weight.format))
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
-        return {"UNROLLED": unrolled(problem, config), "NUM_CTAS": device.num_sms}
+        ctas_per_sm = _ctas_per_sm(config)
+        return {
+            "UNROLLED": unrolled(problem, config),
+            "NUM_CTAS": ctas_per_sm * device.num_sms,
+            "MAX_REGISTERS": REGISTERS // (ctas_per_sm * THREADS) if ctas_per_sm > 1 else 0,
+        }
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -119,17 +129,23 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         packed = words * view.tensors[view.format.code.source].dtype.itemsize
         stage = 2 * config.block_m * config.block_k + packed
         return rules.reject_if_too_many_accumulators(config, MAX_ACCUMULATORS) or tile_rejection(
-            config, device, element_bytes=2, shared_bytes=config.num_stages * stage + BARRIERS
+            config,
+            device,
+            element_bytes=2,
+            shared_bytes=_ctas_per_sm(config) * (config.num_stages * stage + BARRIERS),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         found: list[tuple[float, GemmConfig]] = []
-        for block, cycles in _BLOCKS:
+        is_varying = bool(varying(rules.weight_of(problem).format))
+        for block, *cycles in _BLOCKS:
             for split in SPLITS:
                 config = GemmConfig(*block, split_k=split)
                 if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
                     continue
                 if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+                    continue
+                if is_varying and config.block_n * config.block_k > MAX_VARYING:
                     continue
                 if self.config_rejection(spec, problem, config, device) is None:
                     each = cycles[0 if self._is_16_bit(spec, problem, config) else 1]
@@ -142,16 +158,22 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return self.codegen(spec, problem, config).is_in_16_bits()
 
 
-def _cost(problem: Problem, config: GemmConfig, cycles: int, device: Device) -> float:
+def _ctas_per_sm(config: GemmConfig) -> int:
+    return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
+
+
+def _cost(problem: Problem, config: GemmConfig, cycles: tuple[int, int], device: Device) -> float:
     """Cycles of the GEMM."""
     format = rules.weight_of(problem).format
     split = config.split_k
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n) * split
     partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
     k_iters = problem.k // (split * config.block_k)
-    loop = k_iters * cycles * (TABLE if format.element != format.code else 1)
-    rounds = math.ceil(tiles / device.num_sms)
-    return rounds * (loop + TILE_CYCLES) + (partials if split > 1 else 0)
+    factor = TABLE if format.element != format.code else 1
+    alone, paired = (k_iters * each * factor + TILE_CYCLES for each in cycles)
+    pairs, rest = divmod(math.ceil(tiles / device.num_sms), _ctas_per_sm(config))
+    loop = pairs * (paired if _ctas_per_sm(config) > 1 else alone) + rest * alone
+    return loop + (partials if split > 1 else 0)
 
 
 def _cost_of_library(problem: Problem) -> float:
