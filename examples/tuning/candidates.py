@@ -155,12 +155,20 @@ SPACES: dict[str, Space] = {
         split_k=_SPLIT_K,
         is_sensible=has_work_for_warps,
     ),
+    "weight_only_direct": Space(
+        (8, 16),
+        (16, 32, 64, 128),
+        (64, 128, 256, 512, 1024, 2048),
+        (2, 4, 8, 16),
+        (1,),
+        split_k=_SPLIT_K,
+    ),
     "weight_only_mm_sm90": Space(
-        (8, 16, 32, 64, 128, 256),
+        (32, 64, 128, 256),
         (64, 128, 256),
         (64, 128),
         (4, 8),
-        (3, 4),
+        (3, 4, 6, 8),
         split_k=_SPLIT_K,
     ),
     "weight_only_mm": Space(
