@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import bits
+from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
@@ -247,6 +247,11 @@ class DigitCodegen(Codegen):
         operands = [op.operand for op in self.loop_ops]
         fields = [self.format.code, *(each for each in operands if isinstance(each, Field))]
         self.loaded = list(dict.fromkeys(fields))
+        # Bits of n: of a row of the MMA, the lowest first; and the highest first, as in memory and
+        # as the MMA has them.
+        columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
+        self.mma_rows = tuple(columns[bit] for bit in plan.rows)
+        self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
         if self.table:
             lanes = bits("e", TABLE)
@@ -355,6 +360,12 @@ class DigitCodegen(Codegen):
         if self.is_warps_own:
             inner |= {digit.name for digit in self.k_digits if digit.outer > 1}
         return any(index.digits & inner for index in field.index)
+
+    def in_order(self, value: str) -> str:
+        """``value`` [N of the tile, BLOCK_M], its rows as the MMA has them, as [BLOCK_M, N]."""
+        m: Dim = ("m", self.block_m)
+        dims, target = (*self.mma_dims, m), (m, *self.column_dims)
+        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")
 
     def column(self) -> str:
         """n of each column ``rn`` of the tile (a position in ``n_digits``)."""

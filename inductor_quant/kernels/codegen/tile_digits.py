@@ -16,10 +16,8 @@ from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
-# At most (bytes that a thread loads, neighbours along K that it stores) at once, best first.
-VECTORS = ((16, 8), (8, 8), (4, 8), (8, 4), (4, 4), (2, 4), (2, 2), (1, 2))
+VECTORS = (16, 8, 4, 2, 1)  # bytes that a thread loads at once, best first
 LINE = 128  # bytes that lanes load side by side
-SWIZZLED = 64  # values along K in one row of shared memory: lanes side by side stay within it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +57,14 @@ class TilePlan:
     loaded  the layout in which words are loaded: neighbours in memory are neighbours in registers
     layout  the same, but with the two values of a pair next to each other
     rows    the bits of n, by significance, in the order of the bits of a row of the MMA
-    depth   the bits of k likewise, if the tile is in the registers of the MMA
+    depth   the bits of k likewise
     """
 
     digits: tuple[TileDigit, ...]
     loaded: Layout
     layout: Layout
     rows: tuple[int, ...]
-    depth: tuple[int, ...] = ()
+    depth: tuple[int, ...]
 
     @property
     def rank(self) -> int:
@@ -85,19 +83,17 @@ def tile_plan(
     *,
     warps: int,
     is_paired: bool,
-    for_mma: bool = False,
     own: bool = False,
-    natural: bool = False,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
-    A thread holds all values of the words that it loads: neighbouring bytes, of which its
-    neighbours hold the next ones. It also holds neighbours along K, if need be of several words, to
-    store them at once. Lanes then take different rows, so that they store to different banks.
+    A thread holds what it multiplies: W is the first operand of the MMA, 16 rows of n by 16 of k.
+    Four lanes take different k, eight different n. A thread holds two neighbours along K, their
+    neighbours 8 apart, and those 8 rows apart. Further bits are those of further MMAs.
 
-    for_mma: a thread holds what it multiplies, W being the first operand of the MMA.
-    own: each warp has such a tile (WARP).
-    natural: the MMA has k in the order of memory; lanes share words.
+    own: each warp has such a tile (WARP), and k is in an order in which a thread holds all values
+    of the words that it loads. Else warps have other rows, as in wgmma; k is in the order of
+    memory, and lanes share words.
     """
     *others, last = [digit for digit in (*n, *k) if digit.inner > 1]
     if last.name[0] != "k":
@@ -118,12 +114,8 @@ def tile_plan(
             position = sum(other.axis == name[0] for other in bits)
             bits.append(_Bit(name[0], position, basis, apart))
     shape = tuple(digit.inner for digit in dims)
-    for vector, chunk in VECTORS:
-        found: tuple[Layout, tuple[int, ...], tuple[int, ...]] | None
-        if for_mma:
-            found = _for_mma(bits, shape, itemsize, vector, warps, natural)
-        else:
-            found = _assigned(bits, shape, itemsize, vector, chunk, warps)
+    for vector in VECTORS:
+        found = _assigned(bits, shape, itemsize, vector, 1 if own else warps)
         if found is not None:
             loaded, rows, depth = found
             registers = sorted(loaded.registers, key=lambda basis: is_paired and not basis[-1])
@@ -144,66 +136,12 @@ class _Bit:
 
 
 def _assigned(
-    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int, chunk: int, warps: int
+    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int, warps_of_n: int
 ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
     """(layout, rows, depth) of a ``TilePlan``."""
-    rest = list(bits)
-    registers: list[_Bit] = []
-    lanes: list[_Bit] = []
-    warp_bits: list[_Bit] = []
-
-    def take(to: list[_Bit], bit: _Bit) -> None:
-        to.append(bit)
-        rest.remove(bit)
-
-    reach = itemsize
-    while reach < LINE and (bit := next((bit for bit in rest if bit.apart == reach), None)):
-        if bit.axis == "k" and 1 << bit.position >= SWIZZLED:
-            break
-        take(registers if reach < vector else lanes, bit)
-        reach *= 2
-    for bit in bits:
-        is_stored_at_once = bit.axis == "k" and 1 << bit.position < chunk
-        if bit in rest and (bit.apart == 0 or is_stored_at_once):
-            take(registers, bit)
-    for bit in [bit for axis in "nk" for bit in rest if bit.axis == axis]:
-        if len(lanes) < 5:
-            take(lanes, bit)
-        elif 1 << len(warp_bits) < warps:
-            take(warp_bits, bit)
-    if len(lanes) != 5 or 1 << len(warp_bits) != warps:
-        return None
-    # 8 rows for lanes that store together, then those of one thread, to store outputs together.
-    n_bits = [bit for bit in bits if bit.axis == "n"]
-    spread = [bit for bit in lanes if bit.axis == "n"][:3]
-    held = [bit for bit in n_bits if bit in registers or bit in rest]
-    others = [bit for bit in n_bits if bit not in spread and bit not in held]
-    order = [*spread, *held, *others]
-    low = (len(n_bits) - (warps.bit_length() - 1)) - 4  # blocks of 16 rows per warp
-    half, middle = order[3:4], order[4:]
-    blocks, of_warps = middle[:low], middle[low:]
-    rows = tuple(bit.position for bit in (*order[:3], *half, *of_warps, *blocks))
-    bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
-    return Layout(bases([*registers, *rest]), bases(lanes), bases(warp_bits), shape), rows, ()
-
-
-def _for_mma(
-    bits: list[_Bit],
-    shape: tuple[int, ...],
-    itemsize: int,
-    vector: int,
-    warps: int,
-    natural: bool,
-) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
-    """(layout, rows, depth) of a ``TilePlan``.
-
-    The first operand, 16 rows of n by 16 of k: four lanes take different k, eight different n. A
-    thread holds two neighbours along K, their neighbours 8 apart, and those 8 rows apart. Warps
-    have tiles of their own or, as in wgmma, other rows. Further bits are those of further MMAs.
-    """
     axes = {axis: [bit for bit in bits if bit.axis == axis] for axis in ("k", "n", WARP[0])}
     warp_bits = axes[WARP[0]]
-    count = 0 if warp_bits else warps.bit_length() - 1
+    count = warps_of_n.bit_length() - 1
     most = {"k": 2, "n": 3}
     room = {"k": len(axes["k"]) - most["k"], "n": len(axes["n"]) - most["n"] - count}
     if room["k"] < 2 or room["n"] < 1:
@@ -227,7 +165,7 @@ def _for_mma(
         rest.remove(bit)
         return True
 
-    if natural:
+    if not warp_bits:
         for k_bit in axes["k"]:
             take(k_bit, to_lane=k_bit.position in (1, 2))
     for bit in [bit for bit in rest if bit.apart == 0]:

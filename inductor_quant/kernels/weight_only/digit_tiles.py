@@ -32,14 +32,7 @@ def n_order(format: WeightFormat) -> list[str]:
     return sorted(format.digits("n"), key=rank)
 
 
-def plan_of(
-    weight: Weight,
-    config: GemmConfig,
-    *,
-    for_mma: bool = False,
-    own: bool = False,
-    natural: bool = False,
-) -> TilePlan | None:
+def plan_of(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small."""
     weight = as_words(weight).weight
     format = weight.format
@@ -55,15 +48,7 @@ def plan_of(
             return None
     is_paired = is_in_place(format.code, 8)
     return tile_plan(
-        weight,
-        format.code,
-        n,
-        k,
-        warps=config.num_warps,
-        is_paired=is_paired,
-        for_mma=for_mma,
-        own=own,
-        natural=natural,
+        weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired, own=own
     )
 
 

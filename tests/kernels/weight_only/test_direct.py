@@ -69,7 +69,7 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     """Of each 16 x 16: lanes and two registers of k, lanes and one register of n."""
     _, problem = described(Case(name, 8, 1024, 1024, bf16))
     config = GemmConfig(8, tile[0], 4 * tile[1], 4, 1)
-    plan = plan_of(problem.weight, config, for_mma=True, own=True)
+    plan = plan_of(problem.weight, config, own=True)
     if plan is None:
         pytest.skip("values of a word do not fit into the tile")
     kinds = [digit.name[0] for digit in plan.digits]

@@ -25,13 +25,10 @@ class DirectCodegen(DigitCodegen):
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
     ) -> None:
         super().__init__(tile, view, plan, n_order)
-        columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
         ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
         self.slices = self.k // self.tile_k
         self.is_even = self.slices % (self.warps * tile.config.split_k) == 0
-        # As in memory, and as the MMA has them; the highest bits first.
-        self.column_dims, self.k_dims = columns[::-1], ks[::-1]
-        self.mma_dims = tuple(columns[bit] for bit in plan.rows)[::-1]
+        self.k_dims = ks[::-1]
         self.mma_k_dims = tuple(ks[bit] for bit in plan.depth)[::-1]
         w: Dim = ("w", self.warps)
         self.warp_dims = (w,)
@@ -108,9 +105,3 @@ class DirectCodegen(DigitCodegen):
         code = self.dialect.reordered(out.dequantized(), dims, target, shape)
         code = f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"
         return "\n".join([*out.lines, f"w = {code}"])
-
-    def in_order(self, value: str) -> str:
-        """``value`` [N of the tile, BLOCK_M], its columns as the MMA has them, as [BLOCK_M, N]."""
-        m: Dim = ("m", self.block_m)
-        dims, target = (*self.mma_dims, m), (m, *self.column_dims)
-        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")

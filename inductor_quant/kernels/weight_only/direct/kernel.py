@@ -65,7 +65,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return format_rejection(weight, FLOAT8)
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
-        plan = plan_of(rules.weight_of(problem), config, for_mma=True, own=True)
+        plan = plan_of(rules.weight_of(problem), config, own=True)
         assert plan is not None
         view = as_words(rules.weight_of(problem))
         tile = rules.tile_of(spec, view.weight, config)
@@ -82,7 +82,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
         if refused is not None:
             return refused
-        if plan_of(rules.weight_of(problem), config, for_mma=True, own=True) is None:
+        if plan_of(rules.weight_of(problem), config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return tile_rejection(
             GemmConfig(16, config.block_n, 128, config.num_warps, 1),

@@ -32,10 +32,7 @@ class MMSm90Codegen(DigitCodegen):
         self.box = box
         self.packed_type = self.dialect.type(self.dtypes[self.format.code.source])
         self.packed_bytes = box.rows * box.columns * self.dtypes[self.format.code.source].itemsize
-        columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
-        rows = [columns[bit] for bit in plan.rows]
-        # As in memory, and as the MMA has them; the highest bits first.
-        self.column_dims, self.mma_dims = columns[::-1], tuple(rows[::-1])
+        rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, ("pair", 2))
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
@@ -108,9 +105,3 @@ class MMSm90Codegen(DigitCodegen):
         """Whether W is dequantized in 16 bits: about half as many instructions."""
         none = lambda name, dim: "0"  # noqa: E731
         return bool(Uses(self, none, none).in_16_bits())
-
-    def in_order(self, value: str) -> str:
-        """``value`` [N of the tile, BLOCK_M], its rows as the MMA has them, as [BLOCK_M, N]."""
-        m: Dim = ("m", self.block_m)
-        dims, target = (*self.mma_dims, m), (m, *self.column_dims)
-        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")

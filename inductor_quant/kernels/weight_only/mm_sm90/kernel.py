@@ -190,7 +190,7 @@ def _packed_bits(problem: Problem) -> int:
 
 def boxed(weight: Weight, config: GemmConfig) -> tuple[TilePlan, WordBox] | None:
     """How a tile is assigned to threads, and the box of its words."""
-    plan = plan_of(weight, config, for_mma=True, natural=True)
+    plan = plan_of(weight, config)
     if plan is None:
         return None
     view = as_words(weight).weight
