@@ -1,0 +1,73 @@
+"""Quantized models as their libraries load them: a part of the compatibility matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import inductor_quant
+from inductor_quant.prepare.plain import PlainLinear
+from tests.support.checkpoints import matrix, models
+from tests.support.checkpoints.libraries import CASES, Case, linears
+from tests.support.producers.registry import need_package
+
+BY_NAME = {str(case): case for case in CASES}
+IN_CI = ("gptqmodel-AWQ",)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=() if str(c) in IN_CI else pytest.mark.slow) for c in CASES],
+    ids=str,
+)
+def test_every_linear_of_a_layer_is_matched_in_one_graph(case: Case) -> None:
+    need_package(None if case.needs == "stand-in" else case.needs)
+    result = matrix.run(case, "qwen3", explains=False)
+    assert result.is_good, result
+    assert result.distance.top1 > 0.9
+
+
+def test_the_packed_bytes_of_a_checkpoint_are_kept() -> None:
+    need_package("compressed_tensors")
+    with models.quiet():
+        model = BY_NAME["compressed-tensors-W4A16"].build(models.tiny("llama"))
+        stored = {name: t.data_ptr() for name, t in model.state_dict().items()}
+        result = inductor_quant.prepare_(model)
+        before = {name: t.data_ptr() for name, t in model.state_dict().items()}
+        models.eager(model)
+    assert len(result.done) == 8  # seven layers, and the hook of the model
+    assert before == stored
+    after = {name: t.data_ptr() for name, t in model.state_dict().items()}
+    assert after == stored
+    layers = [m for m in model.modules() if isinstance(m, PlainLinear)]
+    assert {layer.weight_packed.dtype for layer in layers} == {torch.int32}
+    result.undo()
+    assert hasattr(model, "ct_decompress_hook")
+    assert len(list(linears(model))) == 7
+
+
+@pytest.mark.slow
+def test_a_model_that_was_called_before_is_one_graph_too() -> None:
+    """Decompressed, with an offload cache on every module."""
+    need_package("compressed_tensors")
+    with models.quiet():
+        model = BY_NAME["compressed-tensors-W4A16"].build(models.tiny("llama"))
+        wanted = models.eager(model)
+        result = inductor_quant.prepare_(model)
+        found = models.compiled(model)
+    assert (found.graphs, found.breaks) == (1, 0)
+    assert result.done
+    assert torch.equal(found.logits, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bitsandbytes-NF4,_double", "bitsandbytes-int8,_threshold_0"])
+def test_the_graph_alone_is_enough_for_bitsandbytes(name: str) -> None:
+    need_package("bitsandbytes")
+    case = BY_NAME[name]
+    with models.quiet():
+        reference = models.eager(case.build(models.tiny("llama")))
+        found = models.compiled(case.build(models.tiny("llama")))
+    assert found.families == (case.family,) * 7
+    assert (found.graphs, found.breaks) == (1, 0)
+    assert models.Distance.of(found.logits, reference).rms < case.rms
