@@ -83,13 +83,16 @@ class Preparation:
         module.__dict__ = dict(module.__dict__)
 
     def _become(self, module: nn.Module, new: Replacement) -> None:
-        """The same object, so that every owner of ``module`` has the new layer; its hooks stay."""
-        self._save(module)
-        state = {name: module.__dict__[name] for name in _HOOKS if name in module.__dict__}
+        """The same object, so that every owner of ``module`` has the new layer; its hooks stay.
+        Raises TypeError if a class has another layout in memory."""
+        kind, old = type(module), module.__dict__
+        module.__class__ = type(new.layer)
+        self._saved.append((module, kind, old))
+        state = {name: old[name] for name in _HOOKS if name in old}
         for name in _USER_HOOKS:
             held = state[name].items()
             state[name] = type(state[name])((k, v) for k, v in held if k not in new.dropped_hooks)
-        module.__class__, module.__dict__ = type(new.layer), {**new.layer.__dict__, **state}
+        module.__dict__ = {**new.layer.__dict__, **state}
 
 
 def prepare_(model: nn.Module) -> Preparation:
@@ -123,7 +126,10 @@ def prepare_(model: nn.Module) -> Preparation:
             found[module] = (name, new)
     for module, (name, new) in found.items():
         line = Line(name, type(module).__name__, True, new.note)
-        result._become(module, new)
+        try:
+            result._become(module, new)
+        except TypeError as error:
+            line = dataclasses.replace(line, done=False, detail=str(error))
         result.lines.append(line)
     for name, module in model.named_modules():
         if what := hooks.removable(module):

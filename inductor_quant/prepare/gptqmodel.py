@@ -29,9 +29,12 @@ def plain(module: Any) -> Replacement | str:
         if len(module.g_idx) != module.in_features:
             return "it is several layers in one"
     layer = AWQLinear(module) if is_awq else GPTQLinear(module)
+    dtype = any_dtype(module, "scales")
+    if "Triton" in type(module).__name__:
+        layer.dtype = torch.float16 if is_awq else None
+        return Replacement(layer, module.forward, dtype)
     weight = _awq_weight if is_awq else _gptq_weight
-    reference = functools.partial(_reference, module, weight)
-    return Replacement(layer, reference, any_dtype(module, "scales"))
+    return Replacement(layer, functools.partial(_reference, module, weight), dtype)
 
 
 def _reference(module: Any, weight: Any, x: torch.Tensor) -> torch.Tensor:
@@ -59,22 +62,23 @@ class _GroupedLinear(PlainLinear):
     qzeros: torch.Tensor
     scales: torch.Tensor
 
+    dtype: torch.dtype | None = None  # of the product; None: that of x
+
     def __init__(self, module: Any) -> None:
         super().__init__(module.out_features, module.in_features, module.bias)
         self.bits = module.bits
         self.hold(qweight=module.qweight, qzeros=module.qzeros, scales=module.scales)
 
-    def weight_kn(self) -> torch.Tensor:
+    def weight_kn(self, dtype: torch.dtype) -> torch.Tensor:
         """[K, N]."""
         raise NotImplementedError
 
-    def dequantized(self) -> torch.Tensor:
-        return self.weight_kn().t()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = x.flatten(0, -2) @ self.weight_kn().to(x.dtype)
+        given = x.to(self.dtype or x.dtype)
+        out = given.flatten(0, -2) @ self.weight_kn(given.dtype)
         out = out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        out = out if self.bias is None else out + self.bias.to(out.dtype)
+        return out.to(x.dtype)
 
 
 class GPTQLinear(_GroupedLinear):
@@ -92,16 +96,15 @@ class GPTQLinear(_GroupedLinear):
         is_ordered &= self.in_features % groups == 0
         self.hold(g_idx=None if is_ordered else module.g_idx)
 
-    def weight_kn(self) -> torch.Tensor:
+    def weight_kn(self, dtype: torch.dtype) -> torch.Tensor:
         q = unpacked(self.qweight, self.bits, 0, self.in_features)
         z = unpacked(self.qzeros, self.bits, 1, self.out_features)
         if self.g_idx is not None:
             index: Any = self.g_idx.long()  # type: ignore[operator]
-            return self.scales[index] * (q - z[index])
-        groups = self.scales.shape[0]
-        return (self.scales.unsqueeze(1) * (q.unflatten(0, (groups, -1)) - z.unsqueeze(1))).flatten(
-            0, 1
-        )
+            return (self.scales[index] * (q - z[index])).to(dtype)
+        q = q.unflatten(0, (self.scales.shape[0], -1))
+        w = self.scales.unsqueeze(1) * (q - z.unsqueeze(1))
+        return w.flatten(0, 1).to(dtype)
 
 
 class AWQLinear(_GroupedLinear):
@@ -111,10 +114,10 @@ class AWQLinear(_GroupedLinear):
     AutoAWQ's order.
     """
 
-    def weight_kn(self) -> torch.Tensor:
+    def weight_kn(self, dtype: torch.dtype) -> torch.Tensor:
         q, z = self._in_order(self.qweight), self._in_order(self.qzeros)
-        groups = self.scales.shape[0]
-        w = (q.unflatten(0, (groups, -1)) - z.unsqueeze(1)) * self.scales.unsqueeze(1)
+        q = q.unflatten(0, (self.scales.shape[0], -1))
+        w = (q - z.unsqueeze(1)) * self.scales.to(dtype).unsqueeze(1)
         return w.flatten(0, 1)
 
     def _in_order(self, words: torch.Tensor) -> torch.Tensor:

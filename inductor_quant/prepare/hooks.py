@@ -15,7 +15,7 @@ _WRAPPED = "_original_forward_func"  # of compressed-tensors' offload
 
 def refusal(model: nn.Module) -> str:
     """Why nothing may be done to ``model``; "" if it may."""
-    devices = set()
+    devices, has_hooks = set[str](), False
     for name, module in model.named_modules():
         for held in _held(module):
             if held.device.type == "meta":
@@ -24,11 +24,14 @@ def refusal(model: nn.Module) -> str:
                 return "its tensors have no values to compare: prepare the model before"
             devices.add(str(held.device))
         for hook in _accelerate_hooks(module):
+            has_hooks = True
             if getattr(hook, "offload", False) or type(hook).__name__.endswith("Offload"):
                 return f"{name} is offloaded: load the model on one device"
         cache = vars(module)["_parameters"]
         if _is_cache(cache) and str(cache.onload_device) != str(cache.offload_device):
             return f"{name} is offloaded to {cache.offload_device}: load the model on one device"
+    if has_hooks and len(devices) > 1:
+        return f"hooks move x between {', '.join(sorted(devices))}: load the model on one device"
     return ""
 
 

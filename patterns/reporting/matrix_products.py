@@ -100,6 +100,8 @@ def describe(node: fx.Node) -> Site | None:
         return None
     a, b = map(fx_utils.value, factors)
     out = node.meta.get("val")
+    if isinstance(out, (list, tuple)) and out:  # of several results the first
+        out = out[0]
     if not isinstance(out, torch.Tensor):  # a kernel that writes into its arguments
         written = [fx_utils.value(n) for n in _written(node) if fx_utils.is_tensor_node(n)]
         out = next(iter(written), a.new_empty((*a.shape[:-1], b.shape[0])))
