@@ -140,14 +140,15 @@ def prepare_(model: nn.Module) -> Preparation:
 
 
 def pending(model: nn.Module) -> Iterator[str]:
-    """What ``prepare_`` would replace or take away, as kinds; nothing is compared."""
+    """The kinds of the layers that ``prepare_`` would replace, without comparing them, and "hooks"
+    if it would take some away."""
     if hooks.refusal(model):
         return
     for module in model.modules():
         if (rule := _rule(module)) and isinstance(_made(module, rule), Replacement):
             yield type(module).__name__
-        elif hooks.removable(module):
-            yield f"hooks of {type(module).__name__}"
+    if any(map(hooks.removable, model.modules())):
+        yield "hooks"
 
 
 def _rule(module: nn.Module) -> str | None:

@@ -16,6 +16,7 @@ from inductor_quant.prepare.plain import PlainLinear, Replacement, any_dtype, re
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DENSE = ("decompressed", "frozen")
+_RELOAD = "decompressed already: load the model again and prepare it before its first call"
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
@@ -44,7 +45,8 @@ def plain(module: nn.Module) -> Replacement | str:
     packed = sys.modules["compressed_tensors"]
     layer = CompressedLinear(module, scheme, "" if status in _DENSE else format)
     reference = functools.partial(_reference, packed, module, scheme, status)
-    return Replacement(layer, reference, any_dtype(module, "bias", "weight_scale", "weight"))
+    dtype = any_dtype(module, "bias", "weight_scale", "weight")
+    return Replacement(layer, reference, dtype, note=_RELOAD if status in _DENSE else "")
 
 
 def _text(member: Any) -> str:

@@ -57,7 +57,7 @@ class Replacement:
     """``layer`` in place of another, which computes ``reference(x)`` for x of ``dtype``.
 
     dropped_hooks  ids of the forward hooks of the old layer that the new one includes
-    note           how close both are, for the report
+    note           for the report; ``compared`` adds how close both are
     """
 
     layer: PlainLinear
@@ -68,13 +68,13 @@ class Replacement:
 
     def compared(self, error: float) -> Replacement | str:
         """With its note; if both differ by more than roundings to ``dtype``, why it is dropped."""
-        if error == 0:
-            return dataclasses.replace(self, note="computes the same, bit for bit")
         text = f"relative rms difference {error:.1e}"
         # a rounding of every result, or of every weight, is eps / 4 and less
         if not error <= torch.finfo(self.dtype).eps / 2:
             return f"the plain layer would differ: {text}"
-        return dataclasses.replace(self, note=f"computes the same within a rounding, {text}")
+        close = f"within a rounding, {text}" if error else "bit for bit"
+        notes = filter(None, (f"computes the same, {close}", self.note))
+        return dataclasses.replace(self, note="; ".join(notes))
 
 
 def difference(new: Replacement, module: nn.Module) -> float:

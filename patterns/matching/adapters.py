@@ -36,7 +36,8 @@ def _gemm_4bit(given: Arguments) -> Formula | None:
     values = tables.get(given["quant_type"])
     x, packed, absmax = given["A"], given["B"], given["absmax"]
     is_bytes = fx_utils.value(packed).dtype == torch.uint8
-    if values is None or k % size or not is_bytes or fx_utils.value(x).shape[-1] != k:
+    is_in_order = fx_utils.same_size(fx_utils.value(x).shape[-1], k)  # not the weight [K, N]
+    if values is None or k % size or not is_bytes or not is_in_order:
         return None
     table = Constant(struct.pack("16f", *values), torch.float32)
     nested = [given.get(f"absmax_{name}") for name in ("8bit", "code", "offset")]

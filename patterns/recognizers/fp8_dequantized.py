@@ -88,10 +88,11 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 def _with_blocks_of_a(found: ScaledMatmul) -> ScaledMatmul:
     """One static scale of a beside blocks of b: repeated for every row and block of K."""
     (m, _, k), a, b = found.sizes, found.a_scale, found.b_scale
-    if a is None or b is None or a.block != (-1, -1) or b.block[0] == -1 or not isinstance(m, int):
+    if a is None or b is None or a.block != (-1, -1) or b.block[0] == -1:
         return found
     size = b.block[0]
-    expanded = Derived(aten.expand.default, (a.argument, [m, -(-k // size)]))
+    rows = m if isinstance(m, int) else Derived(aten.sym_size.int, (found.a, 0))
+    expanded = Derived(aten.expand.default, (a.argument, (rows, -(-k // size))))
     repeated = Derived(aten.clone.default, (expanded,))
     return dataclasses.replace(found, a_scale=Scale(a.node, (1, size), repeated))
 
