@@ -118,6 +118,8 @@ class QuantGemmPass(compat.CustomGraphPass):
                 with fallback.at(node.name):
                     match = _match_without_padding(node, candidates, options)
                     match = match or _match_formula(node, by_anchor, options)
+                    if match is None and not candidates and not is_reported:
+                        continue
                     decision = match or _decide(node, candidates, options)
             if decision is None:
                 continue
@@ -216,16 +218,17 @@ def _match_formula(
     formula = adapters.expanded(node) if options.numerics != "strict" else None
     if formula is None:
         return None
-    site = matrix_products.describe(node) if events.is_open() else None
-    product = formula.product
-    decision = product and _decide(product, by_anchor[product.target], options)
+    site = matrix_products.describe(node) if matrix_products.is_matrix_product(node) else None
+    decision, product = None, formula.product
+    if product is not None:
+        product.meta[fallback.ANCHOR] = node.name
+        decision = _decide(product, by_anchor[product.target], options)
     if not isinstance(decision, Match):
         formula.undo()
         return None
     formula.finish()
-    return dataclasses.replace(
-        decision, node=node.name, site=site, exactness=Exactness.REASSOCIATED
-    )
+    site = site if events.is_open() and site is not None else decision.site
+    return dataclasses.replace(decision, site=site, exactness=Exactness.REASSOCIATED)
 
 
 def _decide(

@@ -28,18 +28,17 @@ Arguments = dict[str, Any]
 Formula = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 Adapter = Callable[[Arguments], Formula | None]
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_VIEWS = (*fx_utils.RESHAPES, aten.permute.default, aten.t.default, fx_utils.CAST)
 
 
 def _gemm_4bit(given: Arguments) -> Formula | None:
     (n, k), size = given["shapeB"], given["blocksize"]
-    tables = {"nf4": formulas.NF4, "fp4": formulas.FP4}
-    values = tables.get(given["quant_type"])
+    table = _table(given["quant_type"])
     x, packed, absmax = given["A"], given["B"], given["absmax"]
     is_bytes = fx_utils.value(packed).dtype == torch.uint8
     is_in_order = fx_utils.same_size(fx_utils.value(x).shape[-1], k)  # not the weight [K, N]
-    if values is None or k % size or not is_bytes or not is_in_order:
+    if table is None or k % size or not is_bytes or not is_in_order:
         return None
-    table = Constant(struct.pack("16f", *values), torch.float32)
     nested = [given.get(f"absmax_{name}") for name in ("8bit", "code", "offset")]
     if nested[0] is not None and None in nested:
         return None
@@ -51,6 +50,38 @@ def _gemm_4bit(given: Arguments) -> Formula | None:
         return formulas.gemm_4bit(x, packed, code, absmax, bias, n)
 
     return formula, (x, packed, table, absmax, given.get("bias"), *nested)
+
+
+def _gemv_4bit(given: Arguments) -> Formula | None:
+    (n, k), size = given["shapeB"], given["blocksize"]
+    x, packed, code, absmax = (given[name] for name in ("A", "B", "code", "absmax"))
+    is_bytes = fx_utils.value(packed).dtype == torch.uint8
+    is_in_order = fx_utils.same_size(fx_utils.value(x).shape[-1], k)
+    if k % size or not is_bytes or not is_in_order:
+        return None
+
+    def formula(x: Any, packed: Any, code: Any, absmax: Any) -> Any:
+        return formulas.gemm_4bit(x, packed, code, absmax, None, n)
+
+    return formula, (x, packed, code, absmax)
+
+
+def _dequantize_4bit(given: Arguments) -> Formula | None:
+    shape, table = given["shape"], _table(given["quant_type"])
+    is_bytes = fx_utils.value(given["A"]).dtype == torch.uint8
+    if table is None or len(shape) != 2 or shape[1] % given["blocksize"] or not is_bytes:
+        return None
+
+    def formula(packed: Any, code: Any, absmax: Any) -> Any:
+        weight = formulas.codes_times_absmax(packed, code, absmax, shape)
+        return weight.to(given["dtype"])
+
+    return formula, (given["A"], table, given["absmax"])
+
+
+def _table(kind: str) -> Constant | None:
+    values = {"nf4": formulas.NF4, "fp4": formulas.FP4}.get(kind)
+    return None if values is None else Constant(struct.pack("16f", *values), torch.float32)
 
 
 def _int8_scaled_mm(given: Arguments) -> Formula | None:
@@ -86,12 +117,24 @@ ADAPTERS: dict[str, Adapter] = {
     "bitsandbytes::gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, "
     "str quant_type, Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, "
     "Tensor? absmax_offset=None) -> Tensor": _gemm_4bit,
+    "bitsandbytes::gemv_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, Tensor code, "
+    "int blocksize) -> Tensor": _gemv_4bit,
+    "bitsandbytes::dequantize_4bit(Tensor A, Tensor absmax, int blocksize, str quant_type, "
+    "int[] shape, ScalarType dtype) -> Tensor": _dequantize_4bit,
     "bitsandbytes::int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, "
     "Tensor? bias=None, ScalarType? dtype=None) -> Tensor": _int8_scaled_mm,
     "aten::_weight_int4pack_mm(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros)"
     " -> Tensor": _int4pack_mm,
     "quanto::qbytes_mm(Tensor A, Tensor B, Tensor scales) -> Tensor": _qbytes_mm,
 }
+
+
+def _product_of(weight: fx.Node) -> fx.Node | None:
+    """The only product that reads a weight."""
+    user = fx_utils.single_user(weight)
+    while user is not None and user.target in _VIEWS:
+        user = fx_utils.single_user(user)
+    return user if user is not None and user.target in _PRODUCTS else None
 
 
 def is_known(node: fx.Node) -> bool:
@@ -116,7 +159,7 @@ def expanded(node: fx.Node) -> Expanded | None:
 class Expanded:
     """``formula(*tensors)`` in the place of ``node``, until ``undo`` or ``finish``.
 
-    product  its matrix product
+    product  its matrix product, or the one that it is the weight of
     """
 
     def __init__(
@@ -126,6 +169,7 @@ class Expanded:
         with node.graph.inserting_before(node):
             self._result = self._insert(formula, tensors)
         products = [new for new in self._added if new.target in _PRODUCTS]
+        products = products or list(filter(None, [_product_of(node)]))
         before, after = fx_utils.value(node), fx_utils.value(self._result)
         is_same = before.dtype == after.dtype and fx_utils.same_shape(before.shape, after.shape)
         self.product = products[0] if is_same and len(products) == 1 else None

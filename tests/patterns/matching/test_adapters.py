@@ -99,6 +99,28 @@ class TestBitsandbytes:
         _, [rewrite] = capture(Gemm4bit("nf4", True, bias=False), [activation(5)], options=options)
         assert rewrite.is_untouched
 
+    def test_older_calls(self) -> None:
+        """A vector has an op of its own; otherwise the weight is dequantized, its scales too."""
+        held, ops = Gemm4bit("fp4", True, bias=True), torch.ops.bitsandbytes
+        x, code = activation(1), torch.tensor(formulas.FP4)
+
+        def scales() -> torch.Tensor:
+            given = (held.codes, held.absmax, held.code, 256, torch.float32)
+            return ops.dequantize_blockwise(*given) + held.offset
+
+        def vector(x: torch.Tensor) -> torch.Tensor:
+            return ops.gemv_4bit(x, held.packed, [N, K], scales(), code, 64)
+
+        def matrix(x: torch.Tensor) -> torch.Tensor:
+            given = (held.packed, scales(), 64, "fp4", [N, K], x.dtype)
+            return nn.functional.linear(x, ops.dequantize_4bit(*given), held.bias)
+
+        for fn, rows in ((vector, x), (matrix, x), (matrix, activation(2, 5))):
+            out, [rewrite] = capture(fn, [rows])
+            [match] = rewrite.report.matches
+            assert "lut/64x1" in str(match.spec)
+            assert Distance.of(out, fn(rows)).rms < 2e-3
+
     def test_int8(self) -> None:
         ops: Any = torch.ops.bitsandbytes
         b, columns, _ = ops.int8_vectorwise_quant(torch.randn(N, K).half(), 0.0)
