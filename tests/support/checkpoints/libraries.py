@@ -236,5 +236,5 @@ CASES = [
     Case("LoRA on NF4", "peft", functools.partial(lora, functools.partial(
         bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")), "weight_only", "peft"),
     Case("LoRA on int8 weights", "peft", functools.partial(lora, functools.partial(
-        torchao, "Int8WeightOnlyConfig")), "weight_only", "peft", prepares=False),
+        torchao, "Int8WeightOnlyConfig")), "weight_only", "peft", prepares=False, rms=2e-2),
 ]  # fmt: skip
