@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 import inductor_quant
 from inductor_quant.prepare.plain import PlainLinear
 from tests.support.checkpoints import matrix, models
-from tests.support.checkpoints.libraries import CASES, Case, linears
+from tests.support.checkpoints.libraries import CASES, Case, linears, torchao
 from tests.support.producers.registry import need_package
 
 BY_NAME = {str(case): case for case in CASES}
@@ -71,3 +73,16 @@ def test_the_graph_alone_is_enough_for_bitsandbytes(name: str) -> None:
     assert found.families == (case.family,) * 7
     assert (found.graphs, found.breaks) == (1, 0)
     assert models.Distance.of(found.logits, reference).rms < case.rms
+
+
+@pytest.mark.slow
+def test_tile_packed_int4_of_torchao_needs_no_call() -> None:
+    """It has no kernel for a CPU: on the virtual card alone."""
+    need_package("torchao")
+    quantize = functools.partial(
+        torchao, "Int4WeightOnlyConfig", group_size=64, int4_packing_format="tile_packed_to_4d"
+    )
+    explanation = models.explained(models.tiny("llama"), quantize)
+    ops = [match.site.op for match in explanation.matches if match.site is not None]
+    assert ops == ["aten._weight_int4pack_mm"] * 7
+    assert not explanation.near_misses

@@ -8,7 +8,7 @@ import io
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -138,17 +138,21 @@ def eager(model: nn.Module) -> torch.Tensor:
     return logits
 
 
-def explained(model: nn.Module, arch: int = 90) -> inductor_quant.Explanation:
-    """``explain`` for a virtual card. The model stays there, without values."""
+def explained(
+    model: nn.Module, quantize: Callable[[nn.Module], Any] | None = None
+) -> inductor_quant.Explanation:
+    """``explain`` for a virtual H100. The model stays there, without values, and is quantized there
+    if it has to be."""
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(simulate.virtual_gpu(arch=arch))
-        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(simulate.virtual_gpu(arch=90))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.no_grad())
         _onto_card(model)
         ids = torch.zeros(1, TOKENS, dtype=torch.long, device="cuda")
-        assert isinstance(mode, FakeTensorMode)
+        if quantize is not None:
+            quantize(model)
         return inductor_quant.explain(Logits(model), ids, timings=False, verbose=False)
 
 
