@@ -68,5 +68,7 @@ class FP8Linear(PlainLinear):
         return ((x / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = nn.functional.linear(self.activation(x), self.dequantized()).to(x.dtype)
-        return out if self.bias is None else out + self.bias
+        rows = self.activation(x.reshape(-1, self.in_features))  # one symbolic size, not several
+        out = nn.functional.linear(rows, self.dequantized()).to(x.dtype)
+        out = out if self.bias is None else out + self.bias
+        return out.reshape(*x.shape[:-1], self.out_features)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import inductor_quant
 from inductor_quant.prepare.plain import PlainLinear
-from tests.support.checkpoints import matrix, models
+from tests.support.checkpoints import matrix, models, stand_ins
 from tests.support.checkpoints.libraries import CASES, Case, linears, torchao
+from tests.support.graphs.post_grad import capture
 from tests.support.producers.registry import need_package
 
 BY_NAME = {str(case): case for case in CASES}
@@ -73,6 +76,19 @@ def test_the_graph_alone_is_enough_for_bitsandbytes(name: str) -> None:
     assert found.families == (case.family,) * 7
     assert (found.graphs, found.breaks) == (1, 0)
     assert models.Distance.of(found.logits, reference).rms < case.rms
+
+
+def test_fine_grained_fp8_for_any_batch_and_sequence() -> None:
+    need_package("transformers")
+    linear = nn.Linear(256, 128, dtype=torch.bfloat16).requires_grad_(False)
+    layer, x = stand_ins.fp8_linear(linear), torch.randn(2, 5, 256).bfloat16()
+    where = "transformers.integrations.finegrained_fp8._FINEGRAINED_FP8"
+    with torch.no_grad(), mock.patch(where, stand_ins.Hub):
+        wanted = layer(x)
+        inductor_quant.prepare_(layer)
+        out, [rewrite] = capture(layer, [x], dynamic=True)
+    assert [match.family for match in rewrite.report.matches] == ["fp8_block"]
+    assert models.Distance.of(out, wanted).rms < 2e-3
 
 
 @pytest.mark.slow
