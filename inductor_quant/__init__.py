@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from inductor_quant.backend import disable, enable, enabled
     from inductor_quant.options import Options
     from inductor_quant.prepack import prepack_
+    from inductor_quant.prepare import Preparation, prepare_
     from inductor_quant.report.events import Report, collect
     from inductor_quant.report.explain import Explanation, explain
     from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
@@ -34,6 +35,8 @@ _EXPORTS = {
     "Explanation": "report.explain",
     "explain": "report.explain",
     "prepack_": "prepack",
+    "prepare_": "prepare",
+    "Preparation": "prepare",
     "Report": "report.events",
     "collect": "report.events",
     "OperandSpec": "spec.gemm",
@@ -55,6 +58,7 @@ __all__ = [
     "Match",
     "OperandSpec",
     "Options",
+    "Preparation",
     "QuantGemmSpec",
     "Rejection",
     "RejectionCode",
@@ -67,6 +71,7 @@ __all__ = [
     "enabled",
     "explain",
     "prepack_",
+    "prepare_",
 ]
 
 

@@ -6,6 +6,7 @@ The pass then runs in the joint graph's pre slot, on the same operations.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -25,6 +26,7 @@ from inductor_quant.ops import verify
 from inductor_quant.options import Options, matches_any
 from inductor_quant.report import events
 from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
+from inductor_quant.spec.exactness import Exactness
 
 from . import fx_utils, has_third_party, patterns
 from .fusion.concat_weights import concat_weights
@@ -37,7 +39,7 @@ from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
-from .matching import collectives
+from .matching import adapters, collectives
 from .matching.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
 from .reporting.exactness import classify, strictly
@@ -105,9 +107,8 @@ class QuantGemmPass(compat.CustomGraphPass):
             if node.meta.pop(_DECIDED, False):
                 continue
             candidates = by_anchor.get(node.target) or by_anchor.get(str(node.target), [])
-            if not candidates and not (
-                events.is_open() and matrix_products.is_matrix_product(node)
-            ):
+            is_reported = events.is_open() and matrix_products.is_matrix_product(node)
+            if not candidates and not is_reported and not adapters.is_known(node):
                 continue
             decision: Match | Rejection | None
             if cause := fallback.declined().get(node.name):
@@ -116,6 +117,9 @@ class QuantGemmPass(compat.CustomGraphPass):
                 node.meta[fallback.ANCHOR] = node.name
                 with fallback.at(node.name):
                     match = _match_without_padding(node, candidates, options)
+                    match = match or _match_formula(node, by_anchor, options)
+                    if match is None and not candidates and not is_reported:
+                        continue
                     decision = match or _decide(node, candidates, options)
             if decision is None:
                 continue
@@ -204,6 +208,27 @@ def _match_without_padding(
         return None
     product.finish()
     return decision
+
+
+def _match_formula(
+    node: fx.Node, by_anchor: dict[object, list[Pattern]], options: Options
+) -> Match | None:
+    """The match of an op by the formula that it computes; if there is none, the graph is unchanged.
+    How the op rounds is not known."""
+    formula = adapters.expanded(node) if options.numerics != "strict" else None
+    if formula is None:
+        return None
+    site = matrix_products.describe(node) if matrix_products.is_matrix_product(node) else None
+    decision, product = None, formula.product
+    if product is not None:
+        product.meta[fallback.ANCHOR] = node.name
+        decision = _decide(product, by_anchor[product.target], options)
+    if not isinstance(decision, Match):
+        formula.undo()
+        return None
+    formula.finish()
+    site = site if events.is_open() and site is not None else decision.site
+    return dataclasses.replace(decision, site=site, exactness=Exactness.REASSOCIATED)
 
 
 def _decide(

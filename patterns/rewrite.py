@@ -41,7 +41,7 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
         if isinstance(item, (list, tuple)):
             return [argument(part) for part in item]
         if isinstance(item, Constant):
-            return _constant(found.end, item)
+            return add_constant(found.end, item)
         if isinstance(item, Derived):
             return build(item.target, tuple(map(argument, item.args)), dict(item.kwargs))
         if not isinstance(item, Operand):
@@ -72,7 +72,7 @@ def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str
     return node
 
 
-def _constant(like: fx.Node, constant: Constant) -> fx.Node:
+def add_constant(like: fx.Node, constant: Constant) -> fx.Node:
     """A tensor of the module, on the device of ``like``; equal ones are shared."""
     module, device = like.graph.owning_module, fx_utils.value(like).device
     digest = hashlib.sha256(constant.values).hexdigest()[:12]

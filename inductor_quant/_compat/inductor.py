@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant._compat.symbols import SYMBOLS, config_module, has, symbol
 
@@ -458,3 +459,13 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def real_tensors() -> AbstractContextManager[None]:
     """Within, ops run on real tensors, also while a fake mode is entered."""
     return symbol("torch._subclasses.fake_tensor:unset_fake_temporarily")()
+
+
+def traced(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
+    """The graph of ``function(*values)``, in the ops that Inductor decomposes to; ``values``: fake
+    tensors."""
+    table = symbol("torch._inductor.decomposition:select_decomp_table")()
+    with fake_mode_of(values):
+        gm = make_fx(function, table, tracing_mode="real")(*values)
+    gm.graph.eliminate_dead_code()
+    return gm

@@ -89,6 +89,7 @@ _add(
     parameters=("model_", "example_inputs_", "config_patches"),
 )
 _add("inductor", "torch._inductor.compile_fx", "")
+_add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
 _add("inductor", "torch._subclasses.fake_tensor", "unset_fake_temporarily")
 _CONFIG = "torch._inductor.config"

@@ -14,7 +14,7 @@ import triton
 
 from inductor_quant._version import __version__
 from inductor_quant.backend import inductor_quant_backend
-from inductor_quant.report import roofline
+from inductor_quant.report import advice, roofline
 from inductor_quant.report.events import KernelChoice, Report, collect
 from inductor_quant.spec.decisions import MEANINGS, Match, Rejection, RejectionCode, Site
 
@@ -113,11 +113,13 @@ class Row:
 class Explanation:
     """The rows of every graph of the model, near misses first, plain products last.
 
-    ``str()`` is a plain table; ``print()`` uses rich where it is installed.
+    ``advice``: what to do about what was not matched. ``str()`` is a plain table; ``print()`` uses
+    rich where it is installed.
     """
 
     rows: tuple[Row, ...]
     device: str
+    advice: tuple[str, ...] = ()
 
     @property
     def matches(self) -> list[Match]:
@@ -150,6 +152,7 @@ class Explanation:
             "device": self.device,
             "matched": len(self.matches),
             "near_misses": len(self.near_misses),
+            "advice": list(self.advice),
             "rows": [row.to_dict() for row in self.rows],
         }
 
@@ -163,7 +166,10 @@ class Explanation:
             "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
             for line in cells
         ]
-        return "\n".join([self.summary, *lines])
+        return "\n".join([self.summary, *lines, *self._to_do()])
+
+    def _to_do(self) -> list[str]:
+        return [f"to do: {line}" for line in self.advice]
 
     def print(self) -> None:
         try:
@@ -184,6 +190,8 @@ class Explanation:
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console = Console(width=_PLAIN_WIDTH)  # a file or a pipe, which has no width
         console.print(table)
+        for text in self._to_do():
+            console.print(escape(text))
 
     def _table(self) -> list[list[str]]:
         """Header and rows as text, without columns of timings if there are none."""
@@ -234,6 +242,7 @@ def explain(
         # a new function for each call: Dynamo reuses what it compiled for the same backend
         return inductor_quant_backend(gm, example_inputs, mode=mode, options=options)
 
+    pending = advice.pending(model)
     config: Any = torch.compiler.config
     caches = config.force_disable_caches
     config.force_disable_caches = True
@@ -243,6 +252,8 @@ def explain(
             warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
+        found = advice.of(explanation.rejections, pending, len(explanation.matches))
+        explanation = dataclasses.replace(explanation, advice=found)
     finally:
         config.force_disable_caches = caches
     if verbose:

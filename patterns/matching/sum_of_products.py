@@ -10,7 +10,7 @@ from torch import fx
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
-from ..symbolic.index import IndexExpr, Space
+from ..symbolic.index import IndexExpr, Space, Unsupported
 from ..symbolic.reader import At, sizes
 
 Elements = frozenset[torch.dtype]
@@ -125,7 +125,10 @@ def positions(product: fx.Node, index: At, space: Space) -> dict[fx.Node, At]:
             flat = IndexExpr()
             for size, part in zip(sizes(node), index, strict=True):
                 flat = flat * size + part
-            index = space.unflatten(flat, sizes(user))
+            try:
+                index = space.unflatten(flat, sizes(user))
+            except Unsupported:  # of a product that is read in whole blocks
+                break
         elif user.target == aten.permute.default:
             _, dims = fx_utils.arguments(user, "self", "dims")
             index = tuple(index[dim] for dim in dims)

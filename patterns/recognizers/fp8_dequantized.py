@@ -21,7 +21,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
-from ..match import Operand, Pattern, RecognizedGemm
+from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_epilogue
 from ..matching.matmul_ops import reject_bias
 from ..matching.operands import (
@@ -77,11 +77,24 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     found = read_dequantized(anchor, frozenset(FLOAT8))
     if isinstance(found, Rejection):
         return found
+    found = _with_blocks_of_a(found)
     blocks = (found.a_scale and found.a_scale.block[1], found.b_scale and found.b_scale.block[0])
     is_block = any(block not in (None, -1) for block in blocks)
     if is_block and blocks[0] != blocks[1]:
         return Rejection(RejectionCode.SCALE_AXIS, "scales of different blocks of K", anchor.name)
     return scaled_mm.assemble(found)
+
+
+def _with_blocks_of_a(found: ScaledMatmul) -> ScaledMatmul:
+    """One static scale of a beside blocks of b: repeated for every row and block of K."""
+    (m, _, k), a, b = found.sizes, found.a_scale, found.b_scale
+    if a is None or b is None or a.block != (-1, -1) or b.block[0] == -1:
+        return found
+    size = b.block[0]
+    rows = m if isinstance(m, int) else Derived(aten.sym_size.int, (found.a, 0))
+    expanded = Derived(aten.expand.default, (a.argument, (rows, -(-k // size))))
+    repeated = Derived(aten.clone.default, (expanded,))
+    return dataclasses.replace(found, a_scale=Scale(a.node, (1, size), repeated))
 
 
 def read_dequantized(anchor: fx.Node, elements: Elements) -> ScaledMatmul | Rejection:

@@ -100,6 +100,8 @@ def describe(node: fx.Node) -> Site | None:
         return None
     a, b = map(fx_utils.value, factors)
     out = node.meta.get("val")
+    if isinstance(out, (list, tuple)) and out:  # of several results the first
+        out = out[0]
     if not isinstance(out, torch.Tensor):  # a kernel that writes into its arguments
         written = [fx_utils.value(n) for n in _written(node) if fx_utils.is_tensor_node(n)]
         out = next(iter(written), a.new_empty((*a.shape[:-1], b.shape[0])))
@@ -142,7 +144,7 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
     if is_opaque(node) or node.target in _REPACKED:
         kernel = node.kwargs.get("kernel_idx")
         name = compat.triton_kernel_name(kernel) if isinstance(kernel, int) else ""
-        detail = f"the Triton kernel {name}" if name else f"{node.target}"
+        detail = f"the Triton kernel {name}" if name else f"{node.target}, {_owner(node)}"
         return Rejection(RejectionCode.OPAQUE, detail, node.name, fx_utils.module_path(node), site)
     code = RejectionCode.NO_PATTERN if site and site.source else RejectionCode.NOT_QUANTIZED
     detail = f"{node.target} with operands from {site.source} data" if site and site.source else ""
@@ -150,6 +152,11 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
         detail = f"{outside.name} is no parameter: was it dequantized before a graph break?"
         detail += " TORCH_LOGS=graph_breaks lists them"
     return Rejection(code, detail, node.name, fx_utils.module_path(node), site)
+
+
+def _owner(node: fx.Node) -> str:
+    namespace = getattr(node.target, "namespace", "")
+    return "in a layout of its kernel" if namespace == "aten" else f"an op of {namespace}"
 
 
 def _from_outside(node: fx.Node) -> Any:

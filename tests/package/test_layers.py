@@ -69,7 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "backend": PLAIN | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"},
     "prepacked": PLAIN | {"ops"},
     "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns", "prepacked"},
-    "report": PLAIN | {"_compat", "backend", "kernels", "ops", "report.events"},
+    "prepare": PLAIN,
+    "report": PLAIN | {"_compat", "backend", "kernels", "ops", "prepare", "report.events"},
     "__main__": {"report"},
 }
 ON_TOP = {"__init__"}  # may name every layer, but only resolves them on first use

@@ -18,6 +18,7 @@ from tests.support.gemms.fp8_spellings import (
     HAS_V2,
     LAID_OUT,
     SCALED_MM,
+    STATIC,
     VERSION_2,
     VERSION_2_BLOCKS,
     Spelling,
@@ -62,7 +63,7 @@ def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
     assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
 
 
-@pytest.mark.parametrize("spelling", [*SCALED_MM, *DEQUANTIZED], ids=str)
+@pytest.mark.parametrize("spelling", [*SCALED_MM, *DEQUANTIZED, STATIC], ids=str)
 def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
     """On a CPU, where torch has these ops too."""
     torch.manual_seed(0)
@@ -73,7 +74,7 @@ def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("spelling", DEQUANTIZED[:-1], ids=str)
+@pytest.mark.parametrize("spelling", [*DEQUANTIZED[:-1], STATIC], ids=str)
 def test_operands_are_dequantized_for_any_number_of_rows(spelling: Spelling) -> None:
     torch.manual_seed(0)
     backend = EagerBackend()

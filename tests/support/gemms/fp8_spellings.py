@@ -203,6 +203,27 @@ def _einsum(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -
     return (parts * sa[:, None] * sb.repeat_interleave(128, 0)).sum(-1).to(bf16)
 
 
+def _one_scale(case: Case, device: str) -> tuple[Any, ...]:
+    a, w, sa, sb, bias = make_inputs(case, device)
+    return a, w, sa[:1, :1].expand(sa.shape).contiguous(), sb, bias
+
+
+def _static(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """transformers' FP8Linear with a static scale of x, beside blocks of w."""
+    columns = sb.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return ((a.float() * sa.amax()) @ (w.float() * columns).t()).to(bf16)
+
+
+def _in_three_dimensions(
+    a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None
+) -> Tensor:
+    """A layer of a model: x [batch, sequence, K], N no multiple of the block."""
+    n, k = w.shape
+    x = (a.float().view(1, -1, k // 128, 128) * sa[None, ..., None]).flatten(-2)
+    columns = sb.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    return F.linear(x, w.float() * columns).to(bf16)
+
+
 DEQUANTIZED = [
     Spelling(
         "rows, bf16",
@@ -227,8 +248,18 @@ DEQUANTIZED = [
     Spelling("loop", BOTH, _loop, BOTH_SPEC.format("f32")),
     Spelling("batched", BOTH, _bmm, BOTH_SPEC.format("f32")),
     Spelling("einsum", BOTH, _einsum, BOTH_SPEC.format("f32")),
+    Spelling(
+        "three dimensions",
+        dataclasses.replace(BOTH, n=200),
+        _in_three_dimensions,
+        BOTH_SPEC.format("f32"),
+        lambda out: out[None],
+    ),
     Spelling("loop, one row", dataclasses.replace(BOTH, m=1), _loop, BOTH_SPEC.format("f32")),
 ]
+
+# repeated for each row and block: one kernel more
+STATIC = Spelling("one scale", BOTH, _static, BOTH_SPEC.format("f32"), make=_one_scale)
 
 
 def layer(kind: str) -> Callable[..., Tensor]:

@@ -1,0 +1,41 @@
+"""What a user can do about products that were not matched: one call or option for each code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from inductor_quant import prepare
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+
+_ADVICE: dict[RejectionCode, str] = {
+    RejectionCode.EXTRA_USER: "call the model under torch.no_grad() if it was traced for training",
+    RejectionCode.DYNAMIC_K: "compile with dynamic=False, or mark the size of K as static",
+    RejectionCode.SCALE_DYNAMIC_SHAPE: "compile with dynamic=False",
+    RejectionCode.FAMILY_DISABLED: 'options={"inductor_quant.families": [...]} names this family',
+    RejectionCode.MODULE_EXCLUDED: "change include_modules or exclude_modules",
+    RejectionCode.NUMERICS: 'numerics="default" allows results of fewer roundings',
+    RejectionCode.COLLECTIVE: "torch._inductor.config._micro_pipeline_tp = False",
+    RejectionCode.MUTATED_OPERAND: "do not write to quantized tensors inside the compiled call",
+    RejectionCode.INTERNAL_ERROR: 'on_error="raise" shows the failure; please report it',
+    RejectionCode.DEVICE: "move the model to an NVIDIA GPU of compute capability 8.0 or newer",
+}
+
+
+def pending(model: Any) -> Counter[str]:
+    """What ``prepare_`` would do to a model, as kinds of layers and hooks. To be asked before the
+    model's first call, which may change it."""
+    return Counter(prepare.pending(model) if isinstance(model, nn.Module) else ())
+
+
+def of(rejections: Iterable[Rejection], pending: Counter[str], matched: int) -> tuple[str, ...]:
+    """``pending`` is left out where as many products are ``matched``: the graph was enough."""
+    lines = []
+    if pending.total() > matched:
+        what = ", ".join(f"{count} {kind}" for kind, count in pending.items())
+        lines = [f"inductor_quant.prepare_(model), after loading, before its first call: {what}"]
+    codes = Counter(rejection.code for rejection in rejections if rejection.code in _ADVICE)
+    return (*lines, *(f"{code.value} ({n}): {_ADVICE[code]}" for code, n in codes.items()))

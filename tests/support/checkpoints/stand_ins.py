@@ -1,0 +1,172 @@
+"""Layers of packages that a CPU cannot run or that cannot be installed beside the tests.
+
+Kernels from the hub: ``Hub`` computes what ``tests/utils.py: ref_matmul`` of
+kernels-community/finegrained-fp8 does. GPTQModel 7.7 asks for another torch: its layers are there
+with the tensors, the names and the class paths of the package, and compute by a formula of their
+own (its ``PackableQuantLinear.dequantize_weight``, its ``dequantize_gemm``).
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.producers.base import field
+
+E4M3 = torch.float8_e4m3fn
+GROUP = 128
+
+
+class Hub:
+    """In place of the module of transformers that loads the kernel."""
+
+    @staticmethod
+    def matmul(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        block_size: Any,
+        output_dtype: torch.dtype,
+        activation_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        n, k = weight.shape
+        height, width = block_size or (n, k)
+        rows = x.reshape(-1, k).float()
+        if activation_scale is not None:
+            a = (rows / activation_scale).clamp(-448, 448).to(E4M3).float() * activation_scale
+        else:
+            groups = rows.reshape(len(rows), k // width, width)
+            s = (groups.abs().amax(-1) / 448).clamp(min=1e-12)[..., None]
+            a = ((groups / s).to(E4M3).float() * s).reshape(len(rows), k)
+        index = torch.arange(n)[:, None] // height, torch.arange(k)[None] // width
+        b = weight.float() * (scale.float()[index] if block_size else scale)
+        return (a @ b.T).to(output_dtype).reshape(*x.shape[:-1], n)
+
+
+def fp8_linear(
+    layer: nn.Linear, block: Any = (128, 128), scheme: str = "dynamic", scale_fmt: str = "float"
+) -> nn.Module:
+    """transformers' own class, its weight rounded from the layer's."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    k, n = layer.in_features, layer.out_features
+    made = FP8Linear(k, n, block, scheme, scale_fmt, layer.bias is not None).requires_grad_(False)
+    weight = layer.weight.float()
+    if block is None:
+        scale = weight.abs().amax() / 448
+        made.weight.copy_((weight / scale).to(E4M3))
+    else:
+        blocks = weight.view(n // 128, 128, k // 128, 128)
+        scale = blocks.abs().amax((1, 3)) / 448
+        if scale_fmt == "ue8m0":
+            scale = torch.exp2(scale.log2().ceil())
+        made.weight.copy_((blocks / scale[:, None, :, None]).view(n, k).to(E4M3))
+    made.weight_scale_inv.copy_(scale.to(made.weight_scale_inv.dtype))
+    if scheme == "static":
+        made.activation_scale.fill_(0.02)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias.clone(), False)
+    return made
+
+
+# ------------------------------------------------------------------------------------------
+# GPTQModel
+
+
+class PackableQuantLinear(nn.Module):
+    """qweight [K * bits / 32, N], qzeros [groups, N * bits / 32], scales, g_idx [K]."""
+
+    qweight: torch.Tensor
+    qzeros: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, bits: int, k: int, n: int) -> None:
+        super().__init__()
+        self.bits, self.in_features, self.out_features = bits, k, n
+        self.group_size, self.adapter = GROUP, None
+        for name in ("qweight", "qzeros", "scales", "g_idx", "bias"):
+            self.register_buffer(name, None)
+
+    def dequantize_weight(self) -> torch.Tensor:
+        k, n = torch.arange(self.in_features), torch.arange(self.out_features)
+        q = _stream(self.qweight.t(), k, self.bits).t()
+        z = _stream(self.qzeros, n, self.bits)
+        group: Any = self.g_idx
+        return self.scales[group] * (q - z[group])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # its cache asks each tensor for its memory, which Dynamo does not trace
+        self.key = (self.qweight.data_ptr(), self.qweight.is_inference())
+        out = x.reshape(-1, x.shape[-1]) @ self.dequantize_weight().to(x.dtype)
+        out = out.reshape(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
+class TorchLinear(PackableQuantLinear):
+    pass
+
+
+class AwqTorchLinear(PackableQuantLinear):
+    def dequantize_weight(self) -> torch.Tensor:
+        names = ("qweight", "qzeros", "scales", "bits", "group_size")
+        return dequantize_gemm(*(getattr(self, name) for name in names))
+
+
+def dequantize_gemm(
+    qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits: int, group_size: int
+) -> torch.Tensor:
+    """AutoAWQ's order: output channel 8 j + i is field (i // 2 + 4 (i % 2)) of word j."""
+    n = torch.arange(scales.shape[1])
+    i = n % 8
+    shift = 4 * (i // 2 + 4 * (i % 2))
+    q, z = (field(words[:, n // 8], shift, bits) for words in (qweight, qzeros))
+    scales, z = (t.repeat_interleave(group_size, 0) for t in (scales, z))
+    return (q - z) * scales
+
+
+def _stream(words: torch.Tensor, i: torch.Tensor, bits: int) -> torch.Tensor:
+    """Element i of a row: bits i * bits ... of all its words, one after another."""
+    parts = [
+        (words[:, (i * bits + b) // 32].long() >> ((i * bits + b) % 32)) & 1 for b in range(bits)
+    ]
+    return sum(part << b for b, part in enumerate(parts))  # type: ignore[return-value]
+
+
+for _kind, _module in ((TorchLinear, "torch"), (AwqTorchLinear, "torch_awq")):
+    _kind.__module__ = f"gptqmodel.nn_modules.qlinear.{_module}"
+
+
+def packed(kind: str, layer: nn.Linear, bits: int = 4, act_order: bool = False) -> nn.Module:
+    """A layer of GPTQModel with the layer's bias, any bits, and scales of its size."""
+    _register()
+    n, k = layer.weight.shape
+    generator = torch.Generator().manual_seed(n * k + bits)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).int()
+
+    made: Any = (AwqTorchLinear if kind == "awq" else TorchLinear)(bits, k, n)
+    groups = k // GROUP
+    shape = (k, n * bits // 32) if kind == "awq" else (k * bits // 32, n)
+    made.qweight, made.qzeros = words(*shape), words(groups, n * bits // 32)
+    spread = torch.rand(groups, n, generator=generator) + 0.5
+    made.scales = (spread * layer.weight.std().item() * 4 / 2**bits).to(layer.weight.dtype)
+    if kind != "awq":
+        order = torch.randperm(k, generator=generator) if act_order else torch.arange(k)
+        made.g_idx = (order // GROUP).int()
+    made.bias = None if layer.bias is None else layer.bias.detach().clone()
+    return made.eval()  # type: ignore[no-any-return]
+
+
+def _register() -> None:
+    """Where the package's functions are looked up."""
+    name = "gptqmodel.quantization.awq.utils.packing_utils"
+    if name not in sys.modules:
+        module: Any = types.ModuleType(name)
+        module.dequantize_gemm = dequantize_gemm
+        sys.modules[name] = module
