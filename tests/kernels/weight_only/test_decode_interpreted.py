@@ -36,7 +36,6 @@ def run(fn, make, inputs, config):
     [
         (Case("gptq", 5, 64, 512, bias=True), RESIDENT),
         (Case("gptq", 3, 64, 512, f16, layout="every_second"), ITERATED),
-        (Case("gptq", 1, 64, 512, layout="columns"), f"{ITERATED}_k2"),
         (Case("gptq", 13, 64, 1024, f16, column_scale="channel"), "16x64x512_w4_s1_g8"),
         (Case("gptq", 16, 64, 1024, column_scale="tensor"), "16x32x512_w2_s1_g8_k2"),
         (

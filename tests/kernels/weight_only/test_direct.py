@@ -96,3 +96,10 @@ def test_no_configuration_spills(name, m, dtype):
         generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
         named = next(item for item in generated.kernels.items() if "partials" in item[1])
         assert simulate.compile_kernel(*named).spill_stores == 0
+
+
+def test_a_k_of_one_tile_compiles():
+    """The loop is gone then, and so must be the code in it that never runs."""
+    [(name, source)] = generate_case(Case("awq", 1, 64, 128)).kernels.items()
+    assert "partials" in source
+    simulate.compile_kernel(name, source)

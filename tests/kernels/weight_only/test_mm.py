@@ -76,8 +76,8 @@ def test_at_large_m_no_sum_is_rounded_to_fp16_before_its_scale(dtype, product):
         return (x @ w.to(dtype).t()) * scale
 
     def make(device):
-        x, scale = (torch.empty(s, dtype=dtype, device=device) for s in ((600, 256), (128,)))
-        return x, torch.empty(128, 256, dtype=torch.int8, device=device), scale
+        x, scale = (torch.empty(s, dtype=dtype, device=device) for s in ((4096, 4096), (4096,)))
+        return x, torch.empty(4096, 4096, dtype=torch.int8, device=device), scale
 
     with collect() as report:
         generated = generate(fn, make)
@@ -261,7 +261,7 @@ def test_fp32_is_multiplied_as_fp32():
 
 @pytest.mark.compiles
 def test_a_failure_while_lowering_leaves_the_op(monkeypatch):
-    case = Case("gptq", 16, 64, 64)
+    case = Case("act_order", 16, 64, 64)
 
     def fail(*_):
         raise ValueError("broken")

@@ -77,7 +77,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         slice_k = config.block_k // config.num_warps
         if problem.k % slice_k or problem.k < config.split_k * config.block_k:
             return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
-        if config.block_m not in (8, 16) or problem.m > config.block_m:
+        if config.num_stages > 1 or config.block_m not in (8, 16) or problem.m > config.block_m:
             return bad_blocks(f"{config} does not cover M={problem.m}")
         refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
         if refused is not None:
