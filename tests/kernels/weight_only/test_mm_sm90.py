@@ -146,3 +146,11 @@ def test_no_configuration_spills_and_the_writers_fence(name, m, dtype, large_gro
 
 def choose_name(spec, problem):
     return next(candidates("weight_only", spec, problem, device(90)))[0].name
+
+
+def test_a_k_of_one_tile_compiles():
+    """The loop is gone then, and so must be the code in it that never runs."""
+    generated = generate_case(Case("gptq", 1, 64, 128))
+    [(name, source)] = generated.kernels.items()
+    assert "w_tiles" in source
+    simulate.compile_kernel(name, source)

@@ -151,8 +151,9 @@ class Uses(DigitStatements):
 
         none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
         x_type = codegen.x_type
+        # The assembly takes registers of 32 bits, which bytes that form no words are not.
         arguments = [
-            self.read(field)[0],
+            f"{self.read(field)[0]}.to(gl.int32)",
             "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
             both(f"{mask} << {{at}}"),
             both(f"{place.exponent} | ({sign} << {{at}})"),
