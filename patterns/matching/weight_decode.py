@@ -9,7 +9,6 @@ expression of any other shape is a Rejection.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -50,9 +49,10 @@ from ..symbolic.expr import (
     limits,
     normalized,
     normalized_index,
+    told_apart,
 )
 from ..symbolic.functions import as_function
-from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
+from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
 from .lookup_table import Source, data_of, entries, is_index, table_of
 from .weight_rounding import WIDER, Rounding
 
@@ -76,8 +76,6 @@ class Weight:
     is_reordered: bool
 
 
-# Possible numbers of bit fields in an element of 8 to 64 bits.
-_FIELDS = (2, 4, 5, 8, 10, 16, 21, 32)
 Found = TypeVar("Found")
 
 
@@ -87,7 +85,7 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     first = read(reader)
     if is_good(first) or not reader.space.is_torn:
         return first
-    for whole in itertools.product("kn", _FIELDS):
+    for whole in WHOLE:
         try:
             found = read(Reader(whole))
         except Unsupported:
@@ -256,7 +254,7 @@ class _Decoder:
         if isinstance(expr, Op):
             return any(self._is_element(arg, by_data=by_data) for arg in expr.args)
         every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
-        if every <= digits(expr, self.space, through_data=by_data):
+        if every <= told_apart(expr, self.space, through_data=by_data):
             return True
         data = (d.expr for form in forms(expr, through_data=False) for d, _ in form.data)
         return any(self._is_element(d, by_data=by_data) for d in data)

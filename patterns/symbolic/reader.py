@@ -32,7 +32,7 @@ from .expr import (
     size_of,
     whole,
 )
-from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
 from .join import join
 
 At = tuple[IndexExpr, ...]
@@ -62,7 +62,7 @@ class Reader:
     """Expressions of the elements of one operand. ``space`` holds the digits of its position;
     ``whole``: see ``Space``."""
 
-    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+    def __init__(self, whole: Whole | None = None) -> None:
         self.space = Space(whole)
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
