@@ -83,7 +83,7 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
     reader = Reader()
     first = read(reader)
-    if is_good(first) or not reader.space.is_torn:
+    if is_good(first) or not reader.space.is_torn or reader.is_cut:
         return first
     for whole in WHOLE:
         try:
@@ -270,7 +270,9 @@ class _Decoder:
     def _check_element(self, element: Expr) -> None:
         stored = element
         if isinstance(stored, Op) and stored.name in ("float8", "difference"):
-            stored = stored.args[0]
+            stored, *minus = stored.args
+            if any(self._is_element(each, by_data=True) for each in minus):
+                raise self._blame(element, "a zero point for every k and n")
         if isinstance(stored, Lookup):
             stored = stored.code
         if isinstance(stored, Op) and (parts := dense_parts(stored)):

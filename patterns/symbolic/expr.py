@@ -194,14 +194,18 @@ def digits(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]
 
 def told_apart(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]:
     """The digits each of whose values is at another place: in tables, no two are the same."""
+    found = {expr.digit} if isinstance(expr, Choice) else set()
     tables: dict[Digit, list[tuple[int, ...]]] = {}
     for index in forms(expr, through_data=through_data):
         for digit, term in space.leaves(index).terms:
-            known = tables.setdefault(digit, [])
-            known.append(term if isinstance(term, tuple) else tuple(range(digit.radix)))
-    is_apart = {d: len(set(zip(*terms, strict=True))) == d.radix for d, terms in tables.items()}
-    chosen = {expr.digit} if isinstance(expr, Choice) else set()
-    return chosen | {digit for digit, apart in is_apart.items() if apart}
+            if isinstance(term, tuple):
+                tables.setdefault(digit, []).append(term)
+            else:
+                found.add(digit)
+    for digit, terms in tables.items():
+        if len(set(zip(*terms, strict=True))) == digit.radix:
+            found.add(digit)
+    return found
 
 
 def _mapped(

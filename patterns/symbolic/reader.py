@@ -41,10 +41,10 @@ _HANDLERS: dict[Any, Handler] = {}
 CONSTANT = "get_attr"  # the target under which constant tensors have their handler
 OTHERWISE = "otherwise"  # that of the handler of what no other has a form for
 # The longest known dequantization has 60 nodes, some of which are read once per field of a packed
-# word. A longer one is no weight.
+# word; its expressions have 40 operations at most. A longer one is no weight.
 MAX_DEPTH = 100
 MAX_READS = 20_000
-MAX_SIZE = 5_000
+MAX_SIZE = 500
 
 
 def handles(*targets: Any) -> Callable[[Handler], Handler]:
@@ -66,6 +66,7 @@ class Reader:
         self.space = Space(whole)
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
+        self.is_cut = False  # an expression was too large, and a leaf stands for it
 
     def nodes(self) -> set[fx.Node]:
         """The nodes that were read."""
@@ -82,7 +83,7 @@ class Reader:
             try:
                 found = self._read(node, index)
                 if size_of(found) > MAX_SIZE:
-                    found = self.leaf(node, index)
+                    found, self.is_cut = self.leaf(node, index), True
                 if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
                     found = dataclasses.replace(found, at=(node, index))
                 self._memo[key] = found
