@@ -295,7 +295,8 @@ class _Decoder:
             if stored.dtype not in FLOAT8:
                 code = RejectionCode.NOT_QUANTIZED
                 if not fx_utils.is_stored(stored.node):
-                    code = RejectionCode.WEIGHT_FORM
+                    is_rounded = fx_utils.is_of_wide_floats(stored.node)  # as before a conversion
+                    code = RejectionCode["COMPUTED_WEIGHT" if is_rounded else "WEIGHT_FORM"]
                 raise _NoWeight(code, f"{stored.node.target} gives {stored.dtype}", stored.node)
         elif stored.width > MAX_BITS:
             raise self._blame(stored, f"an element of {stored.width} bits")
