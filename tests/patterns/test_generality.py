@@ -25,8 +25,8 @@ from tests.support.programs.reference import decode
 PROGRAMS = range(120)
 STRADDLING = range(15)
 NEAR_MISSES = range(40)  # of either kind
-FIELDS = range(30)
-FIELD_MISSES = range(30)
+FIELDS = range(15)
+FIELD_MISSES = range(15)
 
 
 @pytest.fixture(scope="module", autouse=True)
