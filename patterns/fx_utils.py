@@ -212,6 +212,21 @@ def is_stored(node: fx.Node) -> bool:
     return base(node).op in ("placeholder", "get_attr")
 
 
+def is_of_wide_floats(node: fx.Node) -> bool:
+    """Whether all tensors in memory that ``node`` is computed from, except single numbers, are of
+    floats of 16 bits or more."""
+    todo, seen = [node], {node}
+    while todo:
+        item = todo.pop()
+        if item.op in ("placeholder", "get_attr") and is_tensor_node(item) and not is_single(item):
+            dtype = value(item).dtype
+            if not dtype.is_floating_point or dtype.itemsize == 1:
+                return False
+        todo += [origin for origin in item.all_input_nodes if origin not in seen]
+        seen.update(item.all_input_nodes)
+    return True
+
+
 def module_path(node: fx.Node) -> str:
     """The path of the module that ``node`` comes from ("layers.0.mlp.up"), "" if unknown."""
     stack = node.meta.get("nn_module_stack")

@@ -9,7 +9,6 @@ expression of any other shape is a Rejection.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -50,9 +49,10 @@ from ..symbolic.expr import (
     limits,
     normalized,
     normalized_index,
+    told_apart,
 )
 from ..symbolic.functions import as_function
-from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
+from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
 from .lookup_table import Source, data_of, entries, is_index, table_of
 from .weight_rounding import WIDER, Rounding
 
@@ -76,8 +76,6 @@ class Weight:
     is_reordered: bool
 
 
-# Possible numbers of bit fields in an element of 8 to 64 bits.
-_FIELDS = (2, 4, 5, 8, 10, 16, 21, 32)
 Found = TypeVar("Found")
 
 
@@ -85,9 +83,9 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
     reader = Reader()
     first = read(reader)
-    if is_good(first) or not reader.space.is_torn:
+    if is_good(first) or not reader.space.is_torn or reader.is_cut:
         return first
-    for whole in itertools.product("kn", _FIELDS):
+    for whole in WHOLE:
         try:
             found = read(Reader(whole))
         except Unsupported:
@@ -256,7 +254,7 @@ class _Decoder:
         if isinstance(expr, Op):
             return any(self._is_element(arg, by_data=by_data) for arg in expr.args)
         every = {d for axis in ("k", "n") for d in self.space.axes[axis] if d.radix > 1}
-        if every <= digits(expr, self.space, through_data=by_data):
+        if every <= told_apart(expr, self.space, through_data=by_data):
             return True
         data = (d.expr for form in forms(expr, through_data=False) for d, _ in form.data)
         return any(self._is_element(d, by_data=by_data) for d in data)
@@ -272,7 +270,9 @@ class _Decoder:
     def _check_element(self, element: Expr) -> None:
         stored = element
         if isinstance(stored, Op) and stored.name in ("float8", "difference"):
-            stored = stored.args[0]
+            stored, *minus = stored.args
+            if any(self._is_element(each, by_data=True) for each in minus):
+                raise self._blame(element, "a zero point for every k and n")
         if isinstance(stored, Lookup):
             stored = stored.code
         if isinstance(stored, Op) and (parts := dense_parts(stored)):
@@ -295,7 +295,8 @@ class _Decoder:
             if stored.dtype not in FLOAT8:
                 code = RejectionCode.NOT_QUANTIZED
                 if not fx_utils.is_stored(stored.node):
-                    code = RejectionCode.WEIGHT_FORM
+                    is_rounded = fx_utils.is_of_wide_floats(stored.node)  # as before a conversion
+                    code = RejectionCode["COMPUTED_WEIGHT" if is_rounded else "WEIGHT_FORM"]
                 raise _NoWeight(code, f"{stored.node.target} gives {stored.dtype}", stored.node)
         elif stored.width > MAX_BITS:
             raise self._blame(stored, f"an element of {stored.width} bits")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .bits import cast_integer, extract, further, held_in, sign_extended
+from .bits import cast_integer, extract, further, held_in, merged, parts_of, sign_extended
 from .expr import (
     EXACT_IN_FP32,
     FLOAT8,
@@ -303,8 +303,8 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return held_in(sign_extended(a), dtype)
     if constant(b) == 0:
         return held_in(a, dtype)
-    if (left := _shifted_apart(a, b)) is not None and name == "add":
-        return Op("or", left, dtype)
+    if name == "add" and _have_no_bit_in_common(a, b):
+        return Op("or", (a, b), dtype)
     is_number = isinstance(a, Bits) or (isinstance(a, Op) and a.name == "or")
     if name == "sub" and is_number and isinstance(b, Bits) and _width(a) <= 8 < b.width:
         low, high = interval(Op(name, (a, b), dtype))
@@ -328,16 +328,23 @@ def _is_twice_the_sign(a: Expr, b: Expr) -> bool:
     return bool(sign == top and constant(amount) == a.width)
 
 
-def _shifted_apart(a: Expr, b: Expr) -> tuple[Expr, Expr] | None:
-    """(a, b) if one is a multiple of a power of two above the other, so that + is or."""
-    for low, high in ((a, b), (b, a)):
+def _have_no_bit_in_common(a: Expr, b: Expr) -> bool:
+    """Whether + of two integers, one of which is shifted to the left, is or."""
+    for high, low in ((a, b), (b, a)):
         shifted = _untruncated(high)
-        if isinstance(shifted, Op) and shifted.name == "shl":
+        if not isinstance(shifted, Op) or shifted.name not in ("shl", "or") or interval(low)[0] < 0:
+            continue
+        if shifted.name == "shl":
             amount = shifted.args[1].index.bounds()[0]
-            least, most = interval(low)
-            if least >= 0 and 0 <= amount < 64 and most < 1 << amount:
-                return a, b
-    return None
+            if 0 <= amount < 64 and interval(low)[1] < 1 << amount:
+                return True
+        if interval(high)[0] >= 0:
+            with contextlib.suppress(Unsupported):
+                merged(
+                    [part for x in (a, b) for part in parts_of(x, 0, interval(x)[1].bit_length())]
+                )
+                return True
+    return False
 
 
 def multiply(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:

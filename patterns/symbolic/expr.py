@@ -192,6 +192,22 @@ def digits(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]
     return found
 
 
+def told_apart(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]:
+    """The digits each of whose values is at another place: in tables, no two are the same."""
+    found = {expr.digit} if isinstance(expr, Choice) else set()
+    tables: dict[Digit, list[tuple[int, ...]]] = {}
+    for index in forms(expr, through_data=through_data):
+        for digit, term in space.leaves(index).terms:
+            if isinstance(term, tuple):
+                tables.setdefault(digit, []).append(term)
+            else:
+                found.add(digit)
+    for digit, terms in tables.items():
+        if len(set(zip(*terms, strict=True))) == digit.radix:
+            found.add(digit)
+    return found
+
+
 def _mapped(
     expr: Expr,
     indices: Callable[[tuple[IndexExpr, ...]], tuple[IndexExpr, ...]],

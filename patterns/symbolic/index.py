@@ -159,6 +159,23 @@ def _index(
     return IndexExpr(const, tuple(found), tuple((d, c) for d, c in merged.items() if c))
 
 
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """The highest or the lowest digit of ``axis``, with ``radix`` values."""
+
+    axis: str
+    radix: int
+    is_lowest: bool
+
+
+# Possible numbers of bit fields in an element of 8 to 64 bits, which may be far apart; and of
+# neighbours whose fields fill several words.
+WHOLE = (
+    *(Whole(axis, radix, False) for axis in "kn" for radix in (2, 4, 5, 8, 10, 16, 21, 32)),
+    *(Whole(axis, radix, True) for axis in "kn" for radix in (4, 8, 16, 32)),
+)
+
+
 class Space:
     """The digits of one operand; they are final once everything has been read.
 
@@ -166,11 +183,11 @@ class Space:
 
     The fields of a packed word may be far apart along an axis, in a permuted order, and a group may
     end between them. Then the group splits the digit that counts the fields, and their order is no
-    sum over the parts: ``is_torn``. A second reading avoids that: ``whole`` = (axis, fields) keeps
-    the highest digit of an axis, of so many values, whole from the start.
+    sum over the parts: ``is_torn``. The same where neighbours' fields cross words. A second reading
+    avoids that: ``whole`` keeps a digit whole from the start.
     """
 
-    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+    def __init__(self, whole: Whole | None = None) -> None:
         self.axes: dict[str, list[Digit]] = {}
         self.is_torn = False
         self._whole = whole
@@ -178,14 +195,16 @@ class Space:
 
     def variable(self, axis: str, size: int) -> IndexExpr:
         """A new variable that takes the values 0 ... size - 1."""
-        if self._whole and axis == self._whole[0]:
-            fields = self._whole[1]
-            if size % fields or size == fields:
-                raise Unsupported(f"{size} is not a multiple of {fields}")
-            high = Digit(axis, fields, next(self._serials), whole=True)
-            low = Digit(axis, size // fields, next(self._serials))
+        if self._whole and axis == self._whole.axis:
+            radix, is_lowest = self._whole.radix, self._whole.is_lowest
+            if size % radix or size == radix:
+                raise Unsupported(f"{size} is not a multiple of {radix}")
+            radices = (size // radix, radix) if is_lowest else (radix, size // radix)
+            serials = next(self._serials), next(self._serials)
+            high = Digit(axis, radices[0], serials[0], whole=not is_lowest)
+            low = Digit(axis, radices[1], serials[1], whole=is_lowest)
             self.axes[axis] = [high, low]
-            return IndexExpr(0, ((high, size // fields), (low, 1)))
+            return IndexExpr(0, ((high, radices[1]), (low, 1)))
         digit = Digit(axis, size, next(self._serials))
         self.axes[axis] = [digit]
         return IndexExpr(0, ((digit, 1),)) if size > 1 else ZERO
@@ -324,6 +343,8 @@ def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
 
 def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) -> IndexExpr:
     """``function(a, b)`` of two indices in unsplit digits, by enumeration."""
+    if a.data or b.data:
+        raise Unsupported("a function of indices that are data")
     joint = IndexExpr(0, tuple((d, 1) for d in {**dict(a.terms), **dict(b.terms)}))
     joint.values()  # few enough
     digits = [digit for digit, _ in joint.terms]

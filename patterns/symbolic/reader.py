@@ -32,7 +32,7 @@ from .expr import (
     size_of,
     whole,
 )
-from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
 from .join import join
 
 At = tuple[IndexExpr, ...]
@@ -41,10 +41,10 @@ _HANDLERS: dict[Any, Handler] = {}
 CONSTANT = "get_attr"  # the target under which constant tensors have their handler
 OTHERWISE = "otherwise"  # that of the handler of what no other has a form for
 # The longest known dequantization has 60 nodes, some of which are read once per field of a packed
-# word. A longer one is no weight.
+# word; its expressions have 40 operations at most. A longer one is no weight.
 MAX_DEPTH = 100
 MAX_READS = 20_000
-MAX_SIZE = 5_000
+MAX_SIZE = 500
 
 
 def handles(*targets: Any) -> Callable[[Handler], Handler]:
@@ -62,10 +62,11 @@ class Reader:
     """Expressions of the elements of one operand. ``space`` holds the digits of its position;
     ``whole``: see ``Space``."""
 
-    def __init__(self, whole: tuple[str, int] | None = None) -> None:
+    def __init__(self, whole: Whole | None = None) -> None:
         self.space = Space(whole)
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
+        self.is_cut = False  # an expression was too large, and a leaf stands for it
 
     def nodes(self) -> set[fx.Node]:
         """The nodes that were read."""
@@ -82,7 +83,7 @@ class Reader:
             try:
                 found = self._read(node, index)
                 if size_of(found) > MAX_SIZE:
-                    found = self.leaf(node, index)
+                    found, self.is_cut = self.leaf(node, index), True
                 if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
                     found = dataclasses.replace(found, at=(node, index))
                 self._memo[key] = found

@@ -3,6 +3,7 @@
 A few seeds of the measurement in ``tests/support/programs/generality.py``; the full one is
 
     python -m tests.support.programs.generality --programs 2000 --near-misses 1000
+    python -m tests.support.programs.generality --fields --programs 3000 --near-misses 1500
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from tests.support.programs.axes import draw, histogram
 from tests.support.programs.dequantization import Program, draw_program
 from tests.support.programs.edits import same_bits
+from tests.support.programs.fields import draw_field_program
 from tests.support.programs.generality import CRASH, WRONG, Measurement
 from tests.support.programs.mutations import KINDS, OUTSIDE, near_miss
 from tests.support.programs.reference import decode
@@ -23,6 +25,8 @@ from tests.support.programs.reference import decode
 PROGRAMS = range(120)
 STRADDLING = range(15)
 NEAR_MISSES = range(40)  # of either kind
+FIELDS = range(15)
+FIELD_MISSES = range(15)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,6 +44,8 @@ def measured() -> Measurement:
     found.add_programs(PROGRAMS)
     found.add_straddling(STRADDLING)
     found.add_near_misses(NEAR_MISSES)
+    found.add_fields(FIELDS)
+    found.add_field_misses(FIELD_MISSES)
     return found
 
 
@@ -51,12 +57,14 @@ def test_nothing_is_matched_wrongly(measured: Measurement) -> None:
 
 def test_every_program_is_recognized(measured: Measurement) -> None:
     measured.print_failures()
-    assert not [cause for group, cause in measured.failures if group == "programs"]
+    groups = ("programs", "programs of fields")
+    assert not [cause for group, cause in measured.failures if group in groups]
 
 
 def test_what_leaves_the_family_is_rejected(measured: Measurement) -> None:
     measured.print_failures()
-    assert not [cause for group, cause in measured.failures if group != "programs"]
+    groups = ("programs", "programs of fields")
+    assert not [cause for group, cause in measured.failures if group not in groups]
 
 
 # ------------------------------------------------------------------------------------------
@@ -69,6 +77,13 @@ def test_the_graphs_compute_what_their_axes_say() -> None:
     for program in [*map(draw_program, PROGRAMS), *straddling]:
         want = decode(program.axes, program.data, program.arrangements)
         assert same_bits(want, program.weight), str(program)
+
+
+def test_graphs_of_fields_compute_what_their_formulas_say() -> None:
+    for seed in FIELDS:
+        program, formula = draw_field_program(seed)
+        got = program.values[program.output]
+        assert same_bits(formula(program.data.values).to(got.dtype), got), str(program)
 
 
 def test_a_run_of_the_graph_is_what_it_was_built_with() -> None:

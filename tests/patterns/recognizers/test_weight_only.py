@@ -252,6 +252,14 @@ NAMES = {
 }
 
 
+def test_a_weight_that_is_rounded_in_the_graph_is_named_so() -> None:
+    """Trained for int4 and not converted yet."""
+    producer = PRODUCERS["torchao_qat_prepared"]
+    need(producer)
+    _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
+    assert rewrite.codes == ["computed_weight"]
+
+
 @pytest.mark.parametrize(("name", "format"), NAMES.items())
 def test_the_report_names_the_format(name: str, format: str) -> None:
     producer = PRODUCERS[name]

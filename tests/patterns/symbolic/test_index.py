@@ -20,6 +20,7 @@ from inductor_quant.patterns.symbolic.index import (
     Space,
     SplitConflict,
     Unsupported,
+    Whole,
     from_values,
     merge,
     tabulate,
@@ -102,18 +103,26 @@ def test_a_digit_is_split_once_into_parts_that_fit() -> None:
         space.split(digit, 4)
 
 
-def test_a_digit_that_is_whole_is_never_split() -> None:
-    space = Space(("k", 8))
+@pytest.mark.parametrize("is_lowest", [False, True])
+def test_a_digit_that_is_whole_is_never_split(is_lowest: bool) -> None:
+    space = Space(Whole("k", 8, is_lowest))
     k = space.variable("k", 32)
     assert values(space, k, k=32) == list(range(32))
-    high, _ = space.axes["k"]
+    digit = space.axes["k"][is_lowest]
+    assert digit.radix == 8
     with pytest.raises(Unsupported):
-        space.split(high, 2)
-    quotient, rest = space.divmod(k, 8)
-    assert values(space, quotient, k=32) == [v // 8 for v in range(32)]
-    assert values(space, rest, k=32) == [v % 8 for v in range(32)]
+        space.split(digit, 2)
+    for size in (8, 2 if is_lowest else 16):
+        quotient, rest = space.divmod(k, size)
+        assert values(space, quotient, k=32) == [v // size for v in range(32)]
+        assert values(space, rest, k=32) == [v % size for v in range(32)]
     with pytest.raises(Unsupported):
-        Space(("n", 5)).variable("n", 12)
+        Space(Whole("n", 5, is_lowest)).variable("n", 12)
+
+
+def test_no_table_is_made_of_indices_that_are_data() -> None:
+    with pytest.raises(Unsupported):
+        tabulate(lambda x, y: x << y, IndexExpr(1), IndexExpr(data=((Datum(None, 0, 7), 1),)))
 
 
 def test_equal_sums_are_equal() -> None:

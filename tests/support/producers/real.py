@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import types
 import warnings
 from collections.abc import Iterator
@@ -158,7 +159,7 @@ def torchao_prepared_dense(model: Any) -> Tensor:
 
 
 def hqq(
-    nbits: int, axis: int, dtype: torch.dtype, k: int, n: int, bias: bool, group: int = GROUP
+    nbits: float, axis: int, dtype: torch.dtype, k: int, n: int, bias: bool, group: int = GROUP
 ) -> nn.Module:
     from hqq.core.quantize import BaseQuantizeConfig, HQQBackend, HQQLinear
 
@@ -173,7 +174,7 @@ def hqq(
 def hqq_dense(layer: Any) -> Tensor:
     """The matrix of groups; its rows are the bit fields of an element, the highest bits first."""
     meta = layer.meta
-    bits, group = meta["nbits"], meta["group_size"]
+    bits, group = math.ceil(meta["nbits"]), meta["group_size"]  # 1.58: three values
     rows, columns = _hqq_shape(meta)
     fields = {8: 1, 3: 10}.get(bits, 8 // bits)
     step = layer.W_q.shape[0]
@@ -355,10 +356,12 @@ def _torchao(name: str, kind: str, bits: int = 8, **fields: Any) -> Producer:
                     group_size=group, **fields)  # fmt: skip
 
 
-def _hqq(name: str, nbits: int, axis: int, **fields: Any) -> Producer:
+def _hqq(name: str, nbits: float, axis: int, **fields: Any) -> Producer:
     build = functools.partial(hqq, nbits, axis)
     usual: dict[str, Any] = {"group_size": GROUP, "signed": False, "zero": "float", "bias": "add"}
-    return Producer(f"hqq_{name}", build, nbits, hqq_dense, needs="hqq", **usual | fields)
+    return Producer(
+        f"hqq_{name}", build, math.ceil(nbits), hqq_dense, needs="hqq", **usual | fields
+    )
 
 
 def _compressed(name: str, bits: int, args: dict[str, Any], **fields: Any) -> Producer:
@@ -401,6 +404,7 @@ REAL = [
     _hqq("8b_g64_ax1_fwd", 8, 1, given=True),
     _hqq("2b_g64_ax1_fwd", 2, 1),
     _hqq("1b_g64_ax1_fwd", 1, 1),
+    _hqq("1.58b_g64_ax1_fwd", 1.58, 1),
     # 64 equidistant channels share a scale; no two k do.
     _hqq("4b_g64_ax0_fwd", 4, 0, group_size=1),
     _hqq("2b_g64_ax0_fwd", 2, 0, group_size=1),

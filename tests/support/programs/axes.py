@@ -196,7 +196,7 @@ def _drawn(rng: random.Random) -> Axes:
     word = _word(rng, element, bits)
     pack = rng.choice("KN") if is_packed and WORDS.get(word, 0) > bits else "-"
     fields = WORDS[word] // bits if pack != "-" else 1
-    order, slots = _order(rng, fields)
+    order, slots = draw_order(rng, fields)
     layout = rng.choice(("adjacent", "split")) if pack != "-" else "-"
 
     group = rng.choice((*GROUPS, "32", "64"))
@@ -208,7 +208,7 @@ def _drawn(rng: random.Random) -> Axes:
     scale = rng.choice(SCALES)
     act_order = "g_idx" if has_groups and group_axis == "K" and rng.random() < 0.5 else "-"
     k, n = _sizes(rng, group, group_axis, pack, fields, zero, bits)
-    assembly, extraction, shifts = _unpacking(
+    assembly, extraction, shifts = draw_unpacking(
         rng, element, word, pack, fields, order, compute, bits
     )
     if assembly == "strided" and (k if pack == "K" else n) // fields % 2:
@@ -276,7 +276,7 @@ BYTES = {"u8": "uint8", "i8": "int8"}
 _WIDE = ("int32", "int16", "int64")
 
 
-def _order(rng: random.Random, fields: int) -> tuple[str, tuple[int, ...]]:
+def draw_order(rng: random.Random, fields: int) -> tuple[str, tuple[int, ...]]:
     if fields == 1:
         return "-", (0,)
     slots = list(range(fields))
@@ -352,7 +352,7 @@ def _sizes(
     return sizes["K"], sizes["N"]
 
 
-def _unpacking(
+def draw_unpacking(
     rng: random.Random,
     element: str,
     word: str,

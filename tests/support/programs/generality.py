@@ -1,11 +1,13 @@
 """Counts the dequantization programs that are recognised, and those recognised wrongly.
 
     python -m tests.support.programs.generality --programs 2000 --near-misses 1000
+    python -m tests.support.programs.generality --fields --programs 3000 --near-misses 1500
 
-draws programs and near misses (as many that leave the family, and as many that may not), reads each
-weight, and compares what was decoded with what the program computes, for several contents of its
-inputs. Prints how often each value of each axis came up, the counts, and the smallest program of
-each kind of failure. The number that must be 0 is that of wrong matches.
+draws programs and near misses (as many that leave the family, and as many that may not; the second
+command: numbers of several fields and packed scales), reads each weight, and compares what was
+decoded with what the program computes, for several contents of its inputs. Prints how often each
+value of each axis came up, the counts, and the smallest program of each kind of failure. The number
+that must be 0 is that of wrong matches.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from tests.support.programs.axes import Axes, histogram
 from tests.support.programs.builder import aten
 from tests.support.programs.dequantization import Program, draw_program
 from tests.support.programs.edits import same_bits
+from tests.support.programs.field_misses import field_miss
+from tests.support.programs.fields import draw_field_program
 from tests.support.programs.mutations import FUNCTION, OTHER, OUTSIDE, near_miss
 
 MOVES = (
@@ -98,7 +102,8 @@ def _difference_in_fp64(program: Program, weight: Weight, rng: random.Random) ->
 def _compared(weight: Weight, values: dict[fx.Node, Any], expected: torch.Tensor) -> str:
     try:
         sources = tensors_of(weight, values)
-        decoded = dequantize(weight.format, sources, expected.dtype)
+        # Nothing but the last cast rounds.
+        decoded = dequantize(weight.format, sources, torch.float64).to(expected.dtype)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if same_bits(decoded, expected):
@@ -149,6 +154,18 @@ class Measurement:
                 self.mutations[f"{mutant.mutation.split(' at ')[0]} ({group})"] += 1
                 self._add(group, mutant, verdict(mutant, seed), allowed)
 
+    def add_fields(self, seeds: range) -> None:
+        for seed in seeds:
+            program, _ = draw_field_program(seed)
+            self._add("programs of fields", program, verdict(program, seed), (MATCH,))
+
+    def add_field_misses(self, seeds: range) -> None:
+        for seed in seeds:
+            program = field_miss(seed)
+            self.mutations[program.mutation] += 1
+            allowed = (REJECTED,) if program.must_reject else (REJECTED, MATCH)
+            self._add("near misses of fields", program, verdict(program, seed), allowed)
+
     def _add(self, group: str, program: Program, found: Verdict, allowed: tuple[str, ...]) -> None:
         self.counts[group][found.outcome] += 1
         if found.outcome not in allowed:
@@ -174,10 +191,11 @@ class Measurement:
         by_size = sorted(self.failures.items(), key=lambda item: -len(item[1]))
         for (group, cause), programs in by_size:
             print(f"\n==== {len(programs)} of {group}: {cause}")
-            for axis, counter in histogram(program.axes for program in programs).items():
-                [(value, count), *_] = counter.most_common(1)
-                if count == len(programs) > 3 and value != "-":
-                    print(f"#    always {axis}={value}")
+            drawn = [program.axes for program in programs if isinstance(program.axes, Axes)]
+            for axis, counter in histogram(drawn).items():
+                for value, count in counter.most_common(1):
+                    if count == len(programs) > 3 and value != "-":
+                        print(f"#    always {axis}={value}")
             kinds = Counter(program.mutation.split(" at ")[0] for program in programs)
             if any(kinds):
                 print("#   ", dict(kinds))
@@ -190,15 +208,24 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--near-misses", type=int, default=1000, help="of either kind")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--fields", action="store_true", help="programs of several fields")
     parser.add_argument("--brief", action="store_true", help="print no programs")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the tensors are small
     found = Measurement()
+    programs = range(args.seed, args.seed + args.programs)
+    near_misses = range(args.seed, args.seed + args.near_misses)
     start = time.perf_counter()
-    found.add_programs(range(args.seed, args.seed + args.programs))
-    found.add_straddling(range(args.seed, args.seed + args.programs // 10))
+    if args.fields:
+        found.add_fields(programs)
+    else:
+        found.add_programs(programs)
+        found.add_straddling(programs[: args.programs // 10])
     half = time.perf_counter()
-    found.add_near_misses(range(args.seed, args.seed + args.near_misses))
+    if args.fields:
+        found.add_field_misses(near_misses)
+    else:
+        found.add_near_misses(near_misses)
     end = time.perf_counter()
     found.print_histogram()
     found.print_failures(has_programs=not args.brief)
