@@ -418,6 +418,24 @@ def known_int(size: Any) -> int | None:
     return int(size) if isinstance(size, int) or getattr(size, "is_Integer", False) else None
 
 
+def limit(size: Any) -> int | None:
+    """The most that a size, of FX or of IR, is in any call, if the compilation is for that value:
+    it is an int, or its hint is its upper bound. None: unknown. Adds no guard."""
+    if (known := known_int(size)) is not None:
+        return known
+    if isinstance(size, torch.SymInt):
+        env, expr, hint = size.node.shape_env, size.node.expr, size.node.hint
+    else:
+        sizevars = symbol("torch._inductor.virtualized:V").graph.sizevars
+        env, expr, hint = sizevars.shape_env, size, None
+    upper = env.bound_sympy(expr).upper
+    if not getattr(upper, "is_Integer", False):
+        return None
+    if hint is None:
+        [hint] = size_hints([size])
+    return int(upper) if upper == hint else None
+
+
 def active_passes(slot: str) -> tuple[Any, ...]:
     """The passes in ``slot`` in the current compilation."""
     return passes_in(getattr(inductor_config(), slot))

@@ -118,7 +118,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     ) -> Rejection | None:
         if problem.k % (config.split_k * config.block_k):
             return bad_blocks(f"{config} does not divide K={problem.k}")
-        refused = split_k.reject_if_symbolic(problem, config)
+        refused = split_k.reject_if_unbounded(problem, config)
         if refused is not None:
             return refused
         is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
