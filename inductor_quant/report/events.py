@@ -29,6 +29,7 @@ class KernelChoice:
     sizes          M, N, K; of a symbolic size its value in the call that was compiled
     weight         of a packed weight, its format and the dtype and shape of each tensor
     is_horizontal  the launch computes other GEMMs of the activation too, each with its own event
+    rows           the range of M that is compiled, "" if the graph serves all
     """
 
     family: str
@@ -39,6 +40,7 @@ class KernelChoice:
     sizes: tuple[int, int, int] | None = None
     weight: PackedWeight | None = None
     is_horizontal: bool = False
+    rows: str = ""
 
     @property
     def chosen(self) -> str:
@@ -57,6 +59,15 @@ class Grouped:
 
     call: str
     members: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBucket:
+    """A graph of symbolic M was compiled for a range of M, ``rows`` ("17..32"), or read from
+    Inductor's cache, in ``seconds``."""
+
+    rows: str
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +109,7 @@ class Report:
     kernels: list[KernelChoice] = dataclasses.field(default_factory=list)
     verifications: list[Verification] = dataclasses.field(default_factory=list)
     groups: list[Grouped] = dataclasses.field(default_factory=list)
+    buckets: list[RowBucket] = dataclasses.field(default_factory=list)
 
     @property
     def matches(self) -> list[Match]:
@@ -118,9 +130,10 @@ class Report:
         return "\n".join(lines) or "no candidate GEMM"
 
 
-Event = Match | Rejection | KernelChoice | Grouped | Verification
+Event = Match | Rejection | KernelChoice | Grouped | RowBucket | Verification
 
 _held: ContextVar[list[Event] | None] = ContextVar("inductor_quant_events", default=None)
+_bucket: ContextVar[str] = ContextVar("inductor_quant_bucket", default="")
 _lock = threading.Lock()
 _open: list[Report] = []
 
@@ -161,8 +174,22 @@ def held() -> Iterator[list[Event]]:
         add(event)
 
 
+@contextmanager
+def bucket(rows: str) -> Iterator[None]:
+    """What this thread records in the block belongs to a range of M."""
+    token = _bucket.set(rows)
+    try:
+        yield
+    finally:
+        _bucket.reset(token)
+
+
 def add(event: Event) -> None:
     """Record an event in every open report."""
+    if (rows := _bucket.get()) and isinstance(event, KernelChoice):
+        event = dataclasses.replace(event, rows=rows)
+    elif rows and isinstance(event, Match | Rejection) and event.site is not None:
+        event = dataclasses.replace(event, site=dataclasses.replace(event.site, rows=rows))
     if (held := _held.get()) is not None:
         held.append(event)
         return
@@ -174,5 +201,7 @@ def add(event: Event) -> None:
                 report.verifications.append(event)
             elif isinstance(event, Grouped):
                 report.groups.append(event)
+            elif isinstance(event, RowBucket):
+                report.buckets.append(event)
             else:
                 report.decisions.append(event)
