@@ -55,10 +55,12 @@ class KernelChoice:
 @dataclasses.dataclass(frozen=True)
 class Grouped:
     """Canonical ops ``members`` (FX nodes) that one op, ``call``, replaced: a horizontal op, or one
-    that quantizes its activation. Whether it became one launch, its ``KernelChoice`` says."""
+    that quantizes its activation. Whether it became one launch, its ``KernelChoice`` says, which
+    has ``rows`` too."""
 
     call: str
     members: tuple[str, ...]
+    rows: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,7 @@ def bucket(rows: str) -> Iterator[None]:
 
 def add(event: Event) -> None:
     """Record an event in every open report."""
-    if (rows := _bucket.get()) and isinstance(event, KernelChoice):
+    if (rows := _bucket.get()) and isinstance(event, KernelChoice | Grouped):
         event = dataclasses.replace(event, rows=rows)
     elif rows and isinstance(event, Match | Rejection) and event.site is not None:
         event = dataclasses.replace(event, site=dataclasses.replace(event.site, rows=rows))
