@@ -436,7 +436,7 @@ def limit(size: Any) -> int | None:
     upper = env.bound_sympy(expr).upper
     if not getattr(upper, "is_Integer", False):
         return None
-    if hint is None:
+    if hint is None and not isinstance(size, torch.SymInt):
         [hint] = size_hints([size])
     return int(upper) if upper == hint else None
 

@@ -115,7 +115,8 @@ class Report:
 
     @property
     def matches(self) -> list[Match]:
-        return [decision for decision in self.decisions if isinstance(decision, Match)]
+        """Each product once: without what ranges of M repeat."""
+        return [d for d in self.decisions if isinstance(d, Match) and not is_of_range(d)]
 
     @property
     def rejections(self) -> list[Rejection]:
@@ -123,13 +124,20 @@ class Report:
         return [
             decision
             for decision in self.decisions
-            if isinstance(decision, Rejection) and decision.code != RejectionCode.NOT_QUANTIZED
+            if isinstance(decision, Rejection)
+            and decision.code != RejectionCode.NOT_QUANTIZED
+            and not is_of_range(decision)
         ]
 
     def __str__(self) -> str:
         lines = [f"matched  {match}" for match in self.matches]
         lines += [f"rejected {rejection}" for rejection in self.rejections]
         return "\n".join(lines) or "no candidate GEMM"
+
+
+def is_of_range(decision: Match | Rejection) -> bool:
+    """Whether it was decided for a range of M of a graph that is compiled for all M too."""
+    return decision.site is not None and bool(decision.site.rows)
 
 
 Event = Match | Rejection | KernelChoice | Grouped | RowBucket | Verification

@@ -16,7 +16,7 @@ from inductor_quant._version import __version__
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.options import PREFIX
 from inductor_quant.report import roofline
-from inductor_quant.report.events import KernelChoice, Report, collect
+from inductor_quant.report.events import KernelChoice, Report, collect, is_of_range
 from inductor_quant.spec.decisions import MEANINGS, Match, Rejection, RejectionCode, Site
 
 SCHEMA_VERSION = 1
@@ -306,7 +306,7 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
 def _is_told(decision: Match | Rejection) -> bool:
     """Not what every range repeats: a product that is left alone whatever M."""
     depends_on_m = isinstance(decision, Match) or decision.code is RejectionCode.MANY_ROWS
-    return depends_on_m or (decision.site is not None and not decision.site.rows)
+    return depends_on_m or not is_of_range(decision)
 
 
 def _take_kernel(kernels: list[KernelChoice], match: Match, call: str) -> KernelChoice | None:
@@ -323,7 +323,7 @@ def _take_kernel(kernels: list[KernelChoice], match: Match, call: str) -> Kernel
 def _groups(report: Report) -> dict[int, tuple[str, tuple[str, ...]]]:
     """id of a match in a group -> the group's op, and the modules (or nodes) of other matches."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
-    matches = list(report.matches)
+    matches = [d for d in report.decisions if isinstance(d, Match)]
     for group in report.groups:
         members = []
         for name in group.members:

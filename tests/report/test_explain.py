@@ -126,7 +126,11 @@ def test_a_symbolic_size_is_shown_with_what_it_was_in_the_call():
     row, *ranges = explanation.rows
     assert isinstance(row.site.m, str)
     assert row.shape == f"{row.site.m}=20x4096x4096"
-    assert [each.shape for each in ranges] == ["2..16x4096x4096", "17..64x4096x4096", "65..x4096x4096"]
+    assert [each.shape for each in ranges] == [
+        "2..16x4096x4096",
+        "17..64x4096x4096",
+        "65..x4096x4096",
+    ]
     kernels = [each.kernel.chosen for each in ranges]
     assert len({*kernels}) == 3
     assert all(kernel in str(explanation) for kernel in kernels)
