@@ -115,12 +115,12 @@ class Graph:
             shape_env=env, allow_non_fake_inputs=True
         )
         values = self._new_symbols(env, numbers, ranges, hints)
-        with mode, torch.no_grad():
-            inputs = [_renewed(value, env, values) for value in self._inputs]
         kwargs = dict(self._kwargs)
         if kwargs.get("cudagraphs") is not None:  # a variant may not switch them off for others
             kwargs["cudagraphs"] = type(kwargs["cudagraphs"])(kwargs["cudagraphs"].value)
         with self._surroundings(mode):
+            with mode:
+                inputs = [_renewed(value, env, values) for value in self._inputs]
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(
                 _copied(self._gm), inputs, **kwargs
             )
@@ -173,6 +173,9 @@ class Graph:
                 stack.enter_context(symbol("torch._guards:compile_context")(self._context))
             stack.enter_context(virtualized.set_fake_mode(mode))
             stack.enter_context(virtualized.set_choices_handler(self._choices))
+            # what a caller may have set for its own tensors
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
             yield
 

@@ -317,6 +317,15 @@ def test_two_threads_meet_a_range_at_once():
     assert rows(report).count("91..128") == 1
 
 
+def test_what_the_caller_has_set_does_not_reach_the_compilation():
+    with session() as run:
+        run[16]
+        with torch.device("cuda"):
+            assert rows(run[3]) == ["2..4"]
+        with config.patch(max_autotune=True):
+            assert len(run[300].kernels[0].offered) == 1
+
+
 def test_enabled_compilations_have_ranges():
     with session() as run, backend.enabled():
         with torch.device("cuda"):
