@@ -121,9 +121,11 @@ class Graph:
         with self._surroundings(mode):
             with mode:
                 inputs = [_renewed(value, env, values) for value in self._inputs]
-            compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(
-                _copied(self._gm), inputs, **kwargs
-            )
+            gm = _copied(self._gm)
+            for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
+                if isinstance(size := node.meta.get("val"), torch.SymInt):
+                    node.meta["val"] = _renewed(size, env, values)
+            compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
         guards = [guard.expr for guard in env.guards]
 
         def holds(sizes: Mapping[sympy.Symbol, int]) -> bool:

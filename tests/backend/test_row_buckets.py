@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import threading
 import time
 import warnings
@@ -23,6 +24,7 @@ from inductor_quant.options import FAMILIES, Options
 from inductor_quant.simulate import virtual_gpu
 from inductor_quant.simulate.capture import GeneratedKernel
 from inductor_quant.spec import row_ranges
+from tests.support.forks import Program
 from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.packed import Gptq
 
@@ -225,7 +227,7 @@ class Head(Scaled):
 
 
 def test_gemms_with_other_rows_stay_in_their_own_range():
-    with session(Head) as run:
+    with session(Head, oblivious=False) as run:
         run.call(torch.zeros(2, 40, K, dtype=bf16, device="cuda"))
         with collect() as report:
             run.call(torch.zeros(2, 20, K, dtype=bf16, device="cuda"))
@@ -384,3 +386,47 @@ def test_a_range_chooses_what_a_static_compilation_does(family, m):
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         of = [which(family, Gemm(rows, n, k)) for rows in (m, high or 4096)]
         assert len({(str(d.kernel and d.kernel.name), str(d.config), d.notes) for d in of}) == 1
+
+
+# ------------------------------------------------------------------------------------------
+# caches, between processes
+
+PROGRAM = """
+import json, torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from inductor_quant import collect
+from inductor_quant.simulate import interpreted_cpu
+
+def scaled(a, b):
+    return torch._int_mm(a, b) * 0.5
+
+b = torch.arange(64 * 48).remainder(13).sub(6).reshape(64, 48).to(torch.int8)
+compiled = torch.compile(scaled, backend="inductor_quant")
+exact = []
+cached = config.patch(force_disable_caches=False, fx_graph_cache=True)
+with interpreted_cpu(), torch.no_grad(), cached, collect() as report:
+    for m in (20, 40, 41, 70):
+        a = torch.arange(m * 64).remainder(17).sub(8).reshape(m, 64).to(torch.int8)
+        torch._dynamo.mark_dynamic(a, 0)
+        exact.append(torch.equal(compiled(a, b).double(), a.double() @ b.double() * 0.5))
+found = counters["inductor"]
+print(json.dumps({
+    "exact": all(exact), "ranges": [bucket.rows for bucket in report.buckets],
+    "hits": found["fxgraph_cache_hit"], "misses": found["fxgraph_cache_miss"],
+}))
+"""
+
+
+def test_a_second_process_reads_every_range_from_the_cache(tmp_path, interpreter_forks):
+    program = Program(PROGRAM, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    cold, warm = (json.loads(interpreter_forks.run(program)[0]) for _ in range(2))
+    ranges = ["17..22", "23..45", "65..90"]
+    assert cold == {"exact": True, "ranges": ranges, "hits": 0, "misses": 4}
+    assert warm == {"exact": True, "ranges": ranges, "hits": 4, "misses": 0}
+
+
+def test_choosing_a_range_costs_little():
+    from examples.benchmarks.dynamic_m import DISPATCH_US, dispatch_us
+
+    assert dispatch_us(10_000) < 2 * DISPATCH_US  # other processes run beside the tests
