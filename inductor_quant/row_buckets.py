@@ -15,6 +15,7 @@ MAX_VARIANTS, a variant that failed) runs the general variant.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import operator
 import time
@@ -117,14 +118,6 @@ class Bucket:
     numbers: tuple[tuple[sympy.Symbol, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """``serves``: whether Inductor's guards admit sizes of the bucket."""
-
-    call: Callable[[list[Any]], Any]
-    serves: Callable[[Sizes], bool]
-
-
 class RowBuckets:
     """What AOTAutograd takes for the compiled graph."""
 
@@ -148,11 +141,8 @@ class RowBuckets:
         self._symbols = sorted(of_rows | rows.depths, key=str)
         self._positions = operator.itemgetter(*(graph.positions[s] for s in self._symbols))
         self._by_sizes: dict[Any, Callable[[list[Any]], Any]] = {}
-        # None: it failed, or is being compiled in the background
-        self._variants: dict[Bucket, Variant | None] = {}
-        self._background: ThreadPoolExecutor | None = None
-        if options.compile_buckets == "background":
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="inductor_quant")
+        self._variants: dict[Bucket, variants.Variant | None] = {}  # None: it failed, or is pending
+        self._pending: set[Bucket] = set()  # in the background
         if options.compile_buckets == "ahead":
             self._compile_ahead()
 
@@ -172,19 +162,24 @@ class RowBuckets:
 
     def _choose(self, sizes: Sizes) -> tuple[Callable[[list[Any]], Any], bool]:
         """What serves ``sizes``, and whether another call of these sizes need not ask again."""
+        is_final = True
         for bucket in self._buckets(sizes):
             if bucket not in self._variants:
-                if len(self._variants) >= MAX_VARIANTS:
+                of_range = self._of_range(bucket)
+                if serving := [each for each in of_range if each.serves(sizes)]:
+                    return serving[0].call, is_final and serving[0].symbols <= {*self._symbols}
+                if len(self._variants) >= MAX_VARIANTS or len(of_range) >= MAX_OF_ONE_RANGE:
                     break
                 if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                     return self._general, False
                 self._start(bucket)
             variant = self._variants[bucket]
             if variant is None:
-                return self._general, self._background is None
+                return self._general, bucket not in self._pending
+            is_final = is_final and variant.symbols <= {*self._symbols}
             if variant.serves(sizes):
-                return variant.call, True
-        return self._general, True
+                return variant.call, is_final
+        return self._general, is_final
 
     def _buckets(self, sizes: Sizes) -> Iterator[Bucket]:
         """The bucket of ``sizes``; after it, should its variant not serve them, one that is
@@ -222,14 +217,18 @@ class RowBuckets:
                 return each, numbers, found
         return None, {}, []
 
+    def _of_range(self, bucket: Bucket) -> list[variants.Variant]:
+        """The variants of the same range, for other sizes."""
+        known = list(self._variants.items())
+        same = [v for b, v in known if dataclasses.replace(b, hint=bucket.hint) == bucket]
+        return [variant for variant in same if variant is not None]
+
     def _start(self, bucket: Bucket) -> None:
         """Compile the bucket's variant, or have it compiled."""
-        others = [b for b in self._variants if dataclasses.replace(b, hint=bucket.hint) == bucket]
-        if len(others) >= MAX_OF_ONE_RANGE:
+        if self._options.compile_buckets == "background":
+            self._pending.add(bucket)
             self._variants[bucket] = None
-        elif self._background is not None:
-            self._variants[bucket] = None
-            self._background.submit(self._compile, bucket)
+            _background().submit(self._compile, bucket)
         else:
             with variants.lock():
                 if bucket not in self._variants:  # another thread met it
@@ -257,10 +256,12 @@ class RowBuckets:
                 f"for the size of the first call: {error!r}"
             )
         else:
-            self._variants[bucket] = Variant(*compiled)
+            self._variants[bucket] = compiled
             seconds = time.perf_counter() - start
             events.add(events.RowBucket(name, seconds))
             log.info("M %s is compiled, in %.1f s", name, seconds)
+        finally:
+            self._pending.discard(bucket)
 
     def _name(self, bucket: Bucket) -> str:
         """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1"."""
@@ -291,6 +292,12 @@ class RowBuckets:
             if bucket.high is None:
                 break
             value = bucket.high + 1
+
+
+@functools.cache
+def _background() -> ThreadPoolExecutor:
+    """One thread: compilations hold a lock."""
+    return ThreadPoolExecutor(1, thread_name_prefix="inductor_quant")
 
 
 def _numbers(sizes: Sizes) -> dict[sympy.Symbol, sympy.Expr]:

@@ -9,6 +9,7 @@ itself holds none, so only inputs are made anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +39,22 @@ def lock() -> Any:
     return symbol("torch._dynamo.convert_frame:compile_lock")
 
 
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A compiled graph, and the guards on sizes that its compilation added."""
+
+    call: Callable[[list[Any]], Any]
+    guards: tuple[Any, ...]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        return {symbol for guard in self.guards for symbol in guard.free_symbols}
+
+    def serves(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
+        found = _numbers(sizes)
+        return all(guard.xreplace(found) is sympy.true for guard in self.guards)
+
+
 class Graph:
     """A copy of a graph that Inductor is about to compile.
 
@@ -56,7 +73,9 @@ class Graph:
                 if value.node.expr.is_Symbol:
                     self.positions.setdefault(value.node.expr, position)
         self._config = config_module().get_config_copy()
-        self._tracing = symbol("torch._guards:TracingContext.try_get")()
+        tracing = symbol("torch._guards:TracingContext.try_get")()
+        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata")
+        self._tracing = {name: getattr(tracing, name, None) for name in kept}
         self._context = symbol("torch._guards:CompileContext.try_get")()
         self._choices = symbol("torch._inductor.virtualized:V").choices
 
@@ -106,10 +125,9 @@ class Graph:
         numbers: Mapping[sympy.Symbol, int],
         ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
         hints: Mapping[sympy.Symbol, int],
-    ) -> tuple[Callable[..., Any], Callable[[Mapping[sympy.Symbol, int]], bool]]:
-        """The graph compiled with ``numbers`` in place of symbols, ``ranges`` and ``hints`` of
-        others; and whether it serves given sizes, by the guards that were added. Raises what
-        Inductor does."""
+    ) -> Variant:
+        """The graph compiled with ``numbers`` in place of symbols, and ``ranges`` and ``hints`` of
+        others. Raises what Inductor does."""
         env = symbol("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
         mode = symbol("torch._subclasses.fake_tensor:FakeTensorMode")(
             shape_env=env, allow_non_fake_inputs=True
@@ -126,13 +144,9 @@ class Graph:
                 if isinstance(size := node.meta.get("val"), torch.SymInt):
                     node.meta["val"] = _renewed(size, env, values)
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
-        guards = [guard.expr for guard in env.guards]
-
-        def holds(sizes: Mapping[sympy.Symbol, int]) -> bool:
-            found = {values[old]: sympy.Integer(size) for old, size in sizes.items()}
-            return all(guard.xreplace(found) is sympy.true for guard in guards)
-
-        return compiled, holds
+        of_old = {new: old for old, new in values.items() if new.is_Symbol}
+        guards = tuple(guard.expr.xreplace(of_old) for guard in env.guards)
+        return Variant(compiled, guards)
 
     def _new_symbols(
         self,
@@ -162,8 +176,8 @@ class Graph:
     def _surroundings(self, mode: Any) -> Any:
         """What the first compilation found around it; of a later call it is no longer there."""
         context = symbol("torch._guards:TracingContext")(mode)
-        for name in ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata"):
-            setattr(context, name, getattr(self._tracing, name, None))
+        for name, value in self._tracing.items():
+            setattr(context, name, value)
         virtualized, config = symbol("torch._inductor.virtualized:V"), config_module()
         now = config.get_config_copy()
         changed = {key: value for key, value in self._config.items() if now.get(key) != value}

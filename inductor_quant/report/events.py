@@ -194,6 +194,10 @@ def bucket(rows: str) -> Iterator[None]:
         _bucket.reset(token)
 
 
+def is_in_bucket() -> bool:
+    return bool(_bucket.get())
+
+
 def add(event: Event) -> None:
     """Record an event in every open report."""
     if (rows := _bucket.get()) and isinstance(event, KernelChoice | Grouped):

@@ -19,8 +19,9 @@ _DECODE = (1, 8, 16)
 # From 256 on tiles have 128 rows; the kernel for large M asks that they be filled by 5/6.
 _MEASURED = (22, 45, 64, 90, 128, 181, 255, 312, 384, 512, 768, 1024, 1536, 2048)
 TOPS: dict[str, tuple[int, ...]] = {
-    # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs.
-    "w8a8": (*_DECODE, 4, 63, *_MEASURED),
+    # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs. 1023: beyond, a
+    # weight along N is copied.
+    "w8a8": (*_DECODE, 4, 63, 1023, *_MEASURED),
     "fp8": (*_DECODE, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),

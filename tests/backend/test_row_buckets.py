@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import threading
@@ -10,6 +11,7 @@ import time
 import warnings
 
 import pytest
+import sympy
 import torch
 import torch._dynamo
 from torch import nn
@@ -118,9 +120,9 @@ def static(m, make):
 
 def test_each_range_is_compiled_when_it_is_met():
     with session() as run:
-        found = [rows(report) for report in (run[16], run[3], run[300], run[10], run[2], run[16])]
+        found = [rows(report) for report in (run[16], run[3], run[10], run[2], run[16])]
         assert run.graphs == 1
-    assert found == [["9..16"], ["2..4"], ["256..312"], [], [], []]
+    assert found == [["9..16"], ["2..4"], [], [], []]
 
 
 def kernels_of_ranges(make, sizes):
@@ -202,11 +204,9 @@ def test_while_a_range_is_compiled_in_the_background_the_first_kernels_serve():
 
 def test_batch_and_length_are_dynamic():
     with session() as run:
-        found = [
-            rows(run[sizes]) for sizes in ((2, 20), (2, 30), (4, 100), (1, 7), (7, 1), (7, 60))
-        ]
+        found = [rows(run[sizes]) for sizes in ((2, 20), (2, 22), (4, 100), (7, 1))]
         assert run.graphs == 1
-    assert found == [["24..44"], ["46..62"], ["388..512"], ["5..8"], ["5..8"], ["385..511"]]
+    assert found == [["24..44"], [], ["388..512"], ["5..8"]]
 
 
 def test_a_dynamic_dimension_that_is_met_second():
@@ -226,6 +226,7 @@ class Head(Scaled):
         return super().forward(torch.cat([super().forward(x)[:, -1:]] * 2, -1)[..., :K].to(bf16))
 
 
+@pytest.mark.slow
 def test_gemms_with_other_rows_stay_in_their_own_range():
     with session(Head, oblivious=False) as run:
         run.call(torch.zeros(2, 40, K, dtype=bf16, device="cuda"))
@@ -297,6 +298,22 @@ def test_a_kernel_that_fails_in_a_range_fails_the_range(monkeypatch):
         assert (rows(report), kernels(report)) == ([], [])
 
 
+def test_a_guard_of_a_variant_is_asked_for_every_size(monkeypatch):
+    compile_ = variants.Graph.compile
+
+    def guarded(self, numbers, ranges, hints):
+        [(symbol, hint)] = hints.items()
+        variant = compile_(self, numbers, ranges, hints)
+        guards = (sympy.Eq(sympy.Mod(symbol, 5), 0),) if hint == 45 else ()
+        return dataclasses.replace(variant, guards=guards)
+
+    monkeypatch.setattr(variants.Graph, "compile", guarded)
+    with session() as run:
+        run[16]
+        assert [rows(run[m]) for m in (40, 35, 41, 42)] == [["23..45"], [], ["23..45"], []]
+
+
+@pytest.mark.slow
 def test_two_threads_meet_a_range_at_once():
     with session() as run, collect() as report:
         run[16]
@@ -345,11 +362,11 @@ def test_the_table_has_every_threshold_of_passes_and_ops():
     from inductor_quant.kernels.scaled_mm.decode import kernel as decode
     from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
     from inductor_quant.ops import fp8, horizontal, w8a8_linear
-    from inductor_quant.patterns.fusion import duplicate_casts
+    from inductor_quant.patterns.fusion import duplicate_casts, weight_k_major
 
     tops = row_ranges.TOPS
     assert {horizontal.MAX_ROWS["w8a8"], w8a8_linear.MAX_ROWS, decode.BLOCK_M} <= {*tops["w8a8"]}
-    assert dispatch.MAX_ROWS_WITH_SPARE in tops["w8a8"]
+    assert {dispatch.MAX_ROWS_WITH_SPARE, weight_k_major.MIN_M - 1} <= {*tops["w8a8"]}
     limits = {horizontal.MAX_ROWS["weight_only"], duplicate_casts.MAX_M, problem.DECODE_M}
     assert limits | {problem.SMALL_M, problem.MEDIUM_M} <= {*tops["weight_only"]}
     assert {fp8.MAX_PRECISE_ROWS, fp8.MIN_GLUON_ROWS - 1} <= {*tops["fp8"]}

@@ -11,7 +11,7 @@ from inductor_quant import simulate
 from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.packed import Gptq
 
-pytestmark = pytest.mark.interp
+pytestmark = [pytest.mark.interp, pytest.mark.slow]
 
 bf16 = torch.bfloat16
 TOPS = (1, 4, 8, 16, 64)
