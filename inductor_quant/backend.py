@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_quant import constant_buffers, fallback
+from inductor_quant import constant_buffers, fallback, row_buckets
 from inductor_quant._compat import inductor as compat
 from inductor_quant._compat.symbols import SUPPORTED, problems
 from inductor_quant.errors import OptionError, UnsupportedTorchError
@@ -258,7 +258,7 @@ def _register() -> None:
         ours = [module.op for module in modules]
         for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
-        compat.surround_compilation(fallback.compile_graph)
+        compat.surround_compilation(row_buckets.compile_graph)
 
 
 _register()

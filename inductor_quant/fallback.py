@@ -126,6 +126,17 @@ def run(
     return result
 
 
+@contextmanager
+def once() -> Iterator[None]:
+    """Within, nothing is compiled again: what fails raises, and the caller has another result."""
+    token = _current.set(Attempt({}))
+    try:
+        with events.held():
+            yield
+    finally:
+        _current.reset(token)
+
+
 def compile_graph(compile_: Callable[[], T], module: fx.GraphModule) -> T:
     """Inductor's compilation of ``module``, inside the boundary if our pass is in its slot."""
     options = active_options()

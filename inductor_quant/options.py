@@ -47,6 +47,14 @@ class Options:
                       if a kernel supports it; False: one launch each
     fuse_quantization quantize an activation of up to four rows in the GEMM, if that is its only
                       reader and a kernel does both faster; False, and with ``verify``: before it
+    row_buckets       with a symbolic M, compile the graph for each range of M that a call meets:
+                      True: the ranges in which a choice differs (``spec/row_ranges.py``); the
+                      largest M of each, such as (1, 16, 128, 1024), beyond which is one more;
+                      False: the kernels of the first call's size serve all. Not timed on a GPU
+                      yet, hence not the default
+    compile_buckets   when: "met": in the first call of a range; "ahead": all ranges in the first
+                      call; "background": in a thread, while the kernels of the first call's size
+                      serve
     require           family -> least matches in each compiled graph that has matrix products; fewer
                       raise RequirementError, whatever on_error (for a CI)
 
@@ -66,6 +74,8 @@ class Options:
     verify: bool = False
     horizontal_fusion: bool = True
     fuse_quantization: bool = True
+    row_buckets: bool | tuple[int, ...] = False
+    compile_buckets: Literal["met", "ahead", "background"] = "met"
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -89,6 +99,7 @@ class Options:
                 f"the families are {list(FAMILIES)}"
             )
         self._check_require()
+        self._check_row_buckets()
         if self.on_error not in ("fallback", "raise"):
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
@@ -100,6 +111,22 @@ class Options:
             raise OptionError(f"max_choices={self.max_choices!r} must be an integer")
         if self.max_choices < 1:
             raise OptionError(f"max_choices={self.max_choices} must be at least 1")
+
+    def _check_row_buckets(self) -> None:
+        value: Any = self.row_buckets
+        if self.compile_buckets not in ("met", "ahead", "background"):
+            raise OptionError(
+                f'compile_buckets={self.compile_buckets!r} must be "met", "ahead" or "background"'
+            )
+        if isinstance(value, bool):
+            return
+        sizes = tuple(value) if isinstance(value, list | tuple) else ()
+        are_sizes = all(isinstance(s, int) and not isinstance(s, bool) and s > 0 for s in sizes)
+        if not sizes or not are_sizes or list(sizes) != sorted(set(sizes)):
+            raise OptionError(
+                f"row_buckets={value!r} must be True, False or ascending sizes such as (1, 16, 128)"
+            )
+        object.__setattr__(self, "row_buckets", sizes)
 
     def _check_require(self) -> None:
         try:

@@ -107,6 +107,11 @@ def size_hint(size: int | torch.SymInt) -> int | None:
     return hint if isinstance(hint, int) else None
 
 
+def limit(size: int | torch.SymInt) -> int | None:
+    """The most that a size is in any call, if the compilation is for that; None: unknown."""
+    return compat.limit(size)
+
+
 def base(node: fx.Node) -> fx.Node:
     """The node that owns the memory of ``node``: ``node`` itself if it is no view."""
     while is_view(node):

@@ -21,6 +21,7 @@ from torch import fx
 import inductor_quant
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
+from inductor_quant._compat import variants
 from inductor_quant.errors import OptionError, RequirementError
 from inductor_quant.ops import verify
 from inductor_quant.options import Options, matches_any
@@ -134,7 +135,7 @@ class QuantGemmPass(compat.CustomGraphPass):
             _run_fusion_passes(graph, options, is_frozen=self._is_early)
         _warn_of_filters(modules, options)
         for family, least in dict(options.require).items():
-            if has_products and matches[family] < least:
+            if has_products and matches[family] < least and not events.is_in_bucket():
                 raise RequirementError(family, least, matches[family])
 
     def uuid(self) -> tuple[str, ...] | None:
@@ -252,6 +253,9 @@ def _decide(
     if isinstance(found, RecognizedGemm) and options.numerics == "strict":
         found = _policy(found, module, options) or strictly(found)
     refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
+    depends_on_rows = refusal is None or refusal.code is RejectionCode.MANY_ROWS
+    if depends_on_rows and isinstance(found, RecognizedGemm) and isinstance(found.m, str):
+        variants.note(f"{found.family}; {found.m}; {found.k}")
     if refusal is not None:
         where = refusal.node or anchor.name
         return Rejection(refusal.code, refusal.detail, where, module, site)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 
 from inductor_quant._compat.symbols import has, symbol

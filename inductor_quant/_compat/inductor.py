@@ -84,6 +84,12 @@ def uses_cpp_wrapper() -> bool:
     return is_exporting() or bool(_setting("cpp_wrapper"))
 
 
+def is_saved_whole() -> bool:
+    """Whether the result of the current compilation is saved as one piece, a package or what
+    ``standalone_compile`` returns, or launched from C++."""
+    return uses_cpp_wrapper() or bool(_setting("triton.autotune_at_compile_time"))
+
+
 def may_make_descriptors() -> bool:
     """Whether kernels of the current compilation may make tensor descriptors: the launcher has to
     allocate memory for those of each CTA."""
@@ -314,16 +320,15 @@ def unchanged_choices() -> Any:
     return virtualized.set_choices_handler(virtualized.choices)
 
 
-def surround_compilation(
-    boundary: Callable[[Callable[[], Any], torch.fx.GraphModule], Any],
-) -> None:
-    """Let ``boundary(compile, gm)`` run Inductor's compilation of each graph, ``compile()``: its
-    post-grad passes, lowering, code generation, and the look-up in its cache."""
+def surround_compilation(boundary: Callable[..., Any]) -> None:
+    """Let ``boundary(inner, gm, inputs, kwargs)`` run Inductor's compilation of each graph,
+    ``inner(gm, inputs, **kwargs)``: its post-grad passes, lowering, code generation, and the
+    look-up in its cache."""
     inner = symbol("torch._inductor.compile_fx:_compile_fx_inner")
 
     @functools.wraps(inner)
-    def compile_graph(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        return boundary(lambda: inner(gm, *args, **kwargs), gm)
+    def compile_graph(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return boundary(inner, gm, inputs, kwargs)
 
     symbol("torch._inductor.compile_fx:")._compile_fx_inner = compile_graph
 
@@ -417,6 +422,24 @@ def size_hints(sizes: Iterable[Any]) -> list[int]:
 def known_int(size: Any) -> int | None:
     """The value of a size, None if it is symbolic. Adds no guard."""
     return int(size) if isinstance(size, int) or getattr(size, "is_Integer", False) else None
+
+
+def limit(size: Any) -> int | None:
+    """The most that a size, of FX or of IR, is in any call, if the compilation is for that value:
+    it is an int, or its hint is its upper bound. None: unknown. Adds no guard."""
+    if (known := known_int(size)) is not None:
+        return known
+    if isinstance(size, torch.SymInt):
+        env, expr, hint = size.node.shape_env, size.node.expr, size.node.hint
+    else:
+        sizevars = symbol("torch._inductor.virtualized:V").graph.sizevars
+        env, expr, hint = sizevars.shape_env, size, None
+    upper = env.bound_sympy(expr).upper
+    if not getattr(upper, "is_Integer", False):
+        return None
+    if hint is None and not isinstance(size, torch.SymInt):
+        [hint] = size_hints([size])
+    return int(upper) if upper == hint else None
 
 
 def active_passes(slot: str) -> tuple[Any, ...]:

@@ -88,14 +88,15 @@ _add(
     "compile_fx",
     parameters=("model_", "example_inputs_", "config_patches"),
 )
-_add("inductor", "torch._inductor.compile_fx", "")
+_add("inductor", "torch._inductor.compile_fx", "", "compile_fx_inner")
 _add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
-_add("inductor", "torch._subclasses.fake_tensor", "unset_fake_temporarily")
+_add("inductor", "torch._subclasses.fake_tensor", "FakeTensorMode", "unset_fake_temporarily")
 _CONFIG = "torch._inductor.config"
 _add("inductor", _CONFIG, "max_autotune", "max_autotune_gemm", "emulate_precision_casts")
 _add("inductor", _CONFIG, "freezing", "cpu_backend", "cpp_wrapper", "combo_kernels")
 _add("inductor", _CONFIG, "joint_custom_pre_pass", "post_grad_custom_pre_pass")
+_add("inductor", _CONFIG, "triton.autotune_at_compile_time")
 _add("inductor", _CONFIG, "triton.persistent_reductions", "triton.dense_indexing", "_config")
 _add("inductor", _CONFIG, "_micro_pipeline_tp")
 _add("inductor", _CONFIG, "aot_inductor.use_runtime_constant_folding")
@@ -105,7 +106,23 @@ _add("inductor", "torch._higher_order_ops.triton_kernel_wrap", "kernel_side_tabl
 _add("inductor", "torch._inductor.codegen.cuda.device_op_overrides", "CUDADeviceOpOverrides")
 _add("inductor", "torch._inductor.codegen.common", "TritonScratchWorkspace")
 _add("inductor", "torch._dynamo", "mark_dynamic")
-_add("inductor", "torch._guards", "TracingContext.try_get")
+_GUARDS = "torch._guards"
+_add("inductor", _GUARDS, "TracingContext", "TracingContext.try_get", "tracing")
+_add("inductor", _GUARDS, "CompileContext.try_get", "compile_context")
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+_add("inductor", _SHAPES, "DimDynamic", "ShapeEnv", "ShapeEnv.bound_sympy")
+_add(
+    "inductor",
+    _SHAPES,
+    "ShapeEnv.create_symbol",
+    parameters=("val", "source", "dynamic_dim", "do_not_specialize_zero_one"),
+)
+_add("inductor", _SHAPES, "ShapeEnv.create_symintnode", parameters=("sym", "hint"))
+_add("inductor", "torch.utils._sympy.numbers", "int_oo")
+_add("inductor", "torch.utils._sympy.value_ranges", "ValueRanges")
+_add("inductor", "torch._dynamo.convert_frame", "compile_lock")
+_add("inductor", "torch._dynamo.source", "ConstantSource")
+_add("inductor", "torch._dynamo.utils", "counters")
 _add("inductor", "torch.utils._python_dispatch", "_disable_current_modes")
 _add(
     "inductor",

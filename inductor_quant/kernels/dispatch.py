@@ -87,4 +87,4 @@ def _parse_pin(text: str) -> tuple[str, GemmConfig]:
 
 def has_spare_row(problem: Problem) -> bool:
     """Whether the tile of a w8a8 GEMM has a row to spare for the column sums of b."""
-    return problem.m_is_static and problem.m <= MAX_ROWS_WITH_SPARE and problem.m * problem.n > 1
+    return problem.m_is_bounded and problem.m <= MAX_ROWS_WITH_SPARE and problem.m * problem.n > 1

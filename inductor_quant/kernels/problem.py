@@ -62,15 +62,18 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One GEMM ``[M, K] x [K, N]``. A symbolic size has its value in the call being compiled."""
+    """One GEMM ``[M, K] x [K, N]``. A symbolic size has its value in the call being compiled, or,
+    if the graph is compiled for a range of sizes, its largest."""
 
     m: int
     n: int
     k: int
     # If K is symbolic, no configuration may assume that it is a multiple of BLOCK_K.
     k_is_static: bool = True
-    # If M is symbolic, other calls may have a far larger one.
     m_is_static: bool = True
+    # No call has more rows than ``m``; one with fewer rows may come if M is symbolic. If it is not
+    # bounded, other calls may have a far larger M.
+    m_is_bounded: bool = True
     # Takes the place of b [K, N].
     weight: Weight | None = None
     # Both operands (the activation alone where there is ``weight``) are contiguous along K, and
@@ -89,6 +92,11 @@ class Problem:
     # Kernels that the horizontal launch adds because what follows each GEMM can no longer be fused
     # into it, unless K is split: then the kernel that adds the partials takes the fusions.
     lost_fusions: int = 0
+
+    def has_masked_rows(self, block_m: int) -> bool:
+        """Whether every call, or every call but that of the largest M, fills a part of one tile."""
+        is_range = self.m_is_bounded and not self.m_is_static
+        return self.m < block_m or (is_range and self.m == block_m)
 
     def is_even_k(self, block_k: int) -> bool:
         return self.k_is_static and self.k % block_k == 0

@@ -45,10 +45,10 @@ def _in_one_launch(family: str, gemms: Sequence[Gemm]) -> list[Any] | None:
     """
     first, node = gemms[0], compat.current_node()
     is_alike = all((g.spec, g.constants) == (first.spec, first.constants) for g in gemms)
-    is_static = all(gemm.problem.m_is_static for gemm in gemms)
+    is_bounded = all(gemm.problem.m_is_bounded for gemm in gemms)
     columns = [gemm.problem.n for gemm in gemms]
     is_empty = not all((first.problem.m, *columns))
-    if len(gemms) == 1 or node is None or not is_alike or not is_static or is_empty:
+    if len(gemms) == 1 or node is None or not is_alike or not is_bounded or is_empty:
         return None
     problem = together([g.problem for g in gemms], lost_fusions=lost_fusions(node))
     x = first.shared[0]

@@ -49,6 +49,7 @@ def describe_problem(a: Any, b: Any, out_dtype: torch.dtype) -> Problem:
         k=hint_k,
         k_is_static=compat.known_int(k) is not None,
         m_is_static=compat.known_int(m) is not None,
+        m_is_bounded=compat.limit(m) is not None,
         is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
         # required by kernels that use TMA descriptors
         has_aligned_rows=compat.may_make_descriptors()

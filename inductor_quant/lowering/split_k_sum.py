@@ -29,7 +29,7 @@ def sum_partials(partials: Any, finish: Callable[[Any], Any]) -> Any:
     assert count is not None
     each = [lowering_of(aten.select.int)(partials, 0, i) for i in range(count)]
     result = finish(functools.reduce(lowering_of(aten.add.Tensor), each))
-    sizes = [compat.known_int(size) for size in partials.get_size()]
+    sizes = [compat.limit(size) for size in partials.get_size()]
     if None not in sizes and 4 * math.prod(filter(None, sizes)) <= MAX_BYTES_REREAD:
         compat.compute_at_each_reader(result)
     return result

@@ -92,6 +92,7 @@ class WeightOnlyCall:
             n,
             k,
             m_is_static=compat.known_int(m) is not None,
+            m_is_bounded=compat.limit(m) is not None,
             weight=Weight(parsed, tensors),
             has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
             has_weight_descriptors=compat.may_make_descriptors()

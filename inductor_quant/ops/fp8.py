@@ -126,12 +126,12 @@ def make_spec(
 
 
 def prefers_library(
-    spec: QuantGemmSpec, m: int, n: int, *, m_is_static: bool = True, has_gluon: bool = True
+    spec: QuantGemmSpec, m: int, n: int, *, m_is_bounded: bool = True, has_gluon: bool = True
 ) -> bool:
     """Whether ``aten._scaled_mm`` is faster than our kernels for M = ``m``, N = ``n``."""
     if spec.b.scale is not None and spec.b.scale.block[0] != -1:
         halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
-        is_split = m_is_static and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
+        is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
         is_large = m > MAX_BLOCK_ROWS and not is_split
     else:
         is_large = not spec.fast_accum and m > MAX_PRECISE_ROWS

@@ -29,6 +29,7 @@ class KernelChoice:
     sizes          M, N, K; of a symbolic size its value in the call that was compiled
     weight         of a packed weight, its format and the dtype and shape of each tensor
     is_horizontal  the launch computes other GEMMs of the activation too, each with its own event
+    rows           the range of M that is compiled, "" if the graph serves all
     """
 
     family: str
@@ -39,6 +40,7 @@ class KernelChoice:
     sizes: tuple[int, int, int] | None = None
     weight: PackedWeight | None = None
     is_horizontal: bool = False
+    rows: str = ""
 
     @property
     def chosen(self) -> str:
@@ -53,10 +55,21 @@ class KernelChoice:
 @dataclasses.dataclass(frozen=True)
 class Grouped:
     """Canonical ops ``members`` (FX nodes) that one op, ``call``, replaced: a horizontal op, or one
-    that quantizes its activation. Whether it became one launch, its ``KernelChoice`` says."""
+    that quantizes its activation. Whether it became one launch, its ``KernelChoice`` says, which
+    has ``rows`` too."""
 
     call: str
     members: tuple[str, ...]
+    rows: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowBucket:
+    """A graph of symbolic M was compiled for a range of M, ``rows`` ("17..32"), or read from
+    Inductor's cache, in ``seconds``."""
+
+    rows: str
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +111,12 @@ class Report:
     kernels: list[KernelChoice] = dataclasses.field(default_factory=list)
     verifications: list[Verification] = dataclasses.field(default_factory=list)
     groups: list[Grouped] = dataclasses.field(default_factory=list)
+    buckets: list[RowBucket] = dataclasses.field(default_factory=list)
 
     @property
     def matches(self) -> list[Match]:
-        return [decision for decision in self.decisions if isinstance(decision, Match)]
+        """Each product once: without what ranges of M repeat."""
+        return [d for d in self.decisions if isinstance(d, Match) and not is_of_range(d)]
 
     @property
     def rejections(self) -> list[Rejection]:
@@ -109,7 +124,9 @@ class Report:
         return [
             decision
             for decision in self.decisions
-            if isinstance(decision, Rejection) and decision.code != RejectionCode.NOT_QUANTIZED
+            if isinstance(decision, Rejection)
+            and decision.code != RejectionCode.NOT_QUANTIZED
+            and not is_of_range(decision)
         ]
 
     def __str__(self) -> str:
@@ -118,9 +135,15 @@ class Report:
         return "\n".join(lines) or "no candidate GEMM"
 
 
-Event = Match | Rejection | KernelChoice | Grouped | Verification
+def is_of_range(decision: Match | Rejection) -> bool:
+    """Whether it was decided for a range of M of a graph that is compiled for all M too."""
+    return decision.site is not None and bool(decision.site.rows)
+
+
+Event = Match | Rejection | KernelChoice | Grouped | RowBucket | Verification
 
 _held: ContextVar[list[Event] | None] = ContextVar("inductor_quant_events", default=None)
+_bucket: ContextVar[str] = ContextVar("inductor_quant_bucket", default="")
 _lock = threading.Lock()
 _open: list[Report] = []
 
@@ -161,8 +184,26 @@ def held() -> Iterator[list[Event]]:
         add(event)
 
 
+@contextmanager
+def bucket(rows: str) -> Iterator[None]:
+    """What this thread records in the block belongs to a range of M."""
+    token = _bucket.set(rows)
+    try:
+        yield
+    finally:
+        _bucket.reset(token)
+
+
+def is_in_bucket() -> bool:
+    return bool(_bucket.get())
+
+
 def add(event: Event) -> None:
     """Record an event in every open report."""
+    if (rows := _bucket.get()) and isinstance(event, KernelChoice | Grouped):
+        event = dataclasses.replace(event, rows=rows)
+    elif rows and isinstance(event, Match | Rejection) and event.site is not None:
+        event = dataclasses.replace(event, site=dataclasses.replace(event.site, rows=rows))
     if (held := _held.get()) is not None:
         held.append(event)
         return
@@ -174,5 +215,7 @@ def add(event: Event) -> None:
                 report.verifications.append(event)
             elif isinstance(event, Grouped):
                 report.groups.append(event)
+            elif isinstance(event, RowBucket):
+                report.buckets.append(event)
             else:
                 report.decisions.append(event)

@@ -14,8 +14,9 @@ import triton
 
 from inductor_quant._version import __version__
 from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.options import PREFIX
 from inductor_quant.report import advice, roofline
-from inductor_quant.report.events import KernelChoice, Report, collect
+from inductor_quant.report.events import KernelChoice, Report, collect, is_of_range
 from inductor_quant.spec.decisions import MEANINGS, Match, Rejection, RejectionCode, Site
 
 SCHEMA_VERSION = 1
@@ -62,9 +63,10 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """M x N x K; a symbolic size with its value in this call, for which the row is timed."""
-        known = self.kernel.sizes if self.kernel is not None else None
-        sizes = [str(size) for size in (self.site.m, self.site.n, self.site.k)]
+        """M x N x K; of a symbolic M the range, or its value in this call, for which the row is
+        timed."""
+        known = self.kernel.sizes if self.kernel is not None and not self.site.rows else None
+        sizes = [str(size) for size in (self.site.rows or self.site.m, self.site.n, self.site.k)]
         if known is not None:
             sizes = [
                 text if text == str(size) else f"{text}={size}"
@@ -111,7 +113,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The rows of every graph of the model, near misses first, plain products last.
+    """The rows of every graph of the model, near misses first, plain products last. A product of
+    symbolic M has a row for the kernel that serves any M, then one for each range of M.
 
     ``advice``: what to do about what was not matched. ``str()`` is a plain table; ``print()`` uses
     rich where it is installed.
@@ -122,24 +125,29 @@ class Explanation:
     advice: tuple[str, ...] = ()
 
     @property
+    def products(self) -> list[Row]:
+        """The rows without those of ranges."""
+        return [row for row in self.rows if not row.site.rows]
+
+    @property
     def matches(self) -> list[Match]:
-        return [row.decision for row in self.rows if isinstance(row.decision, Match)]
+        return [row.decision for row in self.products if isinstance(row.decision, Match)]
 
     @property
     def rejections(self) -> list[Rejection]:
-        return [row.decision for row in self.rows if isinstance(row.decision, Rejection)]
+        return [row.decision for row in self.products if isinstance(row.decision, Rejection)]
 
     @property
     def near_misses(self) -> list[Row]:
-        return [row for row in self.rows if row.is_near_miss]
+        return [row for row in self.products if row.is_near_miss]
 
     @property
     def summary(self) -> str:
         matched, near = len(self.matches), len(self.near_misses)
         return (
-            f"{matched} of {len(self.rows)} matrix products matched, "
+            f"{matched} of {len(self.products)} matrix products matched, "
             f"{near} near miss{'' if near == 1 else 'es'}, "
-            f"{len(self.rows) - matched - near} not quantized ({self.device})"
+            f"{len(self.products) - matched - near} not quantized ({self.device})"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,15 +236,18 @@ def explain(
     """Compile ``model`` for ``args``, run it once, and report what became of each matrix product.
 
     mode, options   as for ``torch.compile(backend="inductor_quant")``
-    dynamic         likewise; False: explain the sizes of ``args``
+    dynamic         likewise; False: explain the sizes of ``args``. With a symbolic M every range of
+                    M is compiled (``compile_buckets="ahead"``)
     timings         time each matched GEMM alone, ours and stock Inductor's; default: if there is a
-                    GPU. A symbolic size has its value in this call
+                    GPU. A symbolic size has its value in this call; ranges are not timed
     verbose         print the table
 
     Disables caches for its compilation: a compilation served from a cache runs no pass. Earlier
     compilations stay valid. Returns an Explanation with a row for each matrix product of all
     graphs, subgraphs included.
     """
+
+    options = {f"{PREFIX}compile_buckets": "ahead"} | (options or {})
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         # a new function for each call: Dynamo reuses what it compiled for the same backend
@@ -262,7 +273,7 @@ def explain(
 
 
 def _explanation(report: Report, mode: str | None, timings: bool | None) -> Explanation:
-    decisions = [d for d in report.decisions if d.site is not None]
+    decisions = [d for d in report.decisions if d.site is not None and _is_told(d)]
     devices = sorted({d.site.device for d in decisions if d.site is not None})
     is_timed = torch.cuda.is_available() if timings is None else timings
     measured: dict[tuple[Any, ...], roofline.Timing | None] = {}
@@ -279,7 +290,9 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
             if kernel is not None and kernel.is_horizontal:
                 others = together
             sizes = kernel.sizes if kernel is not None else None
-            is_timed_here = is_timed and decision.family in roofline.TIMED_FAMILIES
+            is_timed_here = (
+                is_timed and not decision.site.rows and decision.family in roofline.TIMED_FAMILIES
+            )
             if is_timed_here and sizes is not None and decision.site.device.startswith("cuda"):
                 weight = kernel.weight if kernel is not None else None
                 key = (decision.spec, sizes, weight)
@@ -290,18 +303,28 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
                     )
                 timing = measured[key]
         rows.append(Row(decision.site, decision, kernel, timing, others))
-    rows.sort(key=_order)
+    places: dict[tuple[str, str], int] = {}  # the ranges of a product follow it
+    for row in rows:
+        places.setdefault((row.site.module, row.site.node), len(places))
+    has_ranges = any(row.site.rows for row in rows)
+    rows.sort(key=lambda r: (_order(r), has_ranges and places[r.site.module, r.site.node]))
     name = ", ".join(devices) or "no matrix product"
     if torch.cuda.is_available() and any(d.startswith("cuda") for d in devices):
         name += f": {torch.cuda.get_device_name()}"
     return Explanation(tuple(rows), name)
 
 
+def _is_told(decision: Match | Rejection) -> bool:
+    """Not what every range repeats: a product that is left alone whatever M."""
+    depends_on_m = isinstance(decision, Match) or decision.code is RejectionCode.MANY_ROWS
+    return depends_on_m or not is_of_range(decision)
+
+
 def _take_kernel(kernels: list[KernelChoice], match: Match, call: str) -> KernelChoice | None:
     """The kernel chosen for a match, whose canonical op is ``call``. Each is taken once: node names
     repeat between graphs."""
     for i, kernel in enumerate(kernels):
-        is_same = (kernel.node, kernel.spec) == (call, str(match.spec))
+        is_same = (kernel.node, kernel.spec, kernel.rows) == (call, str(match.spec), _rows(match))
         # the GEMMs of a horizontal launch differ in N
         if is_same and (call == match.call or (kernel.sizes and kernel.sizes[1] == match.n)):
             return kernels.pop(i)
@@ -311,11 +334,12 @@ def _take_kernel(kernels: list[KernelChoice], match: Match, call: str) -> Kernel
 def _groups(report: Report) -> dict[int, tuple[str, tuple[str, ...]]]:
     """id of a match in a group -> the group's op, and the modules (or nodes) of other matches."""
     found: dict[int, tuple[str, tuple[str, ...]]] = {}
-    matches = list(report.matches)
+    matches = [d for d in report.decisions if isinstance(d, Match)]
     for group in report.groups:
         members = []
         for name in group.members:
-            match = next((match for match in matches if match.call == name), None)
+            keys = ((match, (match.call, _rows(match))) for match in matches)
+            match = next((match for match, key in keys if key == (name, group.rows)), None)
             if match is not None:
                 matches.remove(match)
                 members.append(match)
@@ -324,6 +348,10 @@ def _groups(report: Report) -> dict[int, tuple[str, tuple[str, ...]]]:
             names = tuple(other.module or other.node for other in others)
             found[id(match)] = (group.call, names)
     return found
+
+
+def _rows(match: Match) -> str:
+    return match.site.rows if match.site is not None else ""
 
 
 def _order(row: Row) -> int:

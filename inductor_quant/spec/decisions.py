@@ -89,6 +89,7 @@ class Site:
     a_dtype, b_dtype  of the operands as they reach the op
     source            the quantized dtype that they are computed from (of a weight that is
                       dequantized first), "" if none
+    rows              the range of M that is compiled ("17..32"), "" if the graph serves all
     """
 
     node: str
@@ -102,6 +103,7 @@ class Site:
     device: str
     module: str = ""
     source: str = ""
+    rows: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

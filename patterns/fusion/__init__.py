@@ -15,7 +15,7 @@ Thresholds of M:
 
     concat_weights.MAX_M           256    M, or its hint if symbolic
     weight_k_major.MIN_M          1024    M, or its hint if symbolic
-    duplicate_casts.MAX_M           32    static M only
-    ops.horizontal.MAX_ROWS    128, 32    w8a8, weight_only; static M only
-    ops.w8a8_linear.MAX_ROWS         4    static M only
+    duplicate_casts.MAX_M           32    M, or its bound
+    ops.horizontal.MAX_ROWS    128, 32    w8a8, weight_only; M, or its bound
+    ops.w8a8_linear.MAX_ROWS         4    M, or its bound
 """

@@ -7,7 +7,7 @@
 A kernel may leave its result as split-K partials, which each user adds up
 (``lowering/split_k_sum.py``). Inductor materialises such a many-input value at its first node with
 several users. A view is never materialised, but the cast of a rotary embedding is: one launch to
-add up, and another one to rotate. Applies to static M <= ``MAX_M`` and up to ``MAX_USERS`` users.
+add up, and another one to rotate. Applies to M <= ``MAX_M`` and up to ``MAX_USERS`` users.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def duplicate_casts(owner: fx.Graph) -> int:
     for op in _OPS:
         for call in owner.find_nodes(op="call_function", target=op):
             for result in _results(call):
-                m = fx_utils.value(result).shape[0]
-                if isinstance(m, int) and m <= MAX_M and not fx_utils.is_mutated(result):
+                most = fx_utils.limit(fx_utils.value(result).shape[0])
+                if most is not None and most <= MAX_M and not fx_utils.is_mutated(result):
                     _separate(result, is_cast=False)
     return len(owner.nodes) - before
 

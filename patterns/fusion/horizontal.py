@@ -4,7 +4,7 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``weight_only``. Applies to static M <= ``ops.horizontal.MAX_ROWS`` (by family) and
+The same for ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family) and
 calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM pays
 for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the weights, so
 nothing is copied (constant weights: see ``concat_weights``). The lowering decides whether a kernel
@@ -56,13 +56,14 @@ _ZEROS = ("a_zero_point", "b_zero_point", "b_sum", "a_zero")
 
 
 def _is_candidate(call: fx.Node) -> bool:
-    """Small static M, no zero points of a w8a8 GEMM, and a result whose memory nobody sees: it may
+    """Small M, no zero points of a w8a8 GEMM, and a result whose memory nobody sees: it may
     become a part of a larger matrix, with the strides of that one."""
     family, operands = ("w8a8", 5) if call.target is w8a8.op else ("weight_only", 4)
     m, n = fx_utils.value(call).shape
-    if not isinstance(m, int) or not isinstance(n, int):
+    most = fx_utils.limit(m)
+    if most is None or not isinstance(n, int):
         return False
-    if not 0 < m <= horizontal.MAX_ROWS[family] or n == 0:
+    if not 0 < most <= horizontal.MAX_ROWS[family] or n == 0:
         return False
     zeros = (*call.args[operands:], *(call.kwargs.get(name) for name in _ZEROS))
     if len(call.args) < operands or any(item not in (None, 0) for item in zeros):

@@ -3,7 +3,7 @@
     a = quantize(x, scale)
     w8a8(a, b, scale, ...)     ->    w8a8_linear(x, b, ...)
 
-Applies to static M <= ``ops.w8a8_linear.MAX_ROWS``, if the scale is stored, or is computed from the
+Applies to M <= ``ops.w8a8_linear.MAX_ROWS``, if the scale is stored, or is computed from the
 absmax of each row of x by a few ops (``spec/row_scale.py``): every CTA recomputes it while its
 weights load. The lowering decides whether a kernel exists and pays; otherwise it lowers the op to
 the ops that it stands for.
@@ -61,8 +61,8 @@ def quantize_in_gemms(owner: fx.Graph) -> int:
 
 
 def _read(call: fx.Node) -> _Quantized | None:
-    m = fx_utils.value(call).shape[0]
-    if not isinstance(m, int) or not 0 < m <= w8a8_linear.MAX_ROWS:
+    most = fx_utils.limit(fx_utils.value(call).shape[0])
+    if most is None or not 0 < most <= w8a8_linear.MAX_ROWS:
         return None
     a, _, a_scale, b_scale, *rest = call.args
     has_zeros = any(zero is not None for zero in rest[1:]) or call.kwargs.get("a_zero")
@@ -161,7 +161,7 @@ def _replace(call: fx.Node, found: _Quantized) -> None:
     with call.graph.inserting_before(call):
         x = found.x
         if fx_utils.value(x).shape != shape:
-            x = add_node(x, aten.reshape.default, (x, list(shape)), {})
+            x = add_node(x, aten.reshape.default, (x, [-1, shape[-1]]), {})
         is_dynamic = found.scale_ops is not None
         args = (x, b, None if is_dynamic else a_scale, b_scale, bias)
         kwargs = {

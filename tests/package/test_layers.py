@@ -63,10 +63,13 @@ ALLOWED: dict[str, set[str]] = {
     | {"kernels.scaled_mm", "kernels.shared", "kernels.tuning"},
     "kernels": PLAIN | {"kernels.kernel", "kernels.scaled_mm", "kernels.weight_only"},
     "lowering": PLAIN | {"_compat", "fallback", "ops", "report.events", "kernels"},
+    "row_buckets": PLAIN | {"_compat", "fallback", "report.events"},
     # what users call
     "table_check": set(),
     "constant_buffers": PLAIN | {"_compat", "patterns.symbolic", "table_check"},
-    "backend": PLAIN | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"},
+    "backend": PLAIN
+    | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"}
+    | {"row_buckets"},
     "prepacked": PLAIN | {"ops"},
     "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns", "prepacked"},
     "prepare": PLAIN,

@@ -113,15 +113,55 @@ def test_a_symbolic_size_is_shown_with_what_it_was_in_the_call():
     """The size that a kernel is chosen for, and timed for where there is a GPU."""
     with simulate.virtual_gpu(90), FakeTensorMode(), torch.no_grad():
         with torch.device("cuda"):
-            model, x = Int8Linear(64, 64), torch.empty(20, 64, dtype=torch.bfloat16)
+            model, x = Int8Linear(4096, 4096), torch.empty(20, 4096, dtype=torch.bfloat16)
         torch._dynamo.mark_dynamic(x, 0)
-        explanation = inductor_quant.explain(model, x, dynamic=None, timings=False, verbose=False)
-    [row] = explanation.rows
+        explanation = inductor_quant.explain(
+            model,
+            x,
+            dynamic=None,
+            timings=False,
+            verbose=False,
+            options={"inductor_quant.row_buckets": (16, 64)},
+        )
+    row, *ranges = explanation.rows
     assert isinstance(row.site.m, str)
-    assert row.shape == f"{row.site.m}=20x64x64"
+    assert row.shape == f"{row.site.m}=20x4096x4096"
+    assert [each.shape for each in ranges] == [
+        "2..16x4096x4096",
+        "17..64x4096x4096",
+        "65..x4096x4096",
+    ]
+    kernels = [each.kernel.chosen for each in ranges]
+    assert len({*kernels}) == 3
+    assert all(kernel in str(explanation) for kernel in kernels)
+    assert explanation.summary.startswith("1 of 1 matrix products matched, 0 near misses, 0 not")
     raw = json.loads(explanation.to_json())
     jsonschema.validate(raw, SCHEMA)
-    assert raw["rows"][0]["compiled_sizes"] == [20, 64, 64]
+    assert [row["compiled_sizes"][0] for row in raw["rows"]] == [20, 16, 64, 128]
+    assert [row["rows"] for row in raw["rows"]] == ["", "2..16", "17..64", "65.."]
+
+
+@pytest.mark.compiles
+def test_gemms_that_share_a_launch_in_one_range_alone_are_told_apart():
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = Int8Linear(4096, 4096), Int8Linear(1024, 4096)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate(x).sum(-1) * self.up(x).sum(-1)
+
+    with simulate.virtual_gpu(90), FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model, x = Pair(), torch.empty(20, 4096, dtype=torch.bfloat16)
+        torch._dynamo.mark_dynamic(x, 0)
+        options = {"inductor_quant.row_buckets": (64, 256)}
+        explanation = inductor_quant.explain(
+            model, x, dynamic=None, timings=False, verbose=False, options=options
+        )
+    together = {(r.site.module, r.site.rows): r.launched_with for r in explanation.rows}
+    assert together["gate", "2..64"] == ("up",)
+    assert together["gate", ""] == together["gate", "65..256"] == ()
 
 
 @pytest.mark.compiles

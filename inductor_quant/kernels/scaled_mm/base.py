@@ -59,7 +59,7 @@ class ScaledMm(Kernel):
             "EVEN_K": problem.is_even_k(config.block_k),
             # Without the mask every row of the tile re-reads the same L2 lines. Inductor stores a
             # 1 x 1 result without a mask, from every element of the tile: all must be that value.
-            "MASK_M": problem.m < config.block_m and problem.m * problem.n > 1,
+            "MASK_M": problem.has_masked_rows(config.block_m) and problem.m * problem.n > 1,
             # Type of the value that the template stores; not that of the accumulator.
             "ACC_TYPE": "tl.float32",
         }

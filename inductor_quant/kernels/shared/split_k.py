@@ -27,11 +27,11 @@ def persistent_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, A
     return (min(ctas, sizes[-1]["NUM_CTAS"]), 1, 1)
 
 
-def reject_if_symbolic(problem: Problem, config: GemmConfig) -> Rejection | None:
+def reject_if_unbounded(problem: Problem, config: GemmConfig) -> Rejection | None:
     """Partials are fp32 [split_k, M, N]: gigabytes if M turns out to be large."""
-    if config.split_k == 1 or problem.m_is_static:
+    if config.split_k == 1 or problem.m_is_bounded:
         return None
-    return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
+    return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
 
 
 def with_split_k(
@@ -42,7 +42,7 @@ def with_split_k(
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
     split = 1
     while (
-        problem.m_is_static
+        problem.m_is_bounded
         and 2 * split <= max_split
         and 2 * split * tiles <= max_ctas
         and problem.k % (2 * split * config.block_k) == 0

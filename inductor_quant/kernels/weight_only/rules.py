@@ -211,7 +211,7 @@ def block_rejection(
     group = group_size_of(spec, weight)
     if group % config.block_k:
         return bad_blocks(f"{config}: a block of K exceeds the quantization group of {group}")
-    return split_k.reject_if_symbolic(problem, config)
+    return split_k.reject_if_unbounded(problem, config)
 
 
 def horizontal_rejection(problem: Problem, config: GemmConfig) -> Rejection | None:

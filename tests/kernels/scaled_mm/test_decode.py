@@ -59,7 +59,7 @@ def test_a_step_is_shorter_than_twice_k(n, k, config):
     "problem",
     [
         dataclasses.replace(PROBLEM, m=9),
-        dataclasses.replace(PROBLEM, m_is_static=False),
+        dataclasses.replace(PROBLEM, m_is_static=False, m_is_bounded=False),
         dataclasses.replace(PROBLEM, k=4096 + 64),
         dataclasses.replace(PROBLEM, k=16384),
         dataclasses.replace(PROBLEM, n=57344),

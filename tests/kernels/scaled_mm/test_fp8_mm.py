@@ -167,7 +167,7 @@ def test_k_is_split_until_there_are_two_ctas_an_sm(m, n, k, tile):
     ("problem", "device", "says"),
     [
         (Problem(65, 8576, 4096), H200, "not small"),
-        (Problem(65, 4096, 4096, m_is_static=False), H200, "not small"),
+        (Problem(65, 4096, 4096, m_is_static=False, m_is_bounded=False), H200, "not small"),
         (Problem(16, 4096, 4096), Device(80, 108, 166912), "sm_90"),
     ],
     ids=str,

@@ -49,7 +49,7 @@ def test_rejected_gemms(case, arch):
 def test_m_must_be_static():
     spec, problem = described(Case("gptq", 4, 4096, 4096))
     assert WEIGHT_ONLY_DECODE.rejection(spec, problem, device(90)) is None
-    problem = dataclasses.replace(problem, m_is_static=False)
+    problem = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
     assert WEIGHT_ONLY_DECODE.rejection(spec, problem, device(90)) is not None
 
 

@@ -190,7 +190,7 @@ def test_k_is_not_split_if_m_is_symbolic(name, m):
     [source] = generated.kernels.values()
     assert "inline_asm" in source
     spec, problem = described(case)
-    symbolic = dataclasses.replace(problem, m_is_static=False)
+    symbolic = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
     for kernel in (WEIGHT_ONLY_SMALL_M, WEIGHT_ONLY_MEDIUM_M):
         if kernel.rejection(spec, problem, device(90)) is None:
             config = dataclasses.replace(kernel.configs(spec, problem, device(90))[0], split_k=2)

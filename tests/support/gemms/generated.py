@@ -23,8 +23,8 @@ def generate(
     """``fn(*make(device))`` as compiled for ``arch``; errors of ours are raised.
 
     ``configs``: configurations to choose from instead of the kernels' own, as the option takes
-    them; ``horizontal_fusion``, ``fuse_quantization``: the options. ``simulated``: what else
-    ``simulate.generate`` takes.
+    them; ``horizontal_fusion``, ``fuse_quantization``: the options. A symbolic M has no ranges.
+    ``simulated``: what else ``simulate.generate`` takes.
     """
     return simulate.generate(
         fn,
@@ -36,6 +36,7 @@ def generate(
             "inductor_quant.configs": tuple(map(str, configs)),
             "inductor_quant.horizontal_fusion": horizontal_fusion,
             "inductor_quant.fuse_quantization": fuse_quantization,
+            "inductor_quant.row_buckets": False,
         },
         **simulated,
     )

@@ -99,7 +99,7 @@ class Fp8BlockSplitK(Fp8Kernel):
             return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
         is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
         if problem.m > SMALL_M and not (
-            problem.m <= MAX_M and problem.m_is_static and is_half_idle
+            problem.m <= MAX_M and problem.m_is_bounded and is_half_idle
         ):
             return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is not small")
         return None
@@ -124,15 +124,15 @@ class Fp8BlockSplitK(Fp8Kernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if config.split_k > 1 and not problem.m_is_static:
+        if config.split_k > 1 and not problem.m_is_bounded:
             # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
-            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M is symbolic")
+            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
         return fp8_tile_rejection(spec, config, device)
 
 
 def _split_k(problem: Problem, block_m: int, tiles: int, steps: int, device: Device) -> int:
     """Double the parts up to two CTAs an SM, as long as each part keeps enough K steps."""
-    if not problem.m_is_static:
+    if not problem.m_is_bounded:
         return 1
     split = 1
     while 2 * split <= MAX_SPLIT_K and 2 * split * tiles <= 2 * device.num_sms:

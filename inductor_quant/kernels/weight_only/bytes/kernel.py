@@ -120,7 +120,7 @@ class WeightOnlyBytes(rules.WeightOnlyKernel):
         weight, layout = byte_weight_of(problem)
         group = rules.group_size_of(spec, weight)
         # A symbolic M may be large in other calls: not the smallest tile.
-        m = problem.m if problem.m_is_static else max(problem.m, DECODE_M)
+        m = problem.m if problem.m_is_bounded else max(problem.m, DECODE_M)
         found: list[GemmConfig] = []
         for block_m, least_n, blocks in _BLOCKS:
             if m > block_m or problem.n < least_n:

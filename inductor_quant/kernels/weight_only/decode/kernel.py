@@ -70,8 +70,8 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         return (meta["NUM_CTAS"], 1, 1)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_static:
-            return no_kernel(f"M = {problem.m} is symbolic, or above {DECODE_M}")
+        if problem.m > DECODE_M or not problem.m_is_bounded:
+            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
         refused = rules.packed_rejection(spec, problem, device) or rules.grouped_int4_rejection(

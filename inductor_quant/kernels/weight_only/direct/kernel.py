@@ -1,6 +1,6 @@
 """``weight_only_direct``: x [M, K] @ W [K, N] for every weight format, in Gluon.
 
-Chosen for static M <= 16 and 16-bit x whose rows are aligned, on sm_80, 86, 89 and 90, when no
+Chosen for M <= 16 and 16-bit x whose rows are aligned, on sm_80, 86, 89 and 90, when no
 kernel for one format takes the GEMM.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
@@ -50,8 +50,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_static:
-            return no_kernel(f"M = {problem.m} is symbolic, or above {DECODE_M}")
+        if problem.m > DECODE_M or not problem.m_is_bounded:
+            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
         refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)

@@ -85,7 +85,7 @@ class WeightOnlyMM(rules.WeightOnlyKernel):
             "CODEGEN": self.codegen(spec, problem, config),
             # Mask the rows beyond a small M, else every CTA loads the same cache lines again for
             # each of them. (Inductor stores a result of one element without a mask.)
-            "MASK_M": problem.m < config.block_m and problem.m * problem.n > 1,
+            "MASK_M": problem.has_masked_rows(config.block_m) and problem.m * problem.n > 1,
             "HAS_BIAS": spec.bias,
             "PRECISION": '"ieee"' if spec.a.dtype == torch.float32 else "None",
             "ACC_TYPE": "tl.float32",  # of the value that the template stores

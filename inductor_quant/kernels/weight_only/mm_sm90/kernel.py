@@ -86,7 +86,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             return refused
         if spec.a.dtype not in BASES:
             return no_kernel(f"x of {spec} does not have 16 bits")
-        if problem.m <= DECODE_M and problem.m_is_static:
+        if problem.m <= DECODE_M and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {DECODE_M}")
         if not problem.has_weight_descriptors:
             return no_kernel("x or the packed weights have no TMA descriptor")
@@ -115,7 +115,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     ) -> Rejection | None:
         if not unrolled(problem, config) or problem.k % (config.split_k * config.block_k):
             return bad_blocks(f"{config} does not divide K={problem.k}")
-        refused = split_k.reject_if_symbolic(problem, config)
+        refused = split_k.reject_if_unbounded(problem, config)
         if refused is not None:
             return refused
         is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256

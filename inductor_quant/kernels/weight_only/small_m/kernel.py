@@ -92,7 +92,7 @@ class WeightOnlySmallM(rules.WeightOnlyKernel):
         weight, layout = rules.packed_weight_of(problem)
         blocks = _BLOCKS[layout.axis]
         # A symbolic M may be large in other calls: not the smallest tile.
-        m = problem.m if problem.m_is_static else max(problem.m, DECODE_M)
+        m = problem.m if problem.m_is_bounded else max(problem.m, DECODE_M)
         block_m = next(rows for rows in blocks if m <= rows)
         group = rules.group_size_of(spec, weight)
         listed = list(blocks[block_m])

@@ -56,8 +56,8 @@ class WeightOnlySmallMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        if not MIN_M <= problem.m <= SMALL_M or not problem.m_is_static:
-            return no_kernel(f"M = {problem.m} is symbolic, or not {MIN_M} to {SMALL_M}")
+        if not MIN_M <= problem.m <= SMALL_M or not problem.m_is_bounded:
+            return no_kernel(f"M = {problem.m} has no bound, or is not {MIN_M} to {SMALL_M}")
         refused = (
             rules.packed_rejection(spec, problem, device)
             or rules.grouped_int4_rejection(spec, problem)
@@ -89,7 +89,9 @@ class WeightOnlySmallMSm90(rules.WeightOnlyKernel):
     ) -> SmallMSm90Codegen:
         weight, layout = rules.packed_weight_of(problem)
         tile = rules.tile_of(spec, weight, config)
-        return SmallMSm90Codegen(tile, layout, has_all_rows=problem.m == config.block_m)
+        return SmallMSm90Codegen(
+            tile, layout, has_all_rows=problem.m_is_static and problem.m == config.block_m
+        )
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

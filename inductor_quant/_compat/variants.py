@@ -1,0 +1,238 @@
+"""A graph that Inductor compiles again for other sizes: new symbols, new inputs, and what the first
+compilation found around it.
+
+A variant has a ``ShapeEnv`` of its own: the guards that it adds concern nobody else, and its ranges
+and hints are read by all of Inductor. Inductor propagates all sizes from the inputs, and the graph
+itself holds none, so only inputs are made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from inductor_quant._compat.symbols import config_module, symbol
+
+# Prefix of our entries among Inductor's counters. Its caches keep the counters of a graph.
+_NOTE = "inductor_quant: "
+
+
+def note(text: str) -> None:
+    """Attach ``text`` to the graph that is being compiled, also when a cache serves it."""
+    symbol("torch._dynamo.utils:counters")["inductor"][_NOTE + text] += 1
+
+
+def notes_of(compiled: Any) -> list[str]:
+    """What ``note`` attached to a compiled graph."""
+    counted = getattr(compiled, "counter_deltas", None) or {}
+    return [name.removeprefix(_NOTE) for name in counted if name.startswith(_NOTE)]
+
+
+def lock() -> Any:
+    """Dynamo's lock, under which no other thread compiles."""
+    return symbol("torch._dynamo.convert_frame:compile_lock")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A compiled graph, and the guards on sizes that its compilation added."""
+
+    call: Callable[[list[Any]], Any]
+    guards: tuple[Any, ...]
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        return {symbol for guard in self.guards for symbol in guard.free_symbols}
+
+    def serves(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
+        found = _numbers(sizes)
+        return all(guard.xreplace(found) is sympy.true for guard in self.guards)
+
+
+class Graph:
+    """A copy of a graph that Inductor is about to compile.
+
+    ``positions``: the symbols that are inputs -> which. ``first``: their values in the first call.
+    """
+
+    def __init__(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._gm, self._inputs, self._kwargs = _copied(gm), list(inputs), dict(kwargs)
+        self.positions: dict[sympy.Symbol, int] = {}
+        self._env: Any = None
+        for position, value in enumerate(inputs):
+            if isinstance(value, torch.SymInt):
+                self._env = value.node.shape_env
+                if value.node.expr.is_Symbol:
+                    self.positions.setdefault(value.node.expr, position)
+        self._config = config_module().get_config_copy()
+        tracing = symbol("torch._guards:TracingContext.try_get")()
+        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata")
+        self._tracing = {name: getattr(tracing, name, None) for name in kept}
+        self._context = symbol("torch._guards:CompileContext.try_get")()
+        self._choices = symbol("torch._inductor.virtualized:V").choices
+
+    @property
+    def first(self) -> dict[sympy.Symbol, int]:
+        return {each: int(self._env.backed_var_to_val[each]) for each in self.positions}
+
+    @property
+    def is_backed(self) -> bool:
+        """Whether all sizes are functions of inputs with values in the first call."""
+        env, nodes = self._env, self._gm.graph.nodes
+        return (
+            env is not None
+            and bool(self.positions)
+            and all(each in env.backed_var_to_val for each in self._free_symbols())
+            and not any(node.meta.get("unbacked_bindings") for node in nodes)
+        )
+
+    def _free_symbols(self) -> set[sympy.Symbol]:
+        found: set[sympy.Symbol] = set()
+        for value in self._inputs:
+            sizes: list[Any] = [value]
+            if isinstance(value, torch.Tensor):
+                sizes = [*value.shape, *value.stride(), value.storage_offset()]
+            for size in sizes:
+                if isinstance(size, torch.SymInt):
+                    found |= size.node.expr.free_symbols
+        return found
+
+    def bounds(self, each: sympy.Symbol) -> tuple[int, int | None]:
+        """The range of a symbol in all calls; None: no upper bound."""
+        found = self._env.var_to_range[each]
+        upper = int(found.upper) if found.upper.is_Integer else None
+        return int(found.lower), upper
+
+    def admits(self, values: Mapping[sympy.Symbol, int]) -> bool:
+        """Whether the program's own guards on these sizes alone hold for ``values``."""
+        guards = [guard.expr for guard in self._env.guards]
+        return all(
+            guard.xreplace(_numbers(values)) is sympy.true
+            for guard in guards
+            if guard.free_symbols <= values.keys()
+        )
+
+    def compile(
+        self,
+        numbers: Mapping[sympy.Symbol, int],
+        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        hints: Mapping[sympy.Symbol, int],
+    ) -> Variant:
+        """The graph compiled with ``numbers`` in place of symbols, and ``ranges`` and ``hints`` of
+        others. Raises what Inductor does."""
+        env = symbol("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
+        mode = symbol("torch._subclasses.fake_tensor:FakeTensorMode")(
+            shape_env=env, allow_non_fake_inputs=True
+        )
+        values = self._new_symbols(env, numbers, ranges, hints)
+        kwargs = dict(self._kwargs)
+        if kwargs.get("cudagraphs") is not None:  # a variant may not switch them off for others
+            kwargs["cudagraphs"] = type(kwargs["cudagraphs"])(kwargs["cudagraphs"].value)
+        with self._surroundings(mode):
+            with mode:
+                inputs = [_renewed(value, env, values) for value in self._inputs]
+            gm = _copied(self._gm)
+            for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
+                if isinstance(size := node.meta.get("val"), torch.SymInt):
+                    node.meta["val"] = _renewed(size, env, values)
+            compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
+        of_old = {new: old for old, new in values.items() if new.is_Symbol}
+        guards = tuple(guard.expr.xreplace(of_old) for guard in env.guards)
+        return Variant(compiled, guards)
+
+    def _new_symbols(
+        self,
+        env: Any,
+        numbers: Mapping[sympy.Symbol, int],
+        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        hints: Mapping[sympy.Symbol, int],
+    ) -> dict[sympy.Symbol, sympy.Expr]:
+        """Old symbol -> its number, or its symbol in ``env``."""
+        found: dict[sympy.Symbol, sympy.Expr] = _numbers(numbers)
+        value_ranges = symbol("torch.utils._sympy.value_ranges:ValueRanges")
+        infinity = symbol("torch.utils._sympy.numbers:int_oo")
+        for old in sorted(self._free_symbols() - found.keys(), key=str):
+            hint = hints.get(old, int(self._env.backed_var_to_val[old]))
+            source = symbol("torch._dynamo.source:ConstantSource")(f"variant_{old}")
+            dynamic = symbol("torch.fx.experimental.symbolic_shapes:DimDynamic").DYNAMIC
+            new = env.create_symbol(
+                hint, source, dynamic_dim=dynamic, do_not_specialize_zero_one=True
+            )
+            low, high = ranges.get(old) or self.bounds(old)
+            env.var_to_range[new] = value_ranges(low, infinity if high is None else high)
+            env.var_to_hint_override[new] = hint  # part of the key of Inductor's cache
+            found[old] = new
+        return found
+
+    @contextlib.contextmanager
+    def _surroundings(self, mode: Any) -> Any:
+        """What the first compilation found around it; of a later call it is no longer there."""
+        context = symbol("torch._guards:TracingContext")(mode)
+        for name, value in self._tracing.items():
+            setattr(context, name, value)
+        virtualized, config = symbol("torch._inductor.virtualized:V"), config_module()
+        now = config.get_config_copy()
+        changed = {key: value for key, value in self._config.items() if now.get(key) != value}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(lock())
+            stack.enter_context(config.patch(changed))
+            stack.enter_context(symbol("torch._guards:tracing")(context))
+            if symbol("torch._guards:CompileContext.try_get")() is None and self._context:
+                stack.enter_context(symbol("torch._guards:compile_context")(self._context))
+            stack.enter_context(virtualized.set_fake_mode(mode))
+            stack.enter_context(virtualized.set_choices_handler(self._choices))
+            # what a caller may have set for its own tensors
+            stack.enter_context(torch.device("cpu"))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
+            yield
+
+
+def _numbers(values: Mapping[sympy.Symbol, int]) -> dict[sympy.Symbol, sympy.Expr]:
+    return {old: sympy.Integer(value) for old, value in values.items()}
+
+
+def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) -> Any:
+    """An input of the graph with the sizes of a variant."""
+
+    def size(old: Any) -> Any:
+        if not isinstance(old, torch.SymInt):
+            return old
+        expr = old.node.expr.xreplace(values)
+        if expr.is_Integer:
+            return int(expr)
+        return env.create_symintnode(expr, hint=int(expr.xreplace(env.backed_var_to_val)))
+
+    if isinstance(value, torch.SymInt):
+        return size(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape, stride = [size(s) for s in value.shape], [size(s) for s in value.stride()]
+    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    if offset := size(value.storage_offset()):  # decides what is aligned
+        length = offset + sum((n - 1) * by for n, by in zip(shape, stride, strict=True)) + 1
+        flat = torch.empty(length, dtype=value.dtype, device=value.device)
+        made = flat.as_strided(shape, stride, offset).detach()
+    return made.requires_grad_(value.requires_grad and value.is_leaf)
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """The graph and its subgraphs anew, with the same constants: Inductor edits what it gets."""
+    graph = fx.Graph()
+    out = graph.graph_copy(gm.graph, {})
+    # among them: which outputs the user sees
+    graph.output(out).meta = dict(gm.graph.output_node().meta)
+    made = fx.GraphModule(gm, graph)
+    made.meta = dict(gm.meta)
+    for name, child in gm.named_children():
+        if isinstance(child, fx.GraphModule) and hasattr(made, name):
+            setattr(made, name, _copied(child))
+    return made

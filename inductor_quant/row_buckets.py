@@ -1,0 +1,304 @@
+"""One compiled graph of a dynamic M, with the kernels of each range of M.
+
+Dynamo and AOTAutograd run once. Inductor compiles the graph as always: that is the general variant,
+with the kernels of the first call's size, and for any size. If it has GEMMs of ours whose rows are
+symbolic, each range of rows (``spec/row_ranges.py``) that a call meets is then compiled for itself,
+for the largest M of the range: recognition, passes, kernels, fusion, and Inductor's own kernels.
+``RowBuckets`` takes the place of the compiled graph and picks by the sizes of the call.
+
+The rows of a GEMM are a function of the graph's symbols: M, 4 * M, batch * length, text + 576. All
+symbols of the rows but the largest become numbers in a variant, and the range of that one is chosen
+so that each GEMM's rows stay in their range. What no range covers (no rows, more variants than
+MAX_VARIANTS, a variant that failed) runs the general variant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from inductor_quant import fallback
+from inductor_quant._compat import inductor as compat
+from inductor_quant._compat import variants
+from inductor_quant.errors import InductorQuantError
+from inductor_quant.options import Options
+from inductor_quant.report import events
+from inductor_quant.spec import row_ranges
+
+log = logging.getLogger(__name__)
+
+MAX_VARIANTS = 64  # of one graph; more sizes run the general one
+MAX_SIZES = 1 << 16  # that a graph remembers the variant of
+# Variants of one range that guards of Inductor keep from serving all of it.
+MAX_OF_ONE_RANGE = 3
+MAX_INT32 = (1 << 31) - 1  # what a bound of Inductor's 32-bit indices leaves open
+
+Sizes = Mapping[sympy.Symbol, int]
+
+
+def compile_graph(
+    inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Inductor's compilation of a graph, ``inner(gm, inputs, **kwargs)``, with a variant for each
+    range of rows if its GEMMs of ours have symbolic rows."""
+    options = fallback.active_options()
+    graph = None
+    if options is not None and options.row_buckets and not fallback.is_inside():
+        graph = _kept(gm, inputs, kwargs)
+    general = fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
+    rows = Rows.of(general, graph) if graph is not None else Rows()
+    if graph is None or options is None or not rows.families:
+        return general
+    return RowBuckets(graph, general, rows, options)
+
+
+def _kept(
+    gm: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> variants.Graph | None:
+    """The graph for later compilations; None: the general variant serves all sizes. A training
+    graph's backward is compiled once, and a package is one graph."""
+    is_dynamic = any(isinstance(value, torch.SymInt) for value in inputs)
+    if not is_dynamic or not kwargs.get("is_inference") or compat.is_saved_whole():
+        return None
+    graph = variants.Graph(gm, inputs, kwargs)
+    return graph if graph.is_backed else None
+
+
+@dataclasses.dataclass
+class Rows:
+    """``families``: the symbolic rows of GEMMs -> the families of these GEMMs. ``depths``: symbols
+    in K, which weights fix."""
+
+    families: dict[sympy.Expr, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    depths: set[sympy.Symbol] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, compiled: Any, graph: variants.Graph) -> Rows:
+        found, symbols = cls(), {str(each): each for each in graph.positions}
+        for note in variants.notes_of(compiled):
+            family, *sizes = note.split("; ")
+            try:
+                m, k = (sympy.sympify(size, locals=symbols) for size in sizes)
+            except (sympy.SympifyError, TypeError, SyntaxError):
+                continue
+            if m.free_symbols and m.free_symbols | k.free_symbols <= graph.positions.keys():
+                found.families[m] = (*found.families.get(m, ()), family)
+                found.depths |= k.free_symbols
+        return found
+
+
+def _line(rows: sympy.Expr, symbol: sympy.Symbol, numbers: Sizes) -> tuple[int, int] | None:
+    """``(a, b)`` if the rows are a * symbol + b, a >= 0, with ``numbers`` for the other symbols."""
+    rows = rows.xreplace(_numbers(numbers))
+    factor, rest = rows.coeff(symbol, 1), rows.coeff(symbol, 0)
+    is_line = factor.is_Integer and rest.is_Integer and factor >= 0
+    is_line = is_line and sympy.expand(rows - factor * symbol - rest) == 0
+    return (int(factor), int(rest)) if is_line else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The sizes that a variant is compiled for: ``low`` to ``high`` (None: no bound) of a symbol,
+    for the value ``hint``, and the values of the other symbols of the rows."""
+
+    symbol: sympy.Symbol
+    low: int
+    high: int | None
+    hint: int
+    numbers: tuple[tuple[sympy.Symbol, int], ...]
+
+
+class RowBuckets:
+    """What AOTAutograd takes for the compiled graph."""
+
+    _boxed_call = True
+
+    def __init__(
+        self,
+        graph: variants.Graph,
+        general: Callable[[list[Any]], Any],
+        rows: Rows,
+        options: Options,
+    ) -> None:
+        self._graph, self._general, self._options = graph, general, options
+        given = options.row_buckets
+        self._rows = {
+            expr: given if isinstance(given, tuple) else row_ranges.tops(families)
+            for expr, families in rows.families.items()
+        }
+        of_rows = {symbol for expr in self._rows for symbol in expr.free_symbols}
+        self._candidates = of_rows - rows.depths
+        self._symbols = sorted(of_rows | rows.depths, key=str)
+        self._positions = operator.itemgetter(*(graph.positions[s] for s in self._symbols))
+        self._by_sizes: dict[Any, Callable[[list[Any]], Any]] = {}
+        self._variants: dict[Bucket, variants.Variant | None] = {}  # None: it failed, or is pending
+        self._pending: set[Bucket] = set()  # in the background
+        if options.compile_buckets == "ahead":
+            self._compile_ahead()
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        call = self._by_sizes.get(self._positions(inputs))
+        return (call or self._found(inputs))(inputs)
+
+    def _found(self, inputs: list[Any]) -> Callable[[list[Any]], Any]:
+        """What serves the sizes of a call that meets them for the first time."""
+        sizes = {each: int(inputs[at]) for each, at in self._graph.positions.items()}
+        call, is_final = self._choose(sizes)
+        if is_final:
+            if len(self._by_sizes) >= MAX_SIZES:
+                self._by_sizes.clear()
+            self._by_sizes[self._positions(inputs)] = call
+        return call
+
+    def _choose(self, sizes: Sizes) -> tuple[Callable[[list[Any]], Any], bool]:
+        """What serves ``sizes``, and whether another call of these sizes need not ask again."""
+        is_final = True
+        for bucket in self._buckets(sizes):
+            if bucket not in self._variants:
+                of_range = self._of_range(bucket)
+                if serving := [each for each in of_range if each.serves(sizes)]:
+                    return serving[0].call, is_final and serving[0].symbols <= {*self._symbols}
+                if len(self._variants) >= MAX_VARIANTS or len(of_range) >= MAX_OF_ONE_RANGE:
+                    break
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    return self._general, False
+                self._start(bucket)
+            variant = self._variants[bucket]
+            if variant is None:
+                return self._general, bucket not in self._pending
+            is_final = is_final and variant.symbols <= {*self._symbols}
+            if variant.serves(sizes):
+                return variant.call, is_final
+        return self._general, is_final
+
+    def _buckets(self, sizes: Sizes) -> Iterator[Bucket]:
+        """The bucket of ``sizes``; after it, should its variant not serve them, one that is
+        compiled for them."""
+        if any(int(rows.xreplace(_numbers(sizes))) <= 0 for rows in self._rows):
+            return
+        each, numbers, lines = self._free(sizes)
+        if each is None:
+            return
+        (low, high), is_open = self._graph.bounds(each), True
+        for (factor, rest), tops in zip(lines, self._rows.values(), strict=True):
+            if factor:
+                least, most = row_ranges.range_of(factor * sizes[each] + rest, tops)
+                low = max(low, -(-(least - rest) // factor))
+                if most is not None:
+                    largest, is_open = (most - rest) // factor, False
+                    high = largest if high is None else min(high, largest)
+        largest = max(2 * (low - 1), 1) if is_open or high is None else high
+        hints = [largest if high is None else min(largest, high), sizes[each]]
+        if not self._graph.admits({**numbers, each: hints[0]}):
+            hints = hints[1:]
+        for hint in dict.fromkeys(hints):
+            yield Bucket(each, low, high, hint, tuple(numbers.items()))
+
+    def _free(
+        self, sizes: Sizes
+    ) -> tuple[sympy.Symbol | None, dict[sympy.Symbol, int], list[tuple[int, int]]]:
+        """The largest symbol in which all rows are linear (None: there is none), the values of the
+        others, and the lines."""
+        for each in sorted(self._candidates, key=lambda s: (-sizes[s], str(s))):
+            numbers = {s: sizes[s] for s in self._symbols if s is not each}
+            lines = [_line(rows, each, numbers) for rows in self._rows]
+            found = [line for line in lines if line is not None]
+            if len(found) == len(lines) and any(factor for factor, _ in found):
+                return each, numbers, found
+        return None, {}, []
+
+    def _of_range(self, bucket: Bucket) -> list[variants.Variant]:
+        """The variants of the same range, for other sizes."""
+        known = list(self._variants.items())
+        same = [v for b, v in known if dataclasses.replace(b, hint=bucket.hint) == bucket]
+        return [variant for variant in same if variant is not None]
+
+    def _start(self, bucket: Bucket) -> None:
+        """Compile the bucket's variant, or have it compiled."""
+        if self._options.compile_buckets == "background":
+            self._pending.add(bucket)
+            self._variants[bucket] = None
+            _background().submit(self._compile, bucket)
+        else:
+            with variants.lock():
+                if bucket not in self._variants:  # another thread met it
+                    self._compile(bucket)
+
+    def _compile(self, bucket: Bucket) -> None:
+        start = time.perf_counter()
+        each, low, high = bucket.symbol, bucket.low, bucket.high
+        numbers, ranges = dict(bucket.numbers), {each: (low, high)}
+        if low == high:
+            numbers, ranges = numbers | {each: low}, {}
+        name = self._name(bucket)
+        try:
+            with fallback.once(), events.bucket(name):
+                compiled = self._graph.compile(numbers, ranges, {each: bucket.hint})
+        except Exception as error:
+            self._variants[bucket] = None
+            if self._options.on_error == "raise":
+                raise InductorQuantError(
+                    f"inductor_quant failed for M {name}: {error!r}"
+                ) from error
+            log.warning("failed for M %s", name, exc_info=True)
+            fallback.warn_once(
+                "inductor_quant failed on a range of M, which runs the kernels that were chosen "
+                f"for the size of the first call: {error!r}"
+            )
+        else:
+            self._variants[bucket] = compiled
+            seconds = time.perf_counter() - start
+            events.add(events.RowBucket(name, seconds))
+            log.info("M %s is compiled, in %.1f s", name, seconds)
+        finally:
+            self._pending.discard(bucket)
+
+    def _name(self, bucket: Bucket) -> str:
+        """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1"."""
+        numbers = _numbers(dict(bucket.numbers))
+
+        def rows(value: int) -> int:
+            found = [r.xreplace(numbers).xreplace({bucket.symbol: value}) for r in self._rows]
+            return max(map(int, found))
+
+        low, high = bucket.low, bucket.high
+        if low == high:
+            return str(rows(low))
+        return f"{rows(low)}..{rows(high) if high is not None and high < MAX_INT32 else ''}"
+
+    def _compile_ahead(self) -> None:
+        """All ranges that the largest symbol of the first call may have, the others as there."""
+        sizes = self._graph.first
+        each, _, _ = self._free(sizes)
+        if each is None:
+            return
+        value, most = self._graph.bounds(each)
+        while most is None or value <= most:
+            bucket = next(self._buckets({**sizes, each: value}), None)
+            if bucket is None:
+                value += 1  # no rows
+                continue
+            self._choose({**sizes, each: bucket.hint})
+            if bucket.high is None:
+                break
+            value = bucket.high + 1
+
+
+@functools.cache
+def _background() -> ThreadPoolExecutor:
+    """One thread: compilations hold a lock."""
+    return ThreadPoolExecutor(1, thread_name_prefix="inductor_quant")
+
+
+def _numbers(sizes: Sizes) -> dict[sympy.Symbol, sympy.Expr]:
+    return {each: sympy.Integer(size) for each, size in sizes.items()}

@@ -1,0 +1,452 @@
+"""One graph of a dynamic M: which ranges are compiled, when, and what they choose."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import threading
+import time
+import warnings
+
+import pytest
+import sympy
+import torch
+import torch._dynamo
+from torch import nn
+from torch._inductor import config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import _config as fx_config
+
+from inductor_quant import backend, collect, row_buckets
+from inductor_quant._compat import variants
+from inductor_quant.errors import InductorQuantError, OptionError
+from inductor_quant.options import FAMILIES, Options
+from inductor_quant.simulate import virtual_gpu
+from inductor_quant.simulate.capture import GeneratedKernel
+from inductor_quant.spec import row_ranges
+from tests.support.forks import Program
+from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.producers.packed import Gptq
+
+pytestmark = pytest.mark.compiles
+
+bf16 = torch.bfloat16
+K, N = 512, 384
+
+
+class Block(nn.Module):
+    """Two GEMMs of one activation, and one whose activation a kernel computes."""
+
+    layer = functools.partial(TorchaoLinear, bias=False)
+
+    def __init__(self, k=K, n=N):
+        super().__init__()
+        self.k = k
+        self.gate, self.up, self.down = (self.layer(*size) for size in ((k, n), (k, n), (n, k)))
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Scaled(nn.Module):
+    """One GEMM of an activation with a stored scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Buffer(torch.zeros(N, K, dtype=torch.int8))
+
+    def forward(self, x):
+        q = (x * 8).round().clamp(-128, 127).to(torch.int8).reshape(-1, K)
+        return (torch._int_mm(q, self.weight.t()).float() * 0.125).reshape(*x.shape[:-1], N)
+
+
+class Session:
+    """Calls of one compiled function on a virtual H100."""
+
+    def __init__(self, fn, k, how, options):
+        self.graphs, self.k = 0, k
+        given = {f"inductor_quant.{name}": value for name, value in options.items()}
+
+        def counted(gm, inputs):
+            self.graphs += 1
+            return backend.inductor_quant_backend(gm, inputs, options=given)
+
+        self.call = torch.compile(fn, backend=counted, dynamic=how)
+
+    def __getitem__(self, sizes):
+        """The report of a call with activations of these sizes."""
+        sizes = sizes if isinstance(sizes, tuple) else (sizes,)
+        x = torch.zeros(*sizes, self.k, dtype=bf16, device="cuda")
+        with collect() as report:
+            assert self.call(x).shape[:-1] == sizes
+        return report
+
+
+@contextlib.contextmanager
+def session(make=Scaled, *, how=True, oblivious=True, caches=False, **options):
+    torch._dynamo.reset()
+    settings = {"force_disable_caches": not caches, "compile_threads": 1}
+    with (
+        virtual_gpu(90, run_kernel=GeneratedKernel),
+        FakeTensorMode(),
+        config.patch(settings),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        fx_config.patch(backed_size_oblivious=oblivious),
+    ):
+        warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+        with torch.device("cuda"):
+            model = make().eval()
+        yield Session(
+            lambda x: model(x),
+            getattr(model, "k", K),
+            how,
+            {"on_error": "raise", "row_buckets": True, **options},
+        )
+    torch._dynamo.reset()
+
+
+def rows(report):
+    return [bucket.rows for bucket in report.buckets]
+
+
+def kernels(report, rows=None):
+    return [k.chosen for k in report.kernels if rows is None or k.rows == rows]
+
+
+def static(m, make):
+    with session(make, how=False) as run:
+        return kernels(run[m])
+
+
+def test_each_range_is_compiled_when_it_is_met():
+    with session() as run:
+        found = [rows(report) for report in (run[16], run[3], run[10], run[2], run[16])]
+        assert run.graphs == 1
+    assert found == [["9..16"], ["2..4"], [], [], []]
+
+
+def kernels_of_ranges(make, sizes):
+    """What a call of each size runs, all with one graph of Dynamo's."""
+    found = {}
+    with session(make) as run:
+        for m in sizes:
+            report = run[m]
+            found |= {bucket: kernels(report, bucket) for bucket in rows(report)}
+        ranges = [(name, bounds(name)) for name in found]
+        assert run.graphs == 1
+    return {m: next(found[name] for name, (low, high) in ranges if low <= m <= high) for m in sizes}
+
+
+def bounds(name):
+    low, _, high = name.partition("..")
+    return int(low), int(high) if high else (1 << 31 if ".." in name else int(low))
+
+
+def test_a_range_has_the_kernels_of_a_static_compilation():
+    assert kernels_of_ranges(Block, [3])[3] == static(3, Block)
+
+
+class Words(Block):
+    layer = functools.partial(Gptq, bf16, bias=False)
+
+
+class Bytes(Block):
+    class layer(nn.Module):
+        """FP8 by rows, as ``_scaled_mm``."""
+
+        def __init__(self, k, n):
+            super().__init__()
+            self.weight = nn.Buffer(torch.zeros(n, k).to(torch.float8_e4m3fn))
+            self.scale = nn.Buffer(torch.ones(n, 1))
+
+        def forward(self, x):
+            scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+            q = (x.float() / scale).to(torch.float8_e4m3fn)
+            w = self.weight.t()
+            return torch._scaled_mm(q, w, scale, self.scale.t(), out_dtype=bf16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Block, Words, Bytes])
+def test_ten_sizes_have_the_kernels_of_static_compilations(kind):
+    make = functools.partial(kind, 4096, 28672)
+    sizes = [16, 64, 300, 4096, 3, 17, 20, 301, 510, 1000]
+    assert kernels_of_ranges(make, sizes) == {m: static(m, make) for m in sizes}
+
+
+def test_without_ranges_the_kernels_of_the_first_call_serve_all():
+    with session(row_buckets=False) as run:
+        assert len(kernels(run[16])) == 1
+        assert kernels(run[300]) == []
+
+
+def test_ranges_of_the_user():
+    with session(row_buckets=(8, 100)) as run:
+        found = [rows(run[m]) for m in (5, 1, 60, 500, 5000)]
+    assert found == [["1..8"], [], ["9..100"], ["101.."], []]
+
+
+def test_all_ranges_are_compiled_ahead():
+    with session(row_buckets=(1, 8, 100), compile_buckets="ahead") as run:
+        assert rows(run[16]) == ["1", "2..8", "9..100", "101.."]
+        assert [rows(run[m]) for m in (1, 3, 64, 4096)] == [[], [], [], []]
+
+
+def test_while_a_range_is_compiled_in_the_background_the_first_kernels_serve():
+    with session(row_buckets=(8, 100), compile_buckets="background") as run, collect() as all_:
+        assert kernels(run[16])
+        deadline = time.monotonic() + 60
+        while not all_.buckets and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert rows(all_) == ["9..100"]
+        assert rows(run[16]) == []
+
+
+def test_batch_and_length_are_dynamic():
+    with session() as run:
+        found = [rows(run[sizes]) for sizes in ((2, 20), (2, 22), (4, 100), (7, 1))]
+        assert run.graphs == 1
+    assert found == [["24..44"], [], ["388..512"], ["5..8"]]
+
+
+def test_a_dynamic_dimension_that_is_met_second():
+    with session(how=None, oblivious=False) as run:
+        assert rows(run[16]) == []
+        assert rows(run[20]) == ["17..22"]
+        assert rows(run[300]) == ["256..312"]
+        assert run.graphs == 2
+        assert rows(run[1]) == []  # a graph of its own
+        assert run.graphs == 3
+
+
+class Head(Scaled):
+    """The second GEMM computes one row for each sequence."""
+
+    def forward(self, x):
+        return super().forward(torch.cat([super().forward(x)[:, -1:]] * 2, -1)[..., :K].to(bf16))
+
+
+@pytest.mark.slow
+def test_gemms_with_other_rows_stay_in_their_own_range():
+    with session(Head, oblivious=False) as run:
+        run.call(torch.zeros(2, 40, K, dtype=bf16, device="cuda"))
+        with collect() as report:
+            run.call(torch.zeros(2, 20, K, dtype=bf16, device="cuda"))
+    [name] = rows(report)
+    assert name == "24..44"
+    assert {k.sizes[0] for k in report.kernels} == {2, 44}
+
+
+def test_no_rows_and_rows_that_are_known_at_run_time_only():
+    with session() as run:
+        assert rows(run[16]) == ["9..16"]
+        assert rows(run[0]) == []
+
+    class Chosen(Scaled):
+        def forward(self, x):
+            return super().forward(x[x[:, 0] > 0])
+
+    torch._dynamo.reset()
+    with session(Chosen) as run, torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(row_buckets, "RowBuckets", lambda *_: compiled.append(1))
+            with contextlib.suppress(Exception):
+                run[16]  # fake tensors have no such sizes
+    assert compiled == []
+
+
+def test_a_range_that_fails_runs_the_first_kernels_and_warns_once(monkeypatch):
+    compile_ = variants.Graph.compile
+
+    def failing(self, numbers, ranges, hints):
+        if 45 in hints.values():
+            raise RuntimeError("no such range")
+        return compile_(self, numbers, ranges, hints)
+
+    monkeypatch.setattr(variants.Graph, "compile", failing)
+    with session(on_error="fallback") as run:
+        assert rows(run[16]) == ["9..16"]
+        with pytest.warns(RuntimeWarning, match="no such range"):
+            assert rows(run[40]) == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert rows(run[40]) == rows(run[41]) == []
+        assert rows(run[70]) == ["65..90"]
+    with session() as run:
+        run[16]
+        with pytest.raises(InductorQuantError, match="no such range"):
+            run[40]
+
+
+def test_a_kernel_that_fails_in_a_range_fails_the_range(monkeypatch):
+    from inductor_quant.lowering import w8a8
+
+    lower = w8a8.describe_problem
+
+    def failing(*args):
+        problem = lower(*args)
+        if problem.m == 45:
+            raise RuntimeError("a bug")
+        return problem
+
+    monkeypatch.setattr(w8a8, "describe_problem", failing)
+    with session(on_error="fallback") as run:
+        run[16]
+        with pytest.warns(RuntimeWarning, match=r"range of M.*a bug"):
+            report = run[40]
+        assert (rows(report), kernels(report)) == ([], [])
+
+
+def test_a_guard_of_a_variant_is_asked_for_every_size(monkeypatch):
+    compile_ = variants.Graph.compile
+
+    def guarded(self, numbers, ranges, hints):
+        [(symbol, hint)] = hints.items()
+        variant = compile_(self, numbers, ranges, hints)
+        guards = (sympy.Eq(sympy.Mod(symbol, 5), 0),) if hint == 45 else ()
+        return dataclasses.replace(variant, guards=guards)
+
+    monkeypatch.setattr(variants.Graph, "compile", guarded)
+    with session() as run:
+        run[16]
+        assert [rows(run[m]) for m in (40, 35, 41, 42)] == [["23..45"], [], ["23..45"], []]
+
+
+@pytest.mark.slow
+def test_two_threads_meet_a_range_at_once():
+    with session() as run, collect() as report:
+        run[16]
+        start, errors = threading.Barrier(2), []
+
+        def work():
+            try:
+                with FakeTensorMode(), torch.no_grad():
+                    start.wait(60)
+                    run.call(torch.zeros(100, K, dtype=bf16, device="cuda"))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert rows(report).count("91..128") == 1
+
+
+def test_what_the_caller_has_set_does_not_reach_the_compilation():
+    with session() as run:
+        run[16]
+        with torch.device("cuda"):
+            assert rows(run[3]) == ["2..4"]
+        with config.patch(max_autotune=True):
+            assert len(run[300].kernels[0].offered) == 1
+
+
+def test_enabled_compilations_have_ranges():
+    with session() as run, backend.enabled():
+        with torch.device("cuda"):
+            run.call = torch.compile(Scaled(), backend="inductor", dynamic=True)
+        assert rows(run[16]) == ["9..16"]
+        assert rows(run[300]) == ["256..312"]
+
+
+# ------------------------------------------------------------------------------------------
+# the table
+
+
+def test_the_table_has_every_threshold_of_passes_and_ops():
+    from inductor_quant.kernels import dispatch, problem
+    from inductor_quant.kernels.scaled_mm.decode import kernel as decode
+    from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
+    from inductor_quant.ops import fp8, horizontal, w8a8_linear
+    from inductor_quant.patterns.fusion import duplicate_casts, weight_k_major
+
+    tops = row_ranges.TOPS
+    assert {horizontal.MAX_ROWS["w8a8"], w8a8_linear.MAX_ROWS, decode.BLOCK_M} <= {*tops["w8a8"]}
+    assert {dispatch.MAX_ROWS_WITH_SPARE, weight_k_major.MIN_M - 1} <= {*tops["w8a8"]}
+    limits = {horizontal.MAX_ROWS["weight_only"], duplicate_casts.MAX_M, problem.DECODE_M}
+    assert limits | {problem.SMALL_M, problem.MEDIUM_M} <= {*tops["weight_only"]}
+    assert {fp8.MAX_PRECISE_ROWS, fp8.MIN_GLUON_ROWS - 1} <= {*tops["fp8"]}
+    assert {fp8.MAX_BLOCK_ROWS, fp8.MAX_SPLIT_ROWS, decode.BLOCK_M} <= {*tops["fp8_block"]}
+    assert {two_block.MAX_M, two_block.MAX_M - 1} <= {*tops["fp8_block"]}
+    assert tops.keys() == {*FAMILIES}
+
+
+@pytest.mark.parametrize("value", [(), (8, 4), (0, 4), 8, "8", (True,)])
+def test_illegal_ranges(value):
+    with pytest.raises(OptionError, match="row_buckets"):
+        Options(row_buckets=value)
+
+
+def test_illegal_time_of_compilation():
+    with pytest.raises(OptionError, match="compile_buckets"):
+        Options(compile_buckets="later")
+
+
+def test_ranges_are_part_of_the_cache_key():
+    from inductor_quant.patterns.graph_pass import for_options
+
+    assert len({for_options(Options(row_buckets=v)).uuid() for v in (True, False, (1, 8))}) == 3
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 16, 20, 48, 64, 100, 200, 300, 1000, 4096])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_range_chooses_what_a_static_compilation_does(family, m):
+    """Llama-3-8B: q, k and v; o; gate and up; down."""
+    from inductor_quant.report.formats import Gemm
+    from inductor_quant.report.which import which
+
+    _, high = row_ranges.range_of(m, row_ranges.tops([family]))
+    for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        of = [which(family, Gemm(rows, n, k)) for rows in (m, high or 4096)]
+        assert len({(str(d.kernel and d.kernel.name), str(d.config), d.notes) for d in of}) == 1
+
+
+# ------------------------------------------------------------------------------------------
+# caches, between processes
+
+PROGRAM = """
+import json, torch
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from inductor_quant import collect
+from inductor_quant.simulate import interpreted_cpu
+
+def scaled(a, b):
+    return torch._int_mm(a, b) * 0.5
+
+b = torch.arange(64 * 48).remainder(13).sub(6).reshape(64, 48).to(torch.int8)
+compiled = torch.compile(scaled, backend="inductor_quant")
+exact = []
+cached = config.patch(force_disable_caches=False, fx_graph_cache=True)
+with interpreted_cpu(), torch.no_grad(), cached, collect() as report:
+    for m in (20, 40, 41, 70):
+        a = torch.arange(m * 64).remainder(17).sub(8).reshape(m, 64).to(torch.int8)
+        torch._dynamo.mark_dynamic(a, 0)
+        exact.append(torch.equal(compiled(a, b).double(), a.double() @ b.double() * 0.5))
+found = counters["inductor"]
+print(json.dumps({
+    "exact": all(exact), "ranges": [bucket.rows for bucket in report.buckets],
+    "hits": found["fxgraph_cache_hit"], "misses": found["fxgraph_cache_miss"],
+}))
+"""
+
+
+def test_a_second_process_reads_every_range_from_the_cache(tmp_path, interpreter_forks):
+    program = Program(PROGRAM, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+    cold, warm = (json.loads(interpreter_forks.run(program)[0]) for _ in range(2))
+    ranges = ["17..22", "23..45", "65..90"]
+    assert cold == {"exact": True, "ranges": ranges, "hits": 0, "misses": 4}
+    assert warm == {"exact": True, "ranges": ranges, "hits": 4, "misses": 0}
+
+
+def test_choosing_a_range_costs_little():
+    from examples.benchmarks.dynamic_m import DISPATCH_US, dispatch_us
+
+    assert dispatch_us(10_000) < 2 * DISPATCH_US  # other processes run beside the tests
