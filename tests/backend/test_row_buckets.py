@@ -349,7 +349,7 @@ def test_what_the_caller_has_set_does_not_reach_the_compilation():
 
 
 def test_enabled_compilations_have_ranges():
-    with session() as run, backend.enabled():
+    with session() as run, backend.enabled(row_buckets=True):
         with torch.device("cuda"):
             run.call = torch.compile(Scaled(), backend="inductor", dynamic=True)
         assert rows(run[16]) == ["9..16"]
@@ -422,7 +422,9 @@ def scaled(a, b):
     return torch._int_mm(a, b) * 0.5
 
 b = torch.arange(64 * 48).remainder(13).sub(6).reshape(64, 48).to(torch.int8)
-compiled = torch.compile(scaled, backend="inductor_quant")
+compiled = torch.compile(
+    scaled, backend="inductor_quant", options={"inductor_quant.row_buckets": True}
+)
 exact = []
 cached = config.patch(force_disable_caches=False, fx_graph_cache=True)
 with interpreted_cpu(), torch.no_grad(), cached, collect() as report:
