@@ -272,12 +272,10 @@ def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
         bias=gemm.bias,
     )
     problem = gemm.problem(gemm.dtype.itemsize)
-    dtype, shape = tensors[format.element.source]
-    has_descriptor = len(shape) == 2 and shape[1] * dtype.itemsize % 16 == 0
     return spec, dataclasses.replace(
         problem,
         weight=Weight(format, tuple(WeightTensor(*tensor) for tensor in tensors)),
-        has_weight_descriptors=problem.has_aligned_rows and has_descriptor,
+        has_weight_descriptors=problem.has_aligned_rows,
     )
 
 

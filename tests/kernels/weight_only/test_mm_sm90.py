@@ -108,7 +108,20 @@ def test_the_words_of_a_tile_are_a_box(name, box, large_groups):
     assert found is not None
     _, words = found
     assert (words.rows, words.columns, words.pitch) == box
-    assert words.pitch * words.height * 4 == nbytes(problem.weight)
+    assert words.width * words.height * 4 == nbytes(problem.weight)
+
+
+def test_the_box_of_a_slice_ends_where_the_slice_does(large_groups):
+    """As of q, k and v in one tensor: rows are three times as far apart as they are long."""
+    _, problem = described(Case("gptq", 64, 1024, 1024, bf16))
+    weight = problem.weight
+    source = weight.format.code.source
+    tensors = list(weight.tensors)
+    tensors[source] = dataclasses.replace(tensors[source], stride=(3 * 1024, 1))
+    found = boxed(Weight(weight.format, tuple(tensors)), GemmConfig(64, 128, 64, 4, 4))
+    assert found is not None
+    _, words = found
+    assert (words.height, words.width, words.pitch) == (128, 1024, 3072)
 
 
 def nbytes(weight):

@@ -71,3 +71,19 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, monkeypatch):
     generated = generate_mm(fn, make, "32x64x64_w4_s4_g8")
     for rows in torch.eye(128).to(dtype).split(32):
         assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
+
+
+def test_words_sliced_from_a_wider_tensor():
+    """As of q, k and v: the rows of the matrix are further apart than they are long."""
+    case = Case("gptq", 20, 64, 256, f16)
+
+    def make(device):
+        torch.manual_seed(0)
+        x, scale, bias, bits, *rest = make_inputs(case, device)
+        wide = torch.ones(bits.shape[0], 3 * 64, dtype=bits.dtype, device=device)
+        wide[:, 64:128] = bits
+        return x, scale, bias, wide[:, 64:128], *rest
+
+    inputs = make("cpu")
+    generated = generate_mm(gemm(case), make, "32x64x64_w4_s4_g8")
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))

@@ -22,14 +22,16 @@ RUN = 32  # columns of a box that is contiguous
 @dataclasses.dataclass(frozen=True)
 class WordBox:
     """
-    pitch, height  of the matrix, in words
+    height, width  of the matrix, in words; what lies beyond reads as 0
+    pitch          words from row to row
     rows, columns  of the box
     strides        words between the neighbours of each digit
     bits           (axis of the plan's digits, bit) of each bit of a row and of a column, low first
     """
 
-    pitch: int
     height: int
+    width: int
+    pitch: int
     rows: int
     columns: int
     strides: dict[str, int]
@@ -73,12 +75,18 @@ def word_box(weight: Weight, plan: TilePlan, digits: Sequence[TileDigit]) -> Wor
         columns = min(columns, RUN)
     of_rows = bits[columns.bit_length() - 1 :]
     itemsize = tensor.dtype.itemsize
-    words = math.prod(size for size in tensor.shape if size is not None)
-    pitch = of_rows[0][0] if of_rows else words
+    radix = weight.format.radix
+    last_word = sum((radix(name) - 1) * stride for name, stride in strides.items())
+    pitch = of_rows[0][0] if of_rows else last_word + 1
     if [stride for stride, _ in of_rows] != [pitch << i for i in range(len(of_rows))]:
         return None
-    if any(stride > pitch and stride % pitch for stride in strides.values()) or words % pitch:
+    if any(stride > pitch and stride % pitch for stride in strides.values()):
         return None
+    width = 1 + sum((radix(name) - 1) * step for name, step in strides.items() if step < pitch)
+    if width > pitch:  # rows follow one another
+        width = pitch
+        if (last_word + 1) % pitch:
+            return None
     rows = 1 << len(of_rows)
     if pitch * itemsize % ALIGNMENT or columns * itemsize % ALIGNMENT or max(rows, columns) > MOST:
         return None
@@ -95,4 +103,5 @@ def word_box(weight: Weight, plan: TilePlan, digits: Sequence[TileDigit]) -> Wor
     layout = Layout(tuple(b for b in registers if any(b)), lanes, warps, (rows, columns))
     order = tuple(bit for _, bit in bits)
     order = (*order[columns.bit_length() - 1 :], *order[: columns.bit_length() - 1])
-    return WordBox(pitch, words // pitch, rows, columns, strides, order, layout)
+    height = last_word // pitch + 1
+    return WordBox(height, width, pitch, rows, columns, strides, order, layout)
