@@ -440,6 +440,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_reads_every_range_from_the_cache(tmp_path, interpreter_forks):
     program = Program(PROGRAM, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
     cold, warm = (json.loads(interpreter_forks.run(program)[0]) for _ in range(2))

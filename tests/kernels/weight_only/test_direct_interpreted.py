@@ -33,14 +33,14 @@ def generate_direct(fn, make, config):
         # groups of 32: two scales of 16 bits in a tile
         (Case("gptq", 7, 64, 128, f16, bias=True), "8x32x64_w2_s1_g8"),
         (Case("gptq", 16, 64, 256, bf16), "16x32x256_w2_s1_g8"),  # scales of another dtype
-        (Case("awq", 20, 96, 256, f16, column_scale="channel"), "32x64x128_w2_s1_g8_k2"),  # 96 of N
+        (Case("awq", 13, 96, 256, f16, column_scale="channel"), "16x64x128_w2_s1_g8_k2"),  # 96 of N
         (Case("nibble_pairs", 8, 128, 256, bias=True), "8x32x128_w1_s1_g8"),
         (Case("hqq", 3, 128, 128), "8x32x128_w2_s1_g8"),
         (Case("int8_group", 5, 64, 256), "8x32x64_w1_s1_g8_k2"),
         (Case("hqq", 9, 64, 128), "16x32x128_w2_s1_g8"),
         (Case("int8_zero_channel", 8, 64, 128), "8x32x64_w1_s1_g8"),
         (Case("int8_folded", 8, 64, 128, f16), "8x16x128_w1_s1_g8"),
-        (Case("nf4", 20, 64, 128), "32x32x128_w2_s1_g8"),
+        (Case("nf4", 16, 64, 128), "16x32x128_w2_s1_g8"),
         # 5 slices of K for 2 warps of 2 CTAs: some have none
         (Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),
         (Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),

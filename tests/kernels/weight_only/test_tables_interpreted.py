@@ -86,8 +86,8 @@ def test_the_product_is_close_to_fp64(name, arch):
         generated = generate(fn, make, arch=arch)
     assert [match.family for match in report.matches] == ["weight_only"]
     [kernel] = report.kernels
-    is_table = arch == 90 and name != "shards"
-    assert kernel.chosen.startswith("weight_only_mm_sm90 " if is_table else "weight_only_mm ")
+    kind = "mm" if name == "shards" else "direct"
+    assert kernel.chosen.startswith(f"weight_only_{kind} ")
     got = simulate.interpret(generated, (x, *weight))
     want = x.double() @ fn(eye, *weight).double()
     error = (got.double() - want).abs().max() / want.square().mean().sqrt()
