@@ -205,6 +205,7 @@ def test_while_a_range_is_compiled_in_the_background_the_first_kernels_serve():
         assert rows(run[16]) == []
 
 
+@pytest.mark.slow
 def test_batch_and_length_are_dynamic():
     with session() as run:
         found = [rows(run[sizes]) for sizes in ((2, 20), (2, 22), (4, 100), (7, 1))]
@@ -240,6 +241,7 @@ def test_gemms_with_other_rows_stay_in_their_own_range():
     assert {k.sizes[0] for k in report.kernels} == {2, 44}
 
 
+@pytest.mark.slow
 def test_no_rows_and_rows_that_are_known_at_run_time_only():
     with session() as run:
         assert rows(run[16]) == ["9..16"]
@@ -339,6 +341,7 @@ def test_two_threads_meet_a_range_at_once():
     assert rows(report).count("91..128") == 1
 
 
+@pytest.mark.slow
 def test_what_the_caller_has_set_does_not_reach_the_compilation():
     with session() as run:
         run[16]

