@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 
 from inductor_quant.kernels.codegen.digits import TABLE, is_in_place
+from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits, tile_plan
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import Weight
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 
@@ -52,8 +55,20 @@ def plan_of(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePla
     )
 
 
-def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...] = ()) -> Rejection | None:
-    """Rejects formats without statements. ``float8``: types that the kernel converts."""
+def operand_rejection(
+    spec: QuantGemmSpec, problem: Problem, device: Device, float8: tuple[torch.dtype, ...] = ()
+) -> Rejection | None:
+    """Rejects all but 16-bit x with aligned rows and formats that there are statements for.
+    ``float8``: types that the kernel converts."""
+    refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
+    if refused is not None:
+        return refused
+    if spec.a.dtype not in BASES:
+        return no_kernel(f"x of {spec} does not have 16 bits")
+    return _format_rejection(rules.weight_of(problem), float8)
+
+
+def _format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejection | None:
     format = weight.format
     if set(format.digits("k") + format.digits("n")) - format.code.digits:
         return no_kernel("quantized values are repeated")

@@ -17,13 +17,12 @@ import math
 import torch
 
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, n_order, plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import n_order, operand_rejection, plan_of
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -54,15 +53,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
-        refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
-        if refused is not None:
-            return refused
-        if spec.a.dtype not in BASES:
-            return no_kernel(f"x of {spec} does not have 16 bits")
-        weight = rules.weight_of(problem)
-        if _is_for_bytes(spec, weight):
+        refused = operand_rejection(spec, problem, device, FLOAT8)
+        if refused is None and _is_for_bytes(spec, rules.weight_of(problem)):
             return no_kernel("weight_only_bytes is faster")
-        return format_rejection(weight, FLOAT8)
+        return refused
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
         plan = plan_of(rules.weight_of(problem), config, own=True)

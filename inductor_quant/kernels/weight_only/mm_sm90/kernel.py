@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
@@ -22,8 +21,8 @@ from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, 
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
-    format_rejection,
     n_order,
+    operand_rejection,
     plan_of,
     varying,
 )
@@ -38,8 +37,9 @@ MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
 BARRIERS = 1024  # bytes of shared memory beside the stages
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
-# (block_m, block_n, block_k, warps, stages); measured cycles of a K iteration of a CTA alone on its
-# SM, and of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32.
+# (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
+# of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
+# says what was measured.
 _BLOCKS = (
     ((32, 64, 64, 4, 8), (314, 492), (440, 750)),
     ((32, 64, 128, 4, 4), (578, 824), (760, 1250)),
@@ -54,7 +54,7 @@ _BLOCKS = (
     ((256, 128, 64, 8, 4), (1300, 0), (1550, 0)),
 )
 MAX_VARYING = 4096  # values of a tile if each has a scale of its own
-TABLE = 1.15  # times as many cycles if values are looked up
+LOOKED_UP = 1.15  # times as many cycles if values come from a table
 SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
@@ -81,19 +81,16 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
-        if refused is not None:
-            return refused
-        if spec.a.dtype not in BASES:
-            return no_kernel(f"x of {spec} does not have 16 bits")
         if problem.m <= DECODE_M and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {DECODE_M}")
         if not problem.has_weight_descriptors:
             return no_kernel("x or the packed weights have no TMA descriptor")
-        weight = rules.weight_of(problem)
-        if varying(weight.format) and problem.m > MEDIUM_M // 2:
+        refused = operand_rejection(spec, problem, device)
+        if refused is not None:
+            return refused
+        if varying(rules.weight_of(problem).format) and problem.m > COMPETING_M:
             return no_kernel("a scale for each weight of a tile is loaded")
-        return format_rejection(weight)
+        return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
         found = boxed(rules.weight_of(problem), config)
@@ -136,7 +133,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        found: list[tuple[float, GemmConfig]] = []
+        legal: list[tuple[GemmConfig, list[tuple[int, int]]]] = []
         is_varying = bool(varying(rules.weight_of(problem).format))
         for block, *cycles in _BLOCKS:
             for split in SPLITS:
@@ -148,14 +145,14 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
                 if is_varying and config.block_n * config.block_k > MAX_VARYING:
                     continue
                 if self.config_rejection(spec, problem, config, device) is None:
-                    each = cycles[0 if self._is_16_bit(spec, problem, config) else 1]
-                    found.append((_cost(problem, config, each, device), config))
-        found.sort(key=lambda item: item[0])
+                    legal.append((config, cycles))
+        if not legal:
+            return []
+        kind = 0 if self.codegen(spec, problem, legal[0][0]).is_in_16_bits() else 1
+        costs = {config: _cost(problem, config, each[kind], device) for config, each in legal}
         most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
-        return split_k.same_split([config for cost, config in found if cost < most])
-
-    def _is_16_bit(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> bool:
-        return self.codegen(spec, problem, config).is_in_16_bits()
+        order = sorted(costs, key=costs.__getitem__)
+        return split_k.same_split([config for config in order if costs[config] < most])
 
 
 def _ctas_per_sm(config: GemmConfig) -> int:
@@ -169,7 +166,7 @@ def _cost(problem: Problem, config: GemmConfig, cycles: tuple[int, int], device:
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n) * split
     partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
     k_iters = problem.k // (split * config.block_k)
-    factor = TABLE if format.element != format.code else 1
+    factor = LOOKED_UP if format.element != format.code else 1
     alone, paired = (k_iters * each * factor + TILE_CYCLES for each in cycles)
     pairs, rest = divmod(math.ceil(tiles / device.num_sms), _ctas_per_sm(config))
     loop = pairs * (paired if _ctas_per_sm(config) > 1 else alone) + rest * alone
@@ -179,13 +176,9 @@ def _cost(problem: Problem, config: GemmConfig, cycles: tuple[int, int], device:
 def _cost_of_library(problem: Problem) -> float:
     """Cycles of W written once and a product of the library."""
     size = problem.n * problem.k
-    packed = _packed_bits(problem) / 8
+    packed = (rules.weight_of(problem).format.code.width or 8) / 8
     written = size * (packed + 2) / BYTES_PER_CYCLE + LAUNCH_CYCLES
     return written + max(size * 2 / BYTES_PER_CYCLE, size * problem.m / MADS_PER_CYCLE)
-
-
-def _packed_bits(problem: Problem) -> int:
-    return rules.weight_of(problem).format.code.width or 8
 
 
 def boxed(weight: Weight, config: GemmConfig) -> tuple[TilePlan, WordBox] | None:

@@ -1,4 +1,4 @@
-"""``weight_only_mm_sm90`` on a GPU, in every configuration."""
+"""``weight_only_direct`` and ``weight_only_mm_sm90`` on a GPU, in every configuration."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import weight_only
 from inductor_quant.report.events import collect
@@ -17,7 +19,10 @@ from tests.support.gemms.weight_only import Case, assert_right, described, gemm,
 pytestmark = pytest.mark.gpu
 
 bf16, f16 = torch.bfloat16, torch.float16
-NAME = WEIGHT_ONLY_MM_SM90.name
+
+
+def kernel_of(case):
+    return WEIGHT_ONLY_DIRECT if case.m <= DECODE_M else WEIGHT_ONLY_MM_SM90
 
 
 @pytest.fixture(autouse=True)
@@ -25,60 +30,65 @@ def no_caches(monkeypatch):
     monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
 
 
-def run(case, inputs, *configs):
+def run(case, inputs, config):
     torch._dynamo.reset()
-    options = {"inductor_quant.on_error": "raise", "inductor_quant.configs": configs}
+    pinned = (f"{kernel_of(case).name} {config}",)
+    options = {"inductor_quant.on_error": "raise", "inductor_quant.configs": pinned}
     with collect() as report:
         compiled = torch.compile(
             gemm(case), backend="inductor_quant", dynamic=False, options=options
         )
         got = compiled(*inputs)
-    assert report.kernels[-1].chosen.startswith(NAME)
+    assert report.kernels[-1].chosen.startswith(kernel_of(case).name)
     return got
 
 
 def configs_of(case):
     spec, problem = described(case)
     problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
-    return WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
+    found = kernel_of(case).configs(spec, problem, device(90))
+    assert found
+    return found
 
 
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [
-        *(("awq", m, f16) for m in (17, 40, 100, 300)),
-        *(("hqq", m, bf16) for m in (20, 64, 200)),
-        *(("int8_group", m, bf16) for m in (17, 128)),
-        *(("nf4", m, f16) for m in (33, 70)),
+        *(("awq", m, f16) for m in (1, 9, 17, 40, 100, 250)),
+        *(("hqq", m, bf16) for m in (1, 16, 20, 64, 200)),
+        *(("int8_group", m, bf16) for m in (3, 16, 17, 128)),
+        *(("nf4", m, f16) for m in (2, 12, 33, 70)),
         ("int8_channel", 50, bf16),
-        ("int8_zero_channel", 70, f16),
-        ("uint2", 30, bf16),
+        ("int8_folded", 5, bf16),
+        *(("int8_zero_channel", m, f16) for m in (7, 70)),
+        *(("uint2", m, bf16) for m in (8, 30)),
     ],
 )
 def test_every_configuration_is_close_to_fp64(name, m, dtype, group, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
     torch.manual_seed(0)
-    case = Case(name, m, 2048, 4096, dtype, bias=True, column_scale="channel")
+    n = 14336 if m > MEDIUM_M // 2 else 2048  # above, W written once is the alternative
+    case = Case(name, m, n, 4096, dtype, bias=True, column_scale="channel")
     inputs = make_inputs(case, "cuda")
     for config in configs_of(case):
-        assert_right(run(case, inputs, f"{NAME} {config}"), case, inputs)
+        assert_right(run(case, inputs, config), case, inputs)
 
 
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4"])
 @pytest.mark.parametrize("dtype", [bf16, f16])
-def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, monkeypatch):
+@pytest.mark.parametrize("m", [16, 64])
+def test_one_hot_rows_give_the_weight_bit_for_bit(m, name, dtype, monkeypatch):
     """Groups of 32, which no other kernel prefers; scales of x's dtype and of another one."""
     monkeypatch.setattr(formats, "GROUP", 32)
-    m = 64
     case = Case(name, m, 512, 1024, dtype)
     _, _, _, *weight = make_inputs(case, "cuda")
     want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     rows = torch.zeros(m, 1024, dtype=dtype, device="cuda")
-    at = 11 * torch.arange(m, device="cuda")
+    at = 1024 // m * torch.arange(m, device="cuda")
     rows[torch.arange(m), at] = 1
     for config in configs_of(case):
-        got = run(case, (rows, None, None, *weight), f"{NAME} {config}")
+        got = run(case, (rows, None, None, *weight), config)
         assert torch.equal(got, want[at]), config
 
 

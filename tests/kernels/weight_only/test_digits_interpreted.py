@@ -1,0 +1,117 @@
+"""Numerics of ``weight_only_direct`` and ``weight_only_mm_sm90`` in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.ops import weight_only
+from tests.support.gemms import formats
+from tests.support.gemms.generated import generate
+from tests.support.gemms.weight_only import Case, assert_close, gemm, make_inputs, reference
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+
+bf16, f16 = torch.bfloat16, torch.float16
+DIRECT, MM = "weight_only_direct", "weight_only_mm_sm90"
+NAMES = ("gptq", "awq", "nibble_pairs", "int8_group", "nf4")
+
+
+def generated_by(kernel, fn, make, config):
+    generated = generate(fn, make, f"{kernel} {config}")
+    [chosen, *_] = [choices[0].name for choices in generated.choices]
+    assert f"inductor_quant_{kernel}_" in chosen
+    return generated
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case", "config"),
+    [
+        # groups of 32: two scales of 16 bits in a tile
+        (DIRECT, Case("gptq", 7, 64, 128, f16, bias=True), "8x32x64_w2_s1_g8"),
+        (DIRECT, Case("gptq", 16, 64, 256, bf16), "16x32x256_w2_s1_g8"),  # scales of another dtype
+        (DIRECT, Case("awq", 13, 96, 256, f16, column_scale="channel"), "16x64x128_w2_s1_g8_k2"),
+        (DIRECT, Case("nibble_pairs", 8, 128, 256, bias=True), "8x32x128_w1_s1_g8"),
+        (DIRECT, Case("hqq", 3, 128, 128), "8x32x128_w2_s1_g8"),
+        (DIRECT, Case("int8_group", 5, 64, 256), "8x32x64_w1_s1_g8_k2"),
+        (DIRECT, Case("hqq", 9, 64, 128), "16x32x128_w2_s1_g8"),
+        (DIRECT, Case("int8_zero_channel", 8, 64, 128), "8x32x64_w1_s1_g8"),
+        (DIRECT, Case("int8_folded", 8, 64, 128, f16), "8x16x128_w1_s1_g8"),
+        (DIRECT, Case("nf4", 16, 64, 128), "16x32x128_w2_s1_g8"),
+        # 5 slices of K for 2 warps of 2 CTAs: some have none
+        (DIRECT, Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),
+        (DIRECT, Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),
+        (DIRECT, Case("uint2", 2, 128, 128), "8x128x64_w4_s1_g8"),
+        (MM, Case("gptq", 17, 64, 256, f16, bias=True), "32x64x64_w4_s4_g8"),
+        (MM, Case("gptq", 20, 64, 256, bf16), "32x64x64_w4_s4_g8_k2"),  # scales of another dtype
+        (
+            MM,
+            Case("awq", 70, 96, 256, f16, column_scale="channel"),
+            "64x64x64_w4_s4_g8_k2",
+        ),  # 96 of N
+        (MM, Case("nibble_pairs", 20, 128, 256, bias=True), "32x128x64_w8_s4_g8"),
+        (MM, Case("hqq", 30, 128, 256), "32x64x64_w4_s4_g8"),
+        (MM, Case("int8_group", 25, 64, 256), "32x64x64_w4_s3_g8"),
+        (MM, Case("int8_zero_channel", 33, 64, 128), "64x64x64_w4_s4_g8"),
+        (MM, Case("int8_channel", 50, 64, 128, f16), "64x64x64_w4_s4_g8"),
+        (MM, Case("nf4", 20, 64, 128), "32x64x64_w4_s4_g8"),
+    ],
+    ids=str,
+)
+def test_results_are_close_to_fp64(kernel, case, config):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "config", "dtypes"),
+    [
+        (DIRECT, "16x64x64_w1_s1_g8", (bf16, f16, f16, bf16, f16)),
+        (MM, "32x64x64_w4_s4_g8", (f16, bf16, bf16, f16, bf16)),
+    ],
+    ids=[DIRECT, MM],
+)
+@pytest.mark.parametrize("which", range(len(NAMES)), ids=NAMES)
+def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which, monkeypatch):
+    """All codes, in 16 bits (scales of x's dtype) and in fp32."""
+    name, dtype, m = NAMES[which], dtypes[which], int(config.partition("x")[0])
+    monkeypatch.setattr(formats, "f16", dtype)
+    torch.manual_seed(0)
+    case = Case(name, m, 64, 128, dtype)
+    _, _, _, *weight = make_inputs(case, "cpu")
+    text = case.packed.format.encode()
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
+
+    def fn(x, *weight):
+        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=dtype)
+
+    def make(device):
+        x, _, _, *weight = make_inputs(case, device)
+        return x, *weight
+
+    generated = generated_by(kernel, fn, make, config)
+    for rows in torch.eye(128).to(dtype).split(m):
+        assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
+
+
+def test_words_sliced_from_a_wider_tensor():
+    """As of q, k and v: the rows of the matrix are further apart than they are long."""
+    case = Case("gptq", 20, 64, 256, f16)
+
+    def make(device):
+        torch.manual_seed(0)
+        x, scale, bias, bits, *rest = make_inputs(case, device)
+        wide = torch.ones(bits.shape[0], 3 * 64, dtype=bits.dtype, device=device)
+        wide[:, 64:128] = bits
+        return x, scale, bias, wide[:, 64:128], *rest
+
+    inputs = make("cpu")
+    generated = generated_by(MM, gemm(case), make, "32x64x64_w4_s4_g8")
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
