@@ -50,8 +50,7 @@ class Options:
     row_buckets       with a symbolic M, compile the graph for each range of M that a call meets:
                       True: the ranges in which a choice differs (``spec/row_ranges.py``); the
                       largest M of each, such as (1, 16, 128, 1024), beyond which is one more;
-                      False: the kernels of the first call's size serve all. Not timed on a GPU
-                      yet, hence not the default
+                      False: the kernels of the first call's size serve all
     compile_buckets   when: "met": in the first call of a range; "ahead": all ranges in the first
                       call; "background": in a thread, while the kernels of the first call's size
                       serve
@@ -74,7 +73,7 @@ class Options:
     verify: bool = False
     horizontal_fusion: bool = True
     fuse_quantization: bool = True
-    row_buckets: bool | tuple[int, ...] = False
+    row_buckets: bool | tuple[int, ...] = True
     compile_buckets: Literal["met", "ahead", "background"] = "met"
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 

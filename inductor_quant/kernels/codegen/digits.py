@@ -19,7 +19,12 @@ from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.tile_digits import PAIR, WARP, TileDigit, TilePlan, tile_digits
-from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, dequantize_pair
+from inductor_quant.kernels.codegen.unpack_ptx import (
+    MASK_AND_FLIP,
+    PLACES,
+    dequantize_pair,
+    float8_pair,
+)
 from inductor_quant.kernels.codegen.words import BYTES, WordView
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
@@ -117,6 +122,8 @@ class Uses(DigitStatements):
         element = self.format.element
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
+        if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
+            return f"({self.float8()}).to({self.codegen.x_type})"
         narrow = self.in_16_bits()
         return narrow or f"({self.in_fp32().code}).to({self.codegen.x_type})"
 
@@ -169,6 +176,21 @@ class Uses(DigitStatements):
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 
+    def float8(self) -> str:
+        """Two values at once, as fp16."""
+        field = self.format.element
+        assembly, digit = float8_pair(field.float8)
+        first, second = (f"(({self.offset_of_half(half)}) >> 3)" for half in "01")
+        apart = 8 if digit else 4  # digits of the selector that the two bytes go to
+        selector = f"({first} << {4 * digit}) | ({second} + 4 << {4 * digit + apart})"
+        arguments = [
+            f"{self.read(field)[0]}.to(gl.int32)",
+            f"{selector} + d_{PAIR.name} * 0",
+        ]
+        arguments = [self.assign("a", code) for code in arguments]
+        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, torch.float16)
+        return "pairs"
+
     def offset_of_half(self, half: str) -> str:
         """The bit offset of one value of each pair."""
         digits = self.codegen.digits("d_", "n", half)
@@ -180,6 +202,8 @@ class Uses(DigitStatements):
     def in_fp32(self) -> Value:
         """W in fp32, to be rounded."""
         format, ops = self.format, self.codegen.loop_ops
+        if format.element.float8 and self.codegen.is_paired:
+            return self.apply(Value(self.float8(), 1, 1, is_float=True), ops)
         if not is_in_place(format.element):
             return self.apply(self.to_float(self.field(format.element)), ops)
         # A field under an exponent is ``2**(23 - at) + field``, times ``2**at``. One multiply-add
@@ -217,9 +241,12 @@ def power(exponent: str) -> str:
     return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
 
 
-def is_in_place(field: Field, part: int = 16) -> bool:
-    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift."""
-    if not 0 < field.width <= 8 or field.float8 or field.wrap or field.size or field.offset.is_data:
+def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
+    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift.
+    ``is_float``: of a field that is a float of eight bits too."""
+    if not 0 < field.width <= 8 or field.wrap or field.size or field.offset.is_data:
+        return False
+    if field.float8 and not is_float:
         return False
     tables = {value for _, table in field.offset.tables for value in table}
     coefs = {coef for _, coef in field.offset.linear}

@@ -216,6 +216,19 @@ def dequantize_pair(dtype: torch.dtype) -> Assembly:
     return _assembly(lines, "t, none", 12, pack=2)
 
 
+def float8_pair(kind: str) -> tuple[Assembly, int]:
+    """fp16 of two floats in bytes of one word or two, exactly ("e4m3", "e5m2"). Arguments: the
+    words, and the selector of the bytes for ``prmt``, twice: it brings them to where the second
+    result says, the number of its digit for the first byte; that of the other is as far up.
+
+    e5m2 is the upper byte of fp16; for e4m3 there is an instruction from sm_89 on."""
+    lines = ["prmt.b32 t, $1, $2, $3;"]
+    if kind == "e5m2":
+        return _assembly([*lines, "and.b32 $0, t, 0xff00ff00;"], "t", 4, pack=2), 1
+    lines += [".reg .b16 h;", "cvt.u16.u32 h, t;", "cvt.rn.f16x2.e4m3x2 $0, h;"]
+    return _assembly(lines, "t", 4, pack=2), 0
+
+
 @dataclasses.dataclass(frozen=True)
 class ByteConversion:
     """Converts four uint8 at a time; each output is ``(value + bias) / factor``."""

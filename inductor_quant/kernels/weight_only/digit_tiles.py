@@ -49,7 +49,7 @@ def plan_of(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePla
         tables = {name for index in field.index for name, _ in index.tables}
         if (field.offset.digits | tables) & outer:
             return None
-    is_paired = is_in_place(format.code, 8)
+    is_paired = is_in_place(format.code, 8, is_float=True)
     return tile_plan(
         weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired, own=own
     )
@@ -80,7 +80,9 @@ def _format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Reject
         if sizes != (TABLE,) or len(table.index) != 1 or table.width:
             return no_kernel(f"a table of {sizes}, not of {TABLE} values")
     dtype = weight.tensors[format.code.source].dtype
-    if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) or format.code.float8:
+    code = as_words(weight).weight.format.code
+    is_read = code.float8 and is_in_place(code, 8, is_float=True)
+    if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) and not is_read:
         return no_kernel(f"quantized values in {dtype}")
     if format.code.offset.is_data:
         return no_kernel("the offset of a value in its word is data")

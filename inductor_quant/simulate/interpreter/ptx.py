@@ -1,7 +1,8 @@
 """Inline PTX as in our kernels, run on numpy arrays.
 
 Straight-line code on 32-bit registers: ``prmt``, ``shr``, ``and``, ``xor``, ``lop3``, ``mov``,
-``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, and rounding to a signed byte. Every
+``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, rounding to a signed byte, and pairs of
+e4m3 to fp16. Every
 lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes ``pack`` elements at a time,
 narrow ones packed into a register. Triton leaves open which elements those are; here they are
 neighbours.
@@ -124,10 +125,18 @@ def _round_to_s8(x: Array) -> Array:
     return np.nan_to_num(rounded, nan=0.0).astype(np.int32).view(np.uint32)
 
 
+def _e4m3_pair(pair: Array) -> Array:
+    found = np.ascontiguousarray(pair.astype(np.uint16)).view(np.uint8)
+    halves = decode(found, tl.float8e4nv).astype(np.float16)
+    return halves.view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
+    "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "cvt.rni.sat.s8.f32": _round_to_s8,
+    "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
     "fma.rn.bf16x2": _fma(tl.bfloat16, np.uint16),
     "fma.rn.f16x2": _fma(tl.float16, np.float16),
     "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),

@@ -18,6 +18,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.spec.weight_format import Field
 
 T: Dim = ("t", 4)
+PAIR_OF_M: Dim = ("pair", 2)
 
 
 class MMSm90Codegen(DigitCodegen):
@@ -34,10 +35,15 @@ class MMSm90Codegen(DigitCodegen):
         self.packed_bytes = box.rows * box.columns * self.dtypes[self.format.code.source].itemsize
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
-        m: tuple[Dim, ...] = (("m", self.block_m // 8), T, ("pair", 2))
+        m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
+        # Sums in an order in which each thread has four neighbours, and a warp 128.
+        self.sum_dims = (*self.mma_dims, *m)
+        others = (m[0], *rows[:3:-1], *rows[2::-1], T)
+        self.exchanged_dims = (*others, rows[3], PAIR_OF_M)
         self.layouts |= {
             "STORED": layout((m, self.column_dims), **placed),
+            "EXCHANGED": layout((self.exchanged_dims,), **placed),
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
             "W_MMA": "gl.DotOperandLayout(0, MMA, 2)",
@@ -100,6 +106,18 @@ class MMSm90Codegen(DigitCodegen):
         code = self.dialect.reordered(out.dequantized(), dims, target, "[BLOCK_N, BLOCK_K]")
         operand = f"w = gl.convert_layout({code}, W_MMA, assert_trivial=True)"
         return "\n".join([*out.lines, operand])
+
+    def exchanged(self, sums: str) -> str:
+        """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""
+        return self.dialect.reordered(
+            sums, self.sum_dims, self.exchanged_dims, "[BLOCK_N * BLOCK_M]"
+        )
+
+    def received(self, sums: str) -> str:
+        """The inverse of ``exchanged``."""
+        return self.dialect.reordered(
+            sums, self.exchanged_dims, self.sum_dims, "[BLOCK_N, BLOCK_M]"
+        )
 
     def is_in_16_bits(self) -> bool:
         """Whether W is dequantized in 16 bits: about half as many instructions."""
