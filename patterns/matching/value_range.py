@@ -7,6 +7,7 @@ Fake quantization has no integer dtype; only this analysis finds it: ``round`` o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -59,8 +60,17 @@ class ValueRange:
         if dtype not in (*FLOATS, *FLOAT8):
             return ValueRange()
         # Rounding is monotonic, and a rounded integer is an integer (or infinite).
-        low, high = (torch.tensor(end, dtype=dtype).item() for end in (self.low, self.high))
-        return ValueRange(low, high, self.is_integer)
+        return ValueRange(_rounded(self.low, dtype), _rounded(self.high, dtype), self.is_integer)
+
+
+def _rounded(end: float, dtype: torch.dtype) -> float:
+    """``end`` in a float ``dtype``. (0 keeps its sign.)"""
+    return float(end) if end == 0 or math.isinf(end) else _rounded_by_torch(end, dtype)
+
+
+@functools.lru_cache(maxsize=1024)  # while a graph is compiled, a tensor is made in milliseconds
+def _rounded_by_torch(end: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(end, dtype=dtype).item())
 
 
 def value_range(node: Any) -> ValueRange:

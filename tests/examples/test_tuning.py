@@ -23,6 +23,7 @@ from inductor_quant.kernels.tuning.cost_model import MeasuredConfig
 from inductor_quant.ops import w8a8
 from tests.examples.sweep_worker import FAST
 from tests.support.benchmarks import run_main
+from tests.support.sampling import sampled
 
 # ------------------------------------------------------------------------------------------
 # the table of a kernel
@@ -254,7 +255,7 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("family", "m"), [("weight_only", 16), ("fp8_block", 64)])
+@pytest.mark.parametrize(("family", "m"), sampled([("weight_only", 16), ("fp8_block", 64)]))
 def test_a_swept_configuration_is_legal_and_compiles(family, m):
     worker, case = Worker("virtual"), (family, m, 4096, 4096)
     with watched() as seen:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from inductor_quant.options import Options
 from tests.support.graphs.post_grad import printed, rewrite_graph
 from tests.support.producers.registry import PRODUCERS, capture, need
+from tests.support.sampling import sampled
 
 # The products of a layer of Llama 3 8B, (K, N), at a quarter of their sizes.
 PRODUCTS = (
@@ -88,7 +89,7 @@ def rewriting(module: fx.GraphModule) -> float:
     return timed(lambda: rewrite_graph(module.graph, Options(on_error="raise")))
 
 
-@pytest.mark.parametrize("name", ["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"])
+@pytest.mark.parametrize("name", sampled(["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"]))
 def test_a_llama_of_32_layers_is_recognized_in_seconds(name: str) -> None:
     need(PRODUCERS[name])
     dtype = PRODUCERS[name].dtypes[0]

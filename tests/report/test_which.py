@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -158,15 +157,11 @@ def test_sizes_that_a_format_cannot_have_are_refused(family):
         which.which(family, Gemm(1, 512, 200), format=format)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inductor_quant", "which", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_the_command_prints_kernel_rejections_and_files():
-    done = run("weight_only", *"--m 24 --n 4096 --k 4096 --arch 80".split())  # noqa: SIM905
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_command_prints_kernel_rejections_and_files(forks):
+    gemm = "weight_only --m 24 --n 4096 --k 4096 --arch 80".split()  # noqa: SIM905
+    status, printed = forks.python("inductor_quant", "which", *gemm)
+    assert status == 0
+    lines = printed.splitlines()
     assert lines[0].startswith("gemm      (a=bf16, b=u4/128x1:bf16 zero=packed, out=bf16) on sm_80")
     assert "not       weight_only_small_m_sm90  " in lines[1]
     [kernel, module, template] = lines[-3:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms import fp8 as eight
 from tests.support.gemms import w8a8 as integers
 from tests.support.gemms.generated import generate
+from tests.support.sampling import sampled
 
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=8, n=6144, k=4096, has_aligned_rows=True)
@@ -94,8 +96,9 @@ CASES = {
 
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.compiles
-@pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize("config", decode.CONFIGS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("family", "config"), sampled(itertools.product(CASES, decode.CONFIGS[:3])), ids=str
+)
 def test_loads_go_to_the_lane_that_multiplies(family, config):
     case, support, instruction = CASES[family]
     with collect() as report:

@@ -17,6 +17,7 @@ from inductor_quant.report.events import collect
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms.generated import generate
 from tests.support.gemms.quantizing import ROUNDED, Case
+from tests.support.sampling import sampled
 
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=1, n=4096, k=4096, has_aligned_rows=True, quantized_bytes=2)
@@ -81,14 +82,16 @@ def test_statements_round_as_the_steps_do(scale_ops, want):
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("case", "registers"),
-    [
-        (Case(1, 6144, 4096, scale_ops=ROUNDED), 80),
-        (Case(2, 6144, 4096), 80),
-        (Case(1, 4096, 14336), 128),
-        (Case(2, 8192, 8192), 128),
-        (Case(4, 4096, 4096), 128),
-        (Case(1, 8192, 8192, dtype=torch.float32), 128),
-    ],
+    sampled(
+        [
+            (Case(1, 6144, 4096, scale_ops=ROUNDED), 80),
+            (Case(2, 6144, 4096), 80),
+            (Case(1, 8192, 8192, dtype=torch.float32), 128),
+            (Case(2, 8192, 8192), 128),
+            (Case(4, 4096, 4096), 128),
+            (Case(1, 4096, 14336), 128),
+        ]
+    ),
     ids=str,
 )
 def test_nothing_spills(case, registers):

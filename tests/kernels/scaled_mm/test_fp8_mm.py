@@ -19,6 +19,7 @@ from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms.fp8 import Case, e5m2, e8m0, gemm, make_inputs
 from tests.support.gemms.generated import generate
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.compiles
 
@@ -61,7 +62,7 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "arch"), COMPILED, ids=str)
+@pytest.mark.parametrize(("case", "arch"), sampled(COMPILED), ids=str)
 def test_the_matrix_unit_multiplies_and_nothing_spills(case, arch):
     """sm_80 has no FP8: operands are decoded to bf16."""
     generated, kernel = chosen(gemm(case), lambda device: make_inputs(case, device), arch)
