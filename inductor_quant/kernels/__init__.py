@@ -3,6 +3,7 @@
 This package knows nothing of producers or FX graphs. ``README.md`` has the dispatch table.
 """
 
+from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
@@ -65,6 +66,8 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_BLOCK_PERSISTENT,
     FP8_BLOCK_MM,
+    BLOCK_SPARSE_MM_TMA,
+    BLOCK_SPARSE_MM,
 )
 
 __all__ = ["KERNELS", "Kernel"]

@@ -107,7 +107,7 @@ class Row:
         m, n, k = decision.m, decision.n, decision.k
         if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
             row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k)
-            row["operations"] = roofline.gemm_operations(m, n, k)
+            row["operations"] = roofline.gemm_operations(decision.spec, m, n, k)
         return row
 
 

@@ -13,7 +13,7 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
-from inductor_quant.ops import fp8, w8a8, weight_only
+from inductor_quant.ops import block_sparse, fp8, w8a8, weight_only
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
@@ -279,8 +279,36 @@ def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     )
 
 
+# Shapes of blocks (n, k), of which SHARE are stored.
+SHARE = 0.2
+BLOCKS = {f"block_{size}": (size, size) for size in (32, 16, 64, 128)}
+
+
+def sparse(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The GEMM of a format of BLOCKS."""
+    block = BLOCKS[name]
+    if gemm.n % block[0] or gemm.k % block[1]:
+        raise SpecError(f"{name}: K or N is no multiple of {block[0]}")
+    count = round(SHARE * (gemm.n // block[0]) * (gemm.k // block[1]))
+    spec = block_sparse.make_spec(gemm.dtype, block, count, bias=gemm.bias)
+    problem = gemm.problem(gemm.dtype.itemsize)
+    return spec, dataclasses.replace(problem, has_weight_descriptors=True)
+
+
+def build(family: str, name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The GEMM of a format of any family."""
+    if family == "weight_only":
+        return packed(name, gemm)
+    return sparse(name, gemm) if family == "block_sparse" else scaled(family, name, gemm)
+
+
 def names(family: str) -> dict[str, str]:
     """Format -> its line, the default first."""
+    if family == "block_sparse":
+        return {
+            name: f"fp16 or bf16, {1 - SHARE:.0%} of the blocks of {n}x{k} are zero"
+            for name, (n, k) in BLOCKS.items()
+        }
     if family == "weight_only":
         items = WEIGHT_ONLY.items()
         return {name: getattr(build, "line", build.__doc__ or "") for name, build in items}

@@ -21,7 +21,7 @@ from inductor_quant.report.events import PackedWeight
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec
 from inductor_quant.spec.weight_format import WeightFormat
 
-TIMED_FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
+TIMED_FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block", "block_sparse")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROUNDS = 9
 MAX_COPIES = 32
@@ -43,9 +43,10 @@ class Timing:
 def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
     """Least bytes to move: operands and scales read once, the result written once.
 
-    Leaves out zero points, bias and scales of act-order groups.
+    Leaves out zero points, bias, scales of act-order groups and the places of blocks.
     """
-    total = (m * k * spec.a.element_bits + k * n * spec.b.element_bits + 7) // 8
+    stored = _stored(spec, n, k)
+    total = (m * k * spec.a.element_bits + stored * spec.b.element_bits + 7) // 8
     total += m * n * spec.out_dtype.itemsize
     for operand, shape in ((spec.a, (m, k)), (spec.b, (k, n))):
         if operand.scale is not None and GATHERED not in operand.scale.block:
@@ -55,9 +56,15 @@ def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
     return total
 
 
-def gemm_operations(m: int, n: int, k: int) -> int:
+def gemm_operations(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
     """Multiplications and additions."""
-    return 2 * m * n * k
+    return 2 * m * _stored(spec, n, k)
+
+
+def _stored(spec: QuantGemmSpec, n: int, k: int) -> int:
+    """The elements of b that are in memory."""
+    blocks = spec.b.blocks
+    return n * k if blocks is None else blocks.count * blocks.n * blocks.k
 
 
 def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) -> float:
@@ -67,7 +74,7 @@ def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) 
     rate = INT8_TOPS.get(10 * major + minor)
     if rate and spec.a.dtype.itemsize > 1:
         rate /= spec.a.dtype.itemsize  # half the rate for 16 bits
-    compute = gemm_operations(m, n, k) / rate / 1e6 if rate else 0.0
+    compute = gemm_operations(spec, m, n, k) / rate / 1e6 if rate else 0.0
     return max(memory, compute)
 
 
@@ -90,12 +97,16 @@ def time_gemm(
 ) -> Timing | None:
     """Times of a GEMM alone, on random operands; None if it is empty, or a weight_only GEMM whose
     ``weight`` is unknown."""
-    is_packed = spec.a.dtype.is_floating_point and not _is_fp8(spec)
+    is_sparse = spec.b.blocks is not None
+    is_packed = spec.a.dtype.is_floating_point and not _is_fp8(spec) and not is_sparse
     if m * n * k == 0 or (is_packed and weight is None):
         return None
     if weight is not None:
         inputs = _packed_inputs(spec, weight, m, device)
         fns = _weight_only(spec, weight[0]), _dequantized(spec, weight[0])
+    elif is_sparse:
+        inputs = _sparse_inputs(spec, m, n, k, device)
+        fns = _block_sparse, _dense
     else:
         inputs = operands(spec, m, n, k, device)
         fns = canonical(spec), plain(spec)
@@ -214,6 +225,35 @@ def _dequantized(spec: QuantGemmSpec, format: WeightFormat) -> Run:
         return _finished(out, bias, spec)
 
     return run
+
+
+def _sparse_inputs(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) -> Inputs:
+    """The arguments of ``block_sparse`` for blocks at random places, and the dense W [N, K]."""
+    blocks = spec.b.blocks
+    assert blocks is not None
+    grid = n // blocks.n, k // blocks.k
+    place = torch.randperm(grid[0] * grid[1], device=device)[: blocks.count].sort().values
+    counts = torch.bincount(place // grid[1], minlength=grid[0])
+    crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    tables = crow, (place % grid[1]).int(), None, counts.argsort(descending=True).int()
+    x = torch.randn(m, k, device=device).to(spec.a.dtype)
+    bias = torch.randn(n, device=device).to(spec.a.dtype) if spec.bias else None
+    shape = blocks.count, blocks.n, blocks.k
+    sets: Inputs = []
+    for _ in range(_copies(device, max(1, math.prod(shape)) * spec.b.dtype.itemsize)):
+        values = torch.randn(shape, device=device).to(spec.b.dtype)
+        sets.append((x, values, *tables, bias, torch.randn(n, k, device=device).to(spec.b.dtype)))
+    return sets
+
+
+def _block_sparse(*arguments: Any) -> torch.Tensor:
+    *given, dense = arguments
+    return torch.ops.inductor_quant.block_sparse(*given, n=len(dense))
+
+
+def _dense(*arguments: Any) -> torch.Tensor:
+    x, *_, bias, dense = arguments
+    return torch.nn.functional.linear(x, dense, bias)
 
 
 def canonical(spec: QuantGemmSpec) -> Run:

@@ -54,10 +54,7 @@ def which(
     that the format cannot have.
     """
     format = format or next(iter(formats.names(family)))
-    packed = (
-        formats.packed if family == "weight_only" else functools.partial(formats.scaled, family)
-    )
-    spec, problem = packed(format, gemm)
+    spec, problem = formats.build(family, format, gemm)
     notes: list[str] = []
 
     def first(family: str, problem: Problem) -> Decision:

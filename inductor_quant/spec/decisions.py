@@ -31,6 +31,7 @@ class RejectionCode(enum.StrEnum):
     OPAQUE = "opaque"
     BIAS = "bias"
     ACTIVATION = "activation"
+    BLOCK_PLACES = "block_places"
     NO_PATTERN = "no_pattern"
     NOT_QUANTIZED = "not_quantized"
     # policy
@@ -64,6 +65,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.OPAQUE: "a custom op of the quantizer, whose meaning is unknown",
     RejectionCode.BIAS: "the addend is not a bias per channel",
     RejectionCode.ACTIVATION: "the activation is not bf16, fp16 or fp32",
+    RejectionCode.BLOCK_PLACES: "tables place parts of the weight, but not provably whole blocks",
     RejectionCode.NO_PATTERN: "the operands are quantized data, but no pattern matches",
     RejectionCode.NOT_QUANTIZED: "neither operand is computed from quantized data",
     RejectionCode.DEVICE: "no kernel for this device; the graph is left unchanged",

@@ -25,6 +25,8 @@ TOPS: dict[str, tuple[int, ...]] = {
     "fp8": (*_DECODE, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
+    # 64: TMA beyond. Then taller tiles.
+    "block_sparse": (*_DECODE, 64, 128, 256, 512, 1024, 2048),
     # 32: one launch for several GEMMs. 128: beyond it the library competes. 192: three tiles of 64
     # rows. Then tiles of 256 rows.
     "weight_only": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),

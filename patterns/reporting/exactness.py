@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from inductor_quant.ops import w8a8, weight_only
+from inductor_quant.ops import block_sparse, w8a8, weight_only
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from inductor_quant.spec.weight_format import WeightFormat
@@ -36,6 +36,8 @@ def classify(found: RecognizedGemm) -> Exactness:
         return _classify_w8a8(found)
     if found.op is weight_only.op:
         return _classify_weight_only(found)
+    if found.op is block_sparse.op:
+        return found.weight_class
     return Exactness.REASSOCIATED
 
 

@@ -32,6 +32,10 @@ _GGML = {
 
 def format_name(found: RecognizedGemm) -> str:
     """The name of the weight's format; "" if it has none."""
+    blocks = found.spec.b.blocks
+    if blocks is not None and isinstance(found.n, int) and isinstance(found.k, int):
+        zeros = 1 - blocks.stored_share(found.n, found.k)
+        return f"bsr {blocks.n}x{blocks.k}, {zeros:.0%} zero"
     text = found.kwargs.get("format")
     if not isinstance(text, str):
         return ""
