@@ -357,6 +357,7 @@ def _is_table(node: fx.Node) -> bool:
                 return False
         elif not _computes_table(item):
             return False
+        is_table |= item.target == torch.ops.prims.iota.default
         inputs = [source for source in item.all_input_nodes if source not in seen]
         seen.update(inputs)
         todo += inputs

@@ -99,7 +99,7 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
     """(spec, problem) of a case."""
     spec = block_sparse.make_spec(case.dtype, case.block, len(case.blocks), bias=case.bias)
-    return spec, Problem(case.m, case.n, case.k)
+    return spec, Problem(case.m, case.n, case.k, has_aligned_rows=True)
 
 
 def dense(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:

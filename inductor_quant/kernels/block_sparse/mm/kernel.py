@@ -100,7 +100,7 @@ class BlockSparseMM(Kernel):
             listed = [GemmConfig(128, wide, 64, 4, 7), GemmConfig(64, wide, 64, 4, 7)]
             is_few = tiles(problem, listed[0]) < 2 * device.num_sms
             listed = [*(listed[::-1] if is_few else listed), GemmConfig(256, wide, 64, 8, 5)]
-        listed.append(GemmConfig(16, 16, 64, 4, 3))
+        listed = list(dict.fromkeys([*listed, GemmConfig(16, 16, 64, 4, 3)]))
         return [c for c in listed if not self.config_rejection(spec, problem, c, device)]
 
 
