@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from inductor_quant.dynamo_ops import PRODUCTS, name_of
@@ -36,7 +37,7 @@ _WRITES = {
 }
 _SELECTS = {
     **dict.fromkeys(("getitem", "masked_fill"), 1),
-    **dict.fromkeys(("index_select", "gather"), 2),
+    "index_select": 2,
     "where": 0,
 }
 _SUMS = frozenset(["index_add", "index_add_", "index_put", "index_put_"])
@@ -47,11 +48,17 @@ _MOVES = _names(
 )
 
 
-def find(graph: fx.Graph, held: Sequence[fx.Node]) -> set[fx.Node]:
+def find(graph: fx.Graph, held: Sequence[fx.Node], weight_side: set[fx.Node]) -> set[fx.Node]:
     """Those of the integer tensors ``held`` whose every use ends in the positions of a weight's
-    blocks: of the weight itself, or of what is gathered for a product and added up after it."""
+    blocks: of the weight itself, or of what is gathered for a product and added up after it.
+
+    ``weight_side``: what is computed from tensors of modules alone.
+    """
     tables = _computed_from(graph, held)
-    return {node for node in held if _places_blocks(node, tables)}
+    has_sum = any(_sums_product(node) for node in graph.nodes)
+    # without a sum, rows of an activation are gathered for another reason
+    gathers = None if has_sum else weight_side | tables
+    return {node for node in held if _places_blocks(node, tables, gathers)}
 
 
 def _computed_from(graph: fx.Graph, held: Iterable[fx.Node]) -> set[fx.Node]:
@@ -67,33 +74,44 @@ def _computed_from(graph: fx.Graph, held: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _places_blocks(table: fx.Node, tables: set[fx.Node]) -> bool:
+def _places_blocks(table: fx.Node, tables: set[fx.Node], gathers: set[fx.Node] | None) -> bool:
+    is_mask = getattr(_example(table), "dtype", None) == torch.bool
     todo, seen = [table], {table}
     is_used = False
     while todo:
         node = todo.pop()
         for user in node.users:
-            if user in tables and name_of(user) not in _FILLS:
+            name = name_of(user)
+            if user in tables and name not in _FILLS:
                 if user not in seen:
                     seen.add(user)
                     todo.append(user)
-            elif _is_position(node, user, tables) and _ends_in_product(user, tables):
-                is_used = True
-            else:
+                continue
+            is_place = is_mask if name == "mul" else _is_position(node, user)
+            is_gather = name in ("getitem", "index_select")
+            if is_gather and gathers is not None:
+                is_place &= user in gathers
+            if not is_place or not _ends_in_product(user, tables):
                 return False
+            is_used = True
     return is_used
 
 
-def _is_position(table: fx.Node, user: fx.Node, tables: set[fx.Node]) -> bool:
+def _is_position(table: fx.Node, user: fx.Node) -> bool:
     """Whether ``table`` says where ``user`` writes or what it selects, and nothing else."""
     name, args = name_of(user), user.args
-    if name == "mul":  # by a mask
-        return len(args) == 2 and len({*args} & tables) == 1
     position = _WRITES.get(name, _SELECTS.get(name))
     if position is None or position >= len(args):
         return False
+    if name in ("getitem", "index_select") and getattr(_example(args[0]), "ndim", 0) < 3:
+        return False  # rows of a matrix, not blocks
     others = [*args[:position], *args[position + 1 :]]
     return _holds(args[position], table) and not any(_holds(item, table) for item in others)
+
+
+def _example(node: Any) -> Any:
+    """The fake tensor that Dynamo has for ``node``; None if there is none."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
 def _holds(argument: Any, node: fx.Node) -> bool:
@@ -104,7 +122,7 @@ def _holds(argument: Any, node: fx.Node) -> bool:
 
 def _ends_in_product(node: fx.Node, tables: set[fx.Node]) -> bool:
     """Whether all that becomes of ``node`` is a factor of matrix products, or it sums up one."""
-    if name_of(node) in _SUMS and _is_moved_product(node.args[-1]):
+    if _sums_product(node):
         return True
     # what is written in place goes on under the name of the whole tensor
     begin = node.args[0] if name_of(node) == "setitem" or name_of(node).endswith("_") else node
@@ -135,7 +153,9 @@ def _is_written_to(user: fx.Node, node: fx.Node, tables: set[fx.Node]) -> bool:
     )
 
 
-def _is_moved_product(node: object) -> bool:
-    while isinstance(node, fx.Node) and name_of(node) in _MOVES:
-        node = node.args[0]
-    return isinstance(node, fx.Node) and name_of(node) in PRODUCTS
+def _sums_product(node: fx.Node) -> bool:
+    """Whether ``node`` adds up the parts of a product at positions."""
+    part = node.args[-1] if name_of(node) in _SUMS and node.args else None
+    while isinstance(part, fx.Node) and name_of(part) in _MOVES:
+        part = part.args[0]
+    return isinstance(part, fx.Node) and name_of(part) in PRODUCTS

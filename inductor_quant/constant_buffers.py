@@ -81,9 +81,8 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuff
     """The constant buffers of a Dynamo graph, which stays as it is."""
     held = list(_tensors_of_modules(gm, example_inputs))
     weight_side = _weight_side(gm.graph, {buffer.node for buffer in held})
-    of_blocks = block_tables.find(
-        gm.graph, [buffer.node for buffer in held if _may_place_blocks(buffer.value)]
-    )
+    tables = [buffer.node for buffer in held if _may_place_blocks(buffer.value)]
+    of_blocks = block_tables.find(gm.graph, tables, weight_side)
     found = [
         buffer
         for buffer in held

@@ -17,13 +17,16 @@ from ..fx_utils import aten
 from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
 from ..matching.block_places import Blocks, read_blocks
 from ..matching.matmul_ops import reject_bias
-from ..matching.operands import reject_mutated, reject_operands
+from ..matching.operands import reject_mutated, reject_operands, transposed
 
 FAMILY = "block_sparse"
+TORCHAO = "blocksparse.addmm.default"
 
 
-def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
-    """``anchor``: ``mm`` or ``addmm``."""
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``anchor``: ``mm``, ``addmm``, or torchao's ``blocksparse.addmm``."""
+    if str(anchor.target) == TORCHAO:
+        return _recognize_op(anchor)
     bias = None
     if anchor.target == aten.addmm.default:
         bias, x, w = fx_utils.arguments(anchor, "self", "mat1", "mat2")
@@ -37,13 +40,51 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection:
     if isinstance(blocks, Rejection):
         return blocks
     rejection = reject_mutated(blocks.nodes) or reject_operands((x, blocks.source, bias), anchor)
+    rejection = rejection or _reject_dtype(x)
     if rejection is not None:
         return rejection
-    dtype = fx_utils.value(x).dtype
-    if dtype not in op.DTYPES:
-        return Rejection(RejectionCode.ACTIVATION, f"it is {dtype}", x.name)
     with compat.real_tensors():
         return _assemble(anchor, x, bias, blocks)
+
+
+def _reject_dtype(x: fx.Node) -> Rejection | None:
+    dtype = fx_utils.value(x).dtype
+    return None if dtype in op.DTYPES else Rejection(RejectionCode.ACTIVATION, f"{dtype}", x.name)
+
+
+def _recognize_op(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``addmm(x [K, M], crow, col, values, N, K, None) -> [N, M]``, and the transposition of the
+    result. That crow and col are those of a BSR matrix is a condition of the op."""
+    given = ("x_padded", "crow_indices", "col_indices", "values", "M", "K", "bias")
+    x, crow, col, values, n, k, bias = fx_utils.arguments(anchor, *given)
+    end = fx_utils.single_user(anchor)
+    is_transposed = end is not None and end.target == aten.permute.default
+    shape = tuple(fx_utils.value(values).shape)
+    is_static = not any(map(fx_utils.is_symbolic, (*shape, n, k)))
+    if not is_transposed or not is_static or len(shape) != 3 or bias is not None:
+        return None
+    assert end is not None
+    rejection = reject_operands((x, crow, col, values), anchor) or _reject_dtype(x)
+    if rejection is not None:
+        return rejection
+    if not {*shape[1:]} <= {*op.BLOCK_SIZES}:
+        detail = f"blocks of {shape[1]} x {shape[2]}"
+        return Rejection(RejectionCode.BLOCK_PLACES, detail, values.name)
+    spec = op.make_spec(fx_utils.value(x).dtype, shape[1:], shape[0], bias=False)
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=spec,
+        anchor=anchor,
+        end=end,
+        interior=(anchor, end),
+        op=op.op,
+        args=(transposed(x), values, crow, col, None, None, None),
+        kwargs={"n": n},
+        m=fx_utils.size_name(fx_utils.value(end).shape[0]),
+        n=n,
+        k=k,
+        weight_class=Exactness.SAME_WEIGHT_ROUNDING,
+    )
 
 
 def _assemble(
@@ -123,6 +164,6 @@ def _table(values: torch.Tensor) -> Constant:
 PATTERN = Pattern(
     name="block_sparse",
     family=FAMILY,
-    anchors=(aten.mm.default, aten.addmm.default),
+    anchors=(aten.mm.default, aten.addmm.default, TORCHAO),
     recognize=recognize,
 )

@@ -42,33 +42,37 @@ def check(case, kernel=None, config=None):
     assert_close(got, reference(case, inputs))
 
 
-@pytest.mark.parametrize("block", [(16, 16), (32, 32), (64, 64), (128, 128), (64, 32), (16, 128)])
-@pytest.mark.parametrize("m", [1, 16, 63, 200, 1000])
-def test_result_is_close_to_fp64(m, block):
-    check(Case(m, 768, 1024, block, 0.8, bias=True, order=True))
+CASES = [
+    *(
+        Case(m, 768, 1024, (m_block, m_block), 0.8, bias=True, order=True)
+        for m, m_block in ((1, 16), (1, 128), (16, 32), (63, 64), (200, 128), (1000, 32))
+    ),
+    Case(1000, 768, 1024, (16, 16), 0.9, f16),
+    Case(300, 768, 1024, (64, 32), 0.8),
+    Case(40, 768, 1024, (16, 128), 0.8, f16),
+    Case(5, 768, 1024, zeros=0.7, values="placed", index_dtype=torch.int64),
+    Case(300, 768, 1024, zeros=0.7, values="placed"),
+    Case(5, 768, 1024, (128, 64), 0.7, values="in_place"),
+    Case(300, 768, 1024, (128, 64), 0.7, values="in_place"),
+    Case(40, 512, 512, layout="columns"),
+    Case(300, 512, 512, layout="every_second"),
+]
 
 
-@pytest.mark.parametrize("values", ["placed", "in_place"])
-@pytest.mark.parametrize("block", [(32, 32), (128, 64)])
-@pytest.mark.parametrize("m", [5, 300])
-def test_blocks_anywhere(m, block, values):
-    check(Case(m, 768, 1024, block, 0.7, f16, values, index_dtype=torch.int64))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result_is_close_to_fp64(case):
+    check(case)
 
 
-@pytest.mark.parametrize("layout", ["columns", "every_second"])
-def test_strides_of_x(layout):
-    check(Case(40, 512, 512, layout=layout))
-
-
-@pytest.mark.parametrize("m", [1, 40, 300, 2000])
+@pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("kernel", [BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA], ids=lambda k: k.name)
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_every_configuration(size, kernel, m):
     """With N so large that TMA is offered."""
-    case = Case(m, 8192, 512, (size, size), 0.8)
+    case = Case(m, 32768 if size == 64 else 2048, 512, (size, size), 0.8)
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
-    if kernel is BLOCK_SPARSE_MM_TMA and kernel.rejection(spec, problem, device):
+    if kernel.rejection(spec, problem, device):
         pytest.skip("not offered")
     for config in kernel.configs(spec, problem, device):
         check(case, kernel, config)
@@ -100,7 +104,7 @@ class SparseLinear(nn.Module):
         return x.double() @ w.permute(0, 2, 1, 3).reshape(1024, 1024).t() + self.bias.double()
 
 
-@pytest.mark.parametrize("m", [1, 16, 256, 4096])
+@pytest.mark.parametrize("m", [1, 256, 4096])
 def test_a_sparse_linear_is_one_kernel(m):
     module = SparseLinear().cuda()
     x, residual = (torch.randn(m, 1024, device="cuda").half() for _ in range(2))

@@ -63,7 +63,9 @@ def test_no_configuration_spills(case, arch):
     kernel = next(candidates("block_sparse", spec, problem, device(arch)))[0]
     for config in hardest(kernel.configs(spec, problem, device(arch)), 2):
         pin = f"{kernel.name} {config}"
-        [item] = generate(gemm(case), lambda d: make_inputs(case, d), pin, arch=arch).kernels.items()
+        [item] = generate(
+            gemm(case), lambda d: make_inputs(case, d), pin, arch=arch
+        ).kernels.items()
         compiled = simulate.compile_kernel(*item)
         assert compiled.spill_stores == 0
         # Loads are asynchronous and wide: a gathered column of x is known to be contiguous.
@@ -114,6 +116,4 @@ def test_a_sparse_linear_has_the_values_of_its_graph():
     _, col = places("cpu")
     w[torch.arange(48) // 3, col] = values.double()
     want = x.double() @ w.permute(0, 2, 1, 3).reshape(512, 256).t() + bias.double()
-    torch.testing.assert_close(
-        got.double(), F.gelu(want) + residual.double(), rtol=2e-3, atol=2e-2
-    )
+    torch.testing.assert_close(got.double(), F.gelu(want) + residual.double(), rtol=2e-3, atol=2e-2)
