@@ -204,14 +204,15 @@ def _blocks(numbers: torch.Tensor, reader: _Reader, weight: fx.Node) -> Blocks:
         row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
         if len(row) * block_n * block_k != stored:
             continue
-        blocks = tiles[row, column].long() - 1
+        blocks = tiles[row, column] - 1
         start, strides = blocks[:, 0, 0], (block_k, 1)
         if len(blocks):
             strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
         i, j = torch.arange(block_n)[:, None], torch.arange(block_k)
-        if torch.equal(blocks, start[:, None, None] + i * strides[0] + j * strides[1]):
-            shape = block_n, block_k
-            return Blocks(reader.source, shape, row, column, start, strides, reader.nodes)
+        within = (i * strides[0] + j * strides[1]).int()
+        if torch.equal(blocks, start[:, None, None] + within):
+            places = row, column, start.long()
+            return Blocks(reader.source, (block_n, block_k), *places, strides, reader.nodes)
     detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
     raise Unread(detail, weight)
 

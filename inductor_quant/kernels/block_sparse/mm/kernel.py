@@ -81,14 +81,18 @@ class BlockSparseMM(Kernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        """Best guess first. Where a CTA has an SM for itself it has more warps."""
+        """Best guess first. A CTA that has an SM for itself has more warps."""
         block = blocks_of(spec)
         narrow, wide = min(block.n, 32), min(block.n, 64)
         if problem.m <= DECODE_M:
-            is_alone = problem.n // narrow <= 2 * device.num_sms and narrow > 16
-            listed = [GemmConfig(16, narrow, 128, 4, 7), GemmConfig(16, narrow, 128, 2, 7)]
-            listed.append(GemmConfig(16, narrow, 64, 2, 9))
-            listed = listed if is_alone else [*listed[:0:-1], listed[0]]
+            listed = [
+                GemmConfig(16, narrow, 128, 4, 7),
+                GemmConfig(16, narrow, 128, 2, 7),
+                GemmConfig(16, narrow, 64, 2, 9),
+            ]
+            is_few = problem.n // narrow <= 2 * device.num_sms
+            first = (1 if narrow == 16 else 0) if is_few else 2
+            listed.insert(0, listed.pop(first))
         elif problem.m <= MAX_M_OF_64:
             listed = [
                 GemmConfig(64, narrow, 128, 4, 5),
