@@ -67,7 +67,7 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     (block_n, block_k), blocks, counts = case.block, case.blocks, case.counts
 
     def table(values: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(values), dtype=case.index_dtype, device=device)
+        return torch.tensor(list(values), dtype=case.index_dtype).to(device)
 
     place = order = bias = None
     if case.values == "in_place":
