@@ -6,6 +6,8 @@ This package knows nothing of producers or FX graphs. ``README.md`` has the disp
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
+    FP8_DECODE,
+    FP8_DECODE_QUANTIZE,
     W8A8_DECODE,
     W8A8_DECODE_QUANTIZE,
 )
@@ -18,6 +20,7 @@ from inductor_quant.kernels.scaled_mm.mm.kernel import (
     FP8_BLOCK_MM,
     FP8_BLOCK_SPLIT_K,
     FP8_MM,
+    FP8_SPLIT_K,
     W8A8_MM,
 )
 from inductor_quant.kernels.scaled_mm.persistent.kernel import (
@@ -56,6 +59,9 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
+    FP8_DECODE_QUANTIZE,
+    FP8_DECODE,
+    FP8_SPLIT_K,
     FP8_LARGE_M_SM90,
     FP8_PERSISTENT,
     FP8_MM,
