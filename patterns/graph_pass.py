@@ -287,7 +287,7 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
         log.info("%d quantizations in groups joined the kernel of a norm", joined)
     if options.horizontal_fusion:  # after them: the passes above look for single GEMMs
         log.info("%d GEMMs may share the launch of another", horizontal_fusion(graph))
-    # Needs round_to_int8 of the passes above; verified subgraphs start at the integers.
+    # Needs ``quantize`` of the passes above; verified subgraphs start at the integers.
     if options.fuse_quantization and not options.verify:
         log.info("%d GEMMs may quantize their activation", quantize_in_gemms(graph))
     log.info("%d casts duplicated after GEMMs, one for each user", duplicate_casts(graph))

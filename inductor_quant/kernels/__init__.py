@@ -7,6 +7,8 @@ from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
+    FP8_DECODE,
+    FP8_DECODE_QUANTIZE,
     W8A8_DECODE,
     W8A8_DECODE_QUANTIZE,
 )
@@ -19,6 +21,7 @@ from inductor_quant.kernels.scaled_mm.mm.kernel import (
     FP8_BLOCK_MM,
     FP8_BLOCK_SPLIT_K,
     FP8_MM,
+    FP8_SPLIT_K,
     W8A8_MM,
 )
 from inductor_quant.kernels.scaled_mm.persistent.kernel import (
@@ -57,6 +60,9 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
+    FP8_DECODE_QUANTIZE,
+    FP8_DECODE,
+    FP8_SPLIT_K,
     FP8_LARGE_M_SM90,
     FP8_PERSISTENT,
     FP8_MM,

@@ -5,8 +5,8 @@ from inductor_quant.lowering import (  # noqa: F401
     fp8,
     group_reduce,
     horizontal,
+    quantized_linear,
     row_quant,
     w8a8,
-    w8a8_linear,
     weight_only,
 )

@@ -11,10 +11,10 @@ from inductor_quant.ops import (
     group_reduce,
     horizontal,
     quantize,
+    quantized_linear,
     row_reduce,
     verify,
     w8a8,
-    w8a8_linear,
     weight_only,
 )
 
@@ -25,9 +25,9 @@ __all__ = [
     "group_reduce",
     "horizontal",
     "quantize",
+    "quantized_linear",
     "row_reduce",
     "verify",
     "w8a8",
-    "w8a8_linear",
     "weight_only",
 ]

@@ -14,7 +14,7 @@ from inductor_quant.errors import SpecError
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.ops import fp8, w8a8_linear, weight_only
+from inductor_quant.ops import fp8, quantized_linear, weight_only
 from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats
 from inductor_quant.report.formats import Gemm
@@ -70,7 +70,7 @@ def which(
     decision = None
     if linear:
         decision = first(family, dataclasses.replace(problem, quantized_bytes=gemm.dtype.itemsize))
-        why = f"M > {w8a8_linear.MAX_ROWS}" if gemm.m > w8a8_linear.MAX_ROWS else ""
+        why = f"M > {quantized_linear.MAX_ROWS}" if gemm.m > quantized_linear.MAX_ROWS else ""
         why = why or ("zero points and groups" if spec.a.zero or spec.group_size else "")
         if why or decision.kernel is None:
             why = why or next(why.detail for kernel, why in decision.rejected if kernel.quantizes)

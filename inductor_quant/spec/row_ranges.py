@@ -22,7 +22,8 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs. 1023: beyond, a
     # weight along N is copied.
     "w8a8": (*_DECODE, 4, 63, 1023, *_MEASURED),
-    "fp8": (*_DECODE, *_MEASURED),
+    # 4: quantizes in the GEMM. 32: tiles of 32 rows. 256: beyond, tiles of 128 rows.
+    "fp8": (*_DECODE, 4, 32, 256, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
     # 64: TMA beyond. Then taller tiles.

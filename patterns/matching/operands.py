@@ -92,8 +92,9 @@ class ScaledMatmul:
 
     @property
     def row_scale(self) -> fx.Node | None:
-        is_per_token = self.a_scale is not None and self.a_scale.block == (1, -1)
-        return self.a_scale.node if self.a_scale is not None and is_per_token else None
+        """The scale of a, unless it varies along K. That of a single row is one of the tensor."""
+        is_of_rows = self.a_scale is not None and self.a_scale.block in ((1, -1), (-1, -1))
+        return self.a_scale.node if self.a_scale is not None and is_of_rows else None
 
     def gemm(
         self,

@@ -248,9 +248,10 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
             "fp8_large_m_sm90",
             "fp8_block_large_m_sm90",
             "w8a8_decode",
+            "fp8_decode",
             "fp8_block_decode",
         ),
-        *("fp8_block_two_block_sm90", "w8a8_decode_quantize"),
+        *("fp8_block_two_block_sm90", "w8a8_decode_quantize", "fp8_decode_quantize"),
     }
 
 

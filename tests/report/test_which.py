@@ -39,7 +39,8 @@ CHOSEN = [
     ("weight_only", "int8", (1, 4096, 4096), 90, "weight_only_bytes"),
     ("weight_only", "nf4", (1, 4096, 4096), 90, "weight_only_direct"),
     ("weight_only", "nf4", (40, 4096, 4096), 80, "weight_only_mm"),
-    ("fp8", "rowwise", (16, 4096, 4096), 90, "fp8_mm"),
+    ("fp8", "rowwise", (16, 4096, 4096), 90, "fp8_split_k"),
+    ("fp8", "rowwise", (300, 512, 512), 90, "fp8_mm"),
     ("fp8", "tensorwise", (4096, 14336, 4096), 90, "fp8_large_m_sm90"),
     ("fp8_block", "block_128", (1, 4096, 7168), 90, "fp8_block_decode"),
     ("fp8_block", "block_128", (32, 4096, 7168), 90, "fp8_block_split_k"),
@@ -151,7 +152,8 @@ def test_floats_are_quantized_in_the_gemm_for_few_rows():
 def test_a_product_that_cublaslt_keeps_says_so():
     decision = which.which("fp8_block", Gemm(128, 24576, 1536))
     assert "many_rows" in decision.notes[0]
-    assert not which.which("fp8", Gemm(128, 24576, 1536)).notes
+    assert "many_rows" in which.which("fp8", Gemm(128, 24576, 1536)).notes[0]
+    assert not which.which("fp8", Gemm(128, 4096, 1536)).notes
 
 
 @pytest.mark.parametrize("family", ["weight_only", "w8a8"])

@@ -50,10 +50,13 @@ BLOCKS = [
 ]
 
 
-def run(case, inputs, fn=None, make=None, **options):
+def run(case, inputs, fn=None, make=None, pin=None, **options):
     with collect() as report:
         generated = generate(
-            fn or gemm(case), make or (lambda device: make_inputs(case, device)), **options
+            fn or gemm(case),
+            make or (lambda device: make_inputs(case, device)),
+            *filter(None, [pin]),
+            **options,
         )
     [choice] = report.kernels
     return simulate.interpret(generated, inputs), choice.chosen
@@ -64,7 +67,29 @@ def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     got, kernel = run(case, inputs)
-    assert kernel.split()[0] in (f"{case.family}_mm", "fp8_block_split_k", "fp8_block_decode")
+    names = [f"{case.family}_{name}" for name in ("mm", "split_k", "decode")]
+    assert kernel.split()[0] in names
+    assert_close(got, reference(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(130, 77, 57), "fp8_mm 64x64x64_w4_s4_g8"),
+        (Case(7, 50, 260, w_layout="every_second"), "fp8_mm 16x16x256_w2_s6_g8"),
+        (Case(20, 77, 600), "fp8_split_k 16x64x128_w4_s6_g8_k2"),
+        (Case(1, 200, 1030, fast_accum=True), "fp8_split_k 16x128x128_w4_s6_g8_k4"),
+        (Case(100, 140, 512, bias=False), "fp8_split_k 64x128x128_w4_s6_g8_k3"),
+        (Case(130, 70, 260, out_dtype=f16), "fp8_split_k 128x64x256_w4_s4_g8"),
+    ],
+    ids=str,
+)
+def test_pinned_tiles_are_close_to_fp64(case, config):
+    """As they are and transposed, and with K in parts, of which the last may be empty."""
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    got, kernel = run(case, inputs, pin=config)
+    assert kernel == config
     assert_close(got, reference(case, inputs))
 
 
