@@ -45,13 +45,15 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized:
-    """``(q - zero) * scale * alpha``; ``values`` are those of ``q``."""
+    """``(q - zero) * scale * alpha``, or ``/ scale`` if it ``divides``; ``values`` are those of
+    ``q``."""
 
     q: fx.Node
     values: ValueRange
     scale: Vector | None = None
     zero: Vector | int = 0
     alpha: float = 1.0
+    divides: bool = False
 
     @property
     def shift(self) -> int:
@@ -110,6 +112,7 @@ class _Reader:
         self.scale: Vector | None = None
         self.zero: Vector | int | None = None
         self.alpha = 1.0
+        self.divides = False
 
     def is_integer(self, node: fx.Node) -> bool:
         if node.op != "call_function" and fx_utils.value(node).dtype in FLOATS:
@@ -127,7 +130,8 @@ class _Reader:
             node = source
         if fx_utils.value(node).dtype not in (*FLOATS, *INTEGERS):
             return None
-        return FakeQuantized(node, value_range(node), self.scale, self.zero or 0, self.alpha)
+        zero = self.zero or 0
+        return FakeQuantized(node, value_range(node), self.scale, zero, self.alpha, self.divides)
 
     def step(self, node: fx.Node) -> fx.Node | None:
         """Record the operation of ``node``; returns its input, None if it is something else."""
@@ -141,6 +145,8 @@ class _Reader:
             return self._reshaped(node, source)
         if node.target == aten.mul.Tensor:
             return self._multiplied(node)
+        if node.target == aten.div.Tensor and not node.kwargs:
+            return self._divided(node)
         if node.target == aten.sub.Tensor and not node.kwargs and self.zero is None:
             return self._subtracted(node, node.args[0], node.args[1])
         if str(node.target) in _DEQUANTIZE:
@@ -161,6 +167,17 @@ class _Reader:
             if vector is not None and self.zero is None and self._take(vector):
                 return value  # type: ignore[return-value]
         return None
+
+    def _divided(self, node: fx.Node) -> fx.Node | None:
+        value, divisor = node.args
+        vector = self._vector(divisor, value, node)
+        if vector is None or self.zero is not None:
+            return None
+        if not isinstance(vector, Vector):
+            self.alpha *= 1 / vector if vector else 0.0  # a product with 0 is not recognized
+            return value  # type: ignore[return-value]
+        self.divides = self._take(vector)
+        return value if self.divides else None  # type: ignore[return-value]
 
     def _take(self, factor: Vector | float) -> bool:
         if not isinstance(factor, Vector):

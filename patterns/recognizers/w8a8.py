@@ -76,8 +76,8 @@ def _assemble(
         a=a,
         b=b,
         sizes=(m, n, k),
-        a_scale=_by_divisor(per_token(found.row_scale), found),
-        b_scale=_by_divisor(per_channel(found.column_scale), found),
+        a_scale=by_divisor(per_token(found.row_scale), found),
+        b_scale=by_divisor(per_channel(found.column_scale), found),
         bias=found.bias,
         interior=tuple(found.interior),
         shape=found.shape,
@@ -92,7 +92,7 @@ def _assemble(
     )
 
 
-def _by_divisor(scale: Scale | None, found: Epilogue) -> Scale | None:
+def by_divisor(scale: Scale | None, found: Epilogue) -> Scale | None:
     """``scale``, or one over it in fp32 if the graph divides by it."""
     if scale is None or scale.node is not found.divisor:
         return scale

@@ -36,7 +36,14 @@ def format_name(found: RecognizedGemm) -> str:
     if not isinstance(text, str):
         return ""
     format, sources = WeightFormat.decode(text), found.args[1]
-    return _ggml(format, sources) or _small_float(format, sources)
+    return _ggml(format, sources) or _small_float(format, sources) or _ternary(format)
+
+
+def _ternary(format: WeightFormat) -> str:
+    """BitNet's -1, 0 and 1: two bits less 1, which share one scale, behind the product."""
+    code, steps = format.element, format.dequant_ops
+    is_less_one = [(step.kind, step.operand) for step in steps] == [("sub", 1.0)]
+    return "bitnet" if (code.total_width, code.signed) == (2, False) and is_less_one else ""
 
 
 def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
