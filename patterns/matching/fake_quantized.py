@@ -29,6 +29,8 @@ _DEQUANTIZE = (
     "quantized_decomposed.dequantize_per_tensor.tensor2",
     "quantized_decomposed.dequantize_per_token.default",
 )
+# Its results have the dtype of x, or fp32; its meta says fp64. Only eager ops may read them.
+_OTHERWISE_THAN_ITS_META = "quantized_decomposed.choose_qparams_per_token.default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,10 @@ class _Reader:
         node = factor.node
         while node.target == CAST and fx_utils.value(node).dtype == torch.float64:
             node = node.args[0]  # type: ignore[assignment]
-        if self.scale is not None or fx_utils.value(node).dtype not in SCALE_DTYPES:
+        dtype = fx_utils.value(node).dtype
+        if self.scale is not None or dtype not in (*SCALE_DTYPES, torch.float64):
+            return False
+        if any(str(item.target) == _OTHERWISE_THAN_ITS_META for item in node.all_input_nodes):
             return False
         self.scale = Vector(node, factor.axis)
         return True
