@@ -257,8 +257,8 @@ class FakeQuantized(Int8Linear):
 class Decomposed(Int8Linear):
     """The ops of PT2E and ExecuTorch as they are written, with a range of each call.
 
-    ``kind``: a scale for "tensor", symmetric, or for "token" with a zero point; "plain" is symmetric
-    for a token, by an op whose results have other dtypes than it says.
+    ``kind``: a symmetric scale for "tensor", or for "token" with a zero point; "plain": a symmetric
+    one for a token, by an op whose results have other dtypes than it says.
     """
 
     def __init__(self, kind: str) -> None:
