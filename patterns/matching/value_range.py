@@ -19,7 +19,7 @@ from inductor_quant._compat import inductor as compat
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
-from ..symbolic.expr import FLOAT8, FLOATS, INTEGERS
+from ..symbolic.expr import FLOAT8, FLOATS, INTEGERS, rounded
 
 MAX_DEPTH = 40
 _VIEWS = (
@@ -60,7 +60,7 @@ class ValueRange:
         if dtype not in (*FLOATS, *FLOAT8):
             return ValueRange()
         # Rounding is monotonic, and a rounded integer is an integer (or infinite).
-        low, high = (torch.tensor(end, dtype=dtype).item() for end in (self.low, self.high))
+        low, high = (rounded(end, dtype) for end in (self.low, self.high))
         return ValueRange(low, high, self.is_integer)
 
 

@@ -8,6 +8,7 @@ integer dtypes changes nothing but the dtype, and shifts and masks become ``Bits
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from inductor_quant._compat import inductor as compat
 
 from ..match import Derived
 from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
@@ -143,6 +146,13 @@ class Choice:
 
 
 Expr = Load | Bits | Number | Position | Undefined | Op | Lookup | Choice
+
+
+def placed(expr: Op | Lookup | Choice, at: tuple[fx.Node, tuple[IndexExpr, ...]]) -> Expr:
+    """``expr``, computed there."""
+    found = object.__new__(type(expr))  # as dataclasses.replace, at a tenth of its cost
+    found.__dict__.update(expr.__dict__, at=at)
+    return found
 
 
 def size_of(expr: Any) -> int:
@@ -280,6 +290,17 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
             new = dataclasses.replace(new, data=data)
         found.append(new)
     return tuple(found)
+
+
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` in a float dtype, as torch rounds it."""
+    return _rounded(struct.pack("d", value), dtype)  # 0.0 is not -0.0
+
+
+@functools.lru_cache(4096)
+def _rounded(value: bytes, dtype: torch.dtype) -> float:
+    with compat.real_tensors():
+        return torch.tensor(*struct.unpack("d", value), dtype=dtype).item()
 
 
 # ------------------------------------------------------------------------------------------

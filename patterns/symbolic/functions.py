@@ -8,6 +8,7 @@ not matter: sign tricks, masked writes, ``where``, ``view(dtype)``, comparisons,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -193,8 +194,7 @@ class _Codes:
         """The values of a part of the field, int64."""
         assert self.field is not None
         place = normalized(bits, self.reader.space).offset - self.field.offset  # type: ignore[union-attr]
-        codes = torch.arange(self.count) >> place.const & ((1 << bits.width) - 1)
-        return codes - (codes >> bits.width - 1 << bits.width) if bits.signed else codes
+        return _codes_of(self.count, place.const, bits.width, bits.signed)
 
     # values
 
@@ -332,18 +332,18 @@ class _Codes:
         is_known = dtype in (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
         if not is_known:
             raise Unsupported(f"values of {dtype}")
-        values = values.contiguous()
-        while field is not None and field.width and _same(*values.chunk(2)):
-            field, values = _part(field, 0), values.chunk(2)[0]
-        is_fixed = field is None or not field.offset.data  # else see ``further``
-        while is_fixed and field is not None and field.width and _same(values[::2], values[1::2]):
-            field, values = _part(field, 1), values[::2].contiguous()
-        if field is None or not field.width:
-            value = values[0].item()
+        memory, low = _bytes(values.contiguous()), 0
+        if field is not None:
+            is_fixed = not field.offset.data  # else see ``further``
+            memory, low = _without_idle_bits(memory, dtype.itemsize, is_fixed)
+        width = (len(memory) // dtype.itemsize).bit_length() - 1
+        if field is None or not width:
+            value = torch.frombuffer(bytearray(memory), dtype=dtype)[0].item()
             if dtype == torch.bool:
                 raise Unsupported("a constant condition")
             return integer(int(value), dtype) if dtype in INTEGERS else Number(value, dtype)
-        return _sequence(field, values) or Lookup(field, _bytes(values), dtype)
+        field = Bits(field.node, field.index, field.offset + low, width, False, field.dtype)
+        return _sequence(field, memory, dtype) or Lookup(field, memory, dtype)
 
 
 def _is_short(expr: Load) -> bool:
@@ -368,42 +368,62 @@ def _are_powers(values: torch.Tensor) -> bool:
     return bool(((mantissa.abs() == 0.5) | (values == 0) | ~values.isfinite()).all())
 
 
-def _part(field: Bits, low: int) -> Bits:
-    """The field without its highest bit, or without its lowest."""
-    return Bits(field.node, field.index, field.offset + low, field.width - 1, False, field.dtype)
-
-
 def _bytes(values: torch.Tensor) -> bytes:
     return values.view(_INTEGER_OF_SIZE[values.dtype.itemsize]).numpy().tobytes()
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    return _bytes(a) == _bytes(b)
+# The layers of a model ask for the same functions; the results below are never written.
 
 
-def _sequence(field: Bits, values: torch.Tensor) -> Expr | None:
-    """The field, signed or not, plus an integer; None if that is not what ``values`` are."""
-    if values.dtype not in (*INTEGERS, *FLOATS):
+@functools.lru_cache(1024)
+def _codes_of(count: int, low: int, width: int, is_signed: bool) -> torch.Tensor:
+    """Bits ``low ... low + width - 1`` of the numbers below ``count``, int64."""
+    codes = torch.arange(count) >> low & ((1 << width) - 1)
+    return codes - (codes >> width - 1 << width) if is_signed else codes
+
+
+@functools.lru_cache(1024)
+def _without_idle_bits(memory: bytes, size: int, is_fixed: bool) -> tuple[bytes, int]:
+    """The entries of a table without the highest bits of its index that change nothing, and, with
+    ``is_fixed``, without the lowest; the number of these."""
+    half, low = len(memory) // 2, 0
+    while half >= size and memory[:half] == memory[half:]:
+        memory, half = memory[:half], half // 2
+    while is_fixed and len(memory) > size:
+        entries = [memory[at : at + size] for at in range(0, len(memory), size)]
+        if entries[::2] != entries[1::2]:
+            break
+        memory, low = b"".join(entries[::2]), low + 1
+    return memory, low
+
+
+def _sequence(field: Bits, memory: bytes, dtype: torch.dtype) -> Expr | None:
+    """The field, signed or not, plus an integer; None if that is not what the entries are."""
+    found = _sequence_of(memory, dtype) if dtype in (*INTEGERS, *FLOATS) else None
+    if found is None:
         return None
-    numbers = values.double()
+    is_signed, number = found
+    held = dtype if dtype in INTEGERS else torch.int32
+    expr: Expr = Bits(field.node, field.index, field.offset, field.width, is_signed, held)
+    if number:
+        expr = Op("add", (expr, integer(number, held)), held)
+    return expr if held == dtype else Op("cast", (expr,), dtype)
+
+
+@functools.lru_cache(1024)
+def _sequence_of(memory: bytes, dtype: torch.dtype) -> tuple[bool, int] | None:
+    """Whether the entries are those of a signed field, and what is added to it."""
+    numbers = torch.frombuffer(bytearray(memory), dtype=dtype).double()
     whole = numbers.nan_to_num(0.5).to(torch.int64)
     is_whole = whole.double() == numbers
     if not is_whole.all() or whole.abs().max() > EXACT_IN_FP32 or (1 / numbers == -torch.inf).any():
         return None
-    codes = torch.arange(len(values))
+    low, high = limits(dtype if dtype in INTEGERS else torch.int32)
     for is_signed in (False, True):
-        if is_signed:
-            codes = codes - (codes >> field.width - 1 << field.width)
+        codes = _codes_of(len(numbers), 0, len(numbers).bit_length() - 1, is_signed)
         if not torch.equal(whole - whole[0], codes - codes[0]):
             continue
-        dtype = values.dtype if values.dtype in INTEGERS else torch.int32
         number = int(whole[0] - codes[0])
-        low, high = limits(dtype)
-        if not low <= number <= high or codes.min() < low or codes.max() > high:
-            return None
-        expr: Expr = Bits(field.node, field.index, field.offset, field.width, is_signed, dtype)
-        if number:
-            expr = Op("add", (expr, integer(number, dtype)), dtype)
-        return expr if dtype == values.dtype else Op("cast", (expr,), values.dtype)
+        is_held = low <= min(number, int(codes.min())) and max(number, int(codes.max())) <= high
+        return (is_signed, number) if is_held else None
     return None

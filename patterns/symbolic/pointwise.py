@@ -27,6 +27,7 @@ from .expr import (
     by_data,
     integer,
     interval,
+    rounded,
 )
 from .index import MAX_CASES, ZERO, IndexExpr, Unsupported
 from .reader import CONSTANT, At, Handler, Reader, broadcast, dimension, handles, sizes
@@ -55,7 +56,7 @@ def _full(reader: Reader, node: fx.Node, index: At) -> Expr:
         if not math.isfinite(value):
             raise Unsupported("a fill value that is no integer")
         return held_in(integer(int(value), dtype), dtype)
-    return Number(torch.tensor(value, dtype=dtype).item(), dtype)
+    return Number(rounded(value, dtype), dtype)
 
 
 @handles(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
