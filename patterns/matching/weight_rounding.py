@@ -11,7 +11,18 @@ import math
 
 import torch
 
-from ..symbolic.expr import FLOATS, INTEGERS, Bits, Expr, Load, Number, Op, constant, interval, rounded
+from ..symbolic.expr import (
+    FLOATS,
+    INTEGERS,
+    Bits,
+    Expr,
+    Load,
+    Number,
+    Op,
+    constant,
+    interval,
+    rounded,
+)
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Integers up to this magnitude are exact.
