@@ -19,14 +19,22 @@ from .. import fx_utils
 from ..match import Constant, Derived, RecognizedGemm
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# (elements of a block, its bytes, bits of an element, whether a minimum is stored): the layouts of
-# ggml-common.h
+# (elements of a block, its bytes, bits of an element, "least": a minimum is stored, "table": codes
+# index one): the layouts of ggml-common.h
 _GGML = {
-    (32, 18, 4, False): "q4_0",
-    (32, 34, 8, False): "q8_0",
-    (256, 144, 4, True): "q4_k",
-    (256, 176, 5, True): "q5_k",
-    (256, 210, 6, False): "q6_k",
+    (32, 18, 4, ""): "q4_0",
+    (32, 20, 4, "least"): "q4_1",
+    (32, 22, 5, ""): "q5_0",
+    (32, 24, 5, "least"): "q5_1",
+    (32, 34, 8, ""): "q8_0",
+    (32, 18, 4, "table"): "iq4_nl",
+    (256, 136, 4, "table"): "iq4_xs",
+    (256, 66, 2, ""): "tq2_0",
+    (256, 84, 2, "least"): "q2_k",
+    (256, 110, 3, ""): "q3_k",
+    (256, 144, 4, "least"): "q4_k",
+    (256, 176, 5, "least"): "q5_k",
+    (256, 210, 6, ""): "q6_k",
 }
 
 
@@ -55,11 +63,12 @@ def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
     if tensor.dtype not in (torch.uint8, torch.int8) or tensor.numel() % n:
         return ""
     row, zero = tensor.numel() // n, format.zero
-    own = format.code.total_width or 8, zero is not None and isinstance(zero.operand, Field)
+    kind = "least" if zero is not None and isinstance(zero.operand, Field) else ""
+    own = format.code.total_width or 8, "table" if format.element != format.code else kind
     names = (
         name
-        for (size, block, *kind), name in _GGML.items()
-        if k % size == 0 and row == k // size * block and own == tuple(kind)
+        for (size, block, *kinds), name in _GGML.items()
+        if k % size == 0 and row == k // size * block and own == tuple(kinds)
     )
     return next(names, "")
 

@@ -44,6 +44,12 @@ def cast(expr: Expr, dtype: torch.dtype) -> Expr:
         return Undefined(dtype)
     if expr.dtype in INTEGERS and dtype in INTEGERS:
         return cast_integer(expr, dtype)
+    if dtype in INTEGERS and isinstance(expr, Op) and expr.name == "cast":
+        (inner,) = expr.args  # an integer that a float has held
+        if inner.dtype in INTEGERS and expr.dtype in FLOATS:
+            low, high = interval(inner)
+            if max(-low, high) <= 2 / torch.finfo(expr.dtype).eps:
+                return cast(inner, dtype)
     if dtype not in FLOATS:
         raise Unsupported(f"a cast from {expr.dtype} to {dtype}")
     if isinstance(expr, Number):

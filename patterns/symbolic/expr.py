@@ -111,11 +111,11 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A function of one field: ``values[code]``, where ``values`` is the memory of a tensor of
-    ``dtype``, so that equal means equal bit for bit; or what computes that tensor, from a table
-    that the model stores. ``at``: as of ``Op``."""
+    """A function of one field, or of a number of several: ``values[code]``, where ``values`` is the
+    memory of a tensor of ``dtype``, so that equal means equal bit for bit; or what computes that
+    tensor, from a table that the model stores. ``at``: as of ``Op``."""
 
-    code: Bits
+    code: Any
     values: bytes | Derived
     dtype: torch.dtype
     at: tuple[fx.Node, tuple[IndexExpr, ...]] | None = dataclasses.field(
@@ -300,7 +300,8 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 @functools.lru_cache(4096)
 def _rounded(value: bytes, dtype: torch.dtype) -> float:
     with compat.real_tensors():
-        return torch.tensor(*struct.unpack("d", value), dtype=dtype).item()
+        (number,) = struct.unpack("d", value)
+        return torch.tensor(number, dtype=dtype).item()
 
 
 # ------------------------------------------------------------------------------------------
@@ -368,6 +369,15 @@ def is_whole(expr: Bits) -> bool:
     """Whether the field is the whole element, read as its own dtype."""
     word = torch.iinfo(expr.node.meta["val"].dtype)
     return (expr.offset, expr.width, expr.signed) == (ZERO, word.bits, word.min < 0)
+
+
+def varying(expr: Expr) -> IndexExpr | None:
+    """A position, not the same everywhere, that integer ops combine with others."""
+    if isinstance(expr, Position):
+        return None if expr.index.is_const or expr.index.data else expr.index
+    if not isinstance(expr, Op) or expr.dtype not in INTEGERS:
+        return None
+    return next(filter(None, map(varying, _operands(expr))), None)
 
 
 def by_data(expr: Expr) -> IndexExpr:
