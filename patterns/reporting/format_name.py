@@ -17,6 +17,7 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 from .. import fx_utils
 from ..match import Constant, Derived, RecognizedGemm
+from ..matching.operands import source_of
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (elements of a block, its bytes, bits of an element, "least": a minimum is stored, "table": codes
@@ -42,7 +43,9 @@ def format_name(found: RecognizedGemm) -> str:
     """The name of the weight's format; "" if it has none."""
     text = found.kwargs.get("format")
     if not isinstance(text, str):
-        return ""
+        scale = found.spec.b.scale
+        is_mx = scale is not None and scale.block == (32, 1) and found.args[3] is not None
+        return "mxfp8" if is_mx and _is_of_exponents(source_of(found.args[3])) else ""
     format, sources = WeightFormat.decode(text), found.args[1]
     return _ggml(format, sources) or _small_float(format, sources) or _ternary(format)
 
@@ -81,7 +84,11 @@ def _small_float(format: WeightFormat, sources: Sequence[Any]) -> str:
     dtypes = {fx_utils.described(sources[scale.source]).dtype for scale in scales}
     if is_table and 16 in groups and (element or torch.float8_e4m3fn in dtypes):
         return "nvfp4"
-    if (element or is_table) and 32 in groups and any(_is_power(s, sources) for s in scales):
+    if (
+        (element or is_table)
+        and 32 in groups
+        and any(_is_of_exponents(sources[s.source]) for s in scales)
+    ):
         return "mxfp4" if is_table else "mxfp8"
     return element if element == "e2m1" else ""
 
@@ -105,9 +112,8 @@ def _element_of(source: Any) -> str:
     return "e2m1" if tuple(values) == (*E2M1, *(-value for value in E2M1)) else ""
 
 
-def _is_power(scale: Field, sources: Sequence[Any]) -> bool:
-    """Whether the scale is computed from exponents alone."""
-    source = sources[scale.source]
+def _is_of_exponents(source: Any) -> bool:
+    """Whether a scale is computed from exponents alone."""
     if isinstance(source, Derived):
         return True
     todo, seen = [source], set()
