@@ -11,6 +11,7 @@ from inductor_quant._compat import inductor as compat
 
 from .. import fx_utils
 from ..match import Constant, Derived
+from ..symbolic.bits import dense_parts
 from ..symbolic.expr import Bits, Expr, Load, Lookup, Op
 from ..symbolic.index import Unsupported
 
@@ -65,4 +66,13 @@ def is_index(expr: Expr) -> bool:
     """Whether ``_Decoder._field`` has a form for it."""
     while isinstance(expr, Op) and expr.name in ("add", "sub", "from_end", "wrap"):
         (expr, *_) = expr.args
-    return isinstance(expr, Bits)
+    return isinstance(expr, Bits) or (isinstance(expr, Op) and bool(dense_parts(expr)))
+
+
+def code_of(expr: Expr) -> Bits | Load:
+    """The stored element that an index is computed from."""
+    while isinstance(expr, Op):
+        expr = expr.args[0]
+    if not isinstance(expr, (Bits, Load)):
+        raise Unsupported("an index that is not stored")
+    return expr

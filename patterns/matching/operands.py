@@ -139,10 +139,10 @@ def transposed(node: Any) -> Derived:
 
 def reject_mutated(nodes: Iterable[fx.Node]) -> Rejection | None:
     """Rejects a node that the graph writes to: the op would read it at another time."""
-    for node in nodes:
-        if fx_utils.is_mutated(node):
-            return Rejection(RejectionCode.MUTATED_OPERAND, f"{node.name} is written to", node.name)
-    return None
+    node = fx_utils.mutated(nodes)
+    if node is None:
+        return None
+    return Rejection(RejectionCode.MUTATED_OPERAND, f"{node.name} is written to", node.name)
 
 
 def reject_operands(nodes: Iterable[fx.Node | None], anchor: fx.Node) -> Rejection | None:

@@ -188,6 +188,7 @@ def _read_epilogue(product: Matmul, x: FakeQuantized, weight: Int8Weight) -> Epi
         row_scale=None if x.scale is None else x.scale.node,
         column_scale=None if weight.scale is None else weight.scale.node,
         alpha=alpha,
+        divides=x.divides,
     )
     return found if found.out_dtype in op.SCALE_DTYPES else None
 
@@ -211,8 +212,8 @@ def _assemble(
         a=Operand(x.int8(), (-1, product.k)),
         b=weight.matrix(),
         sizes=(product.rows, product.n, product.k),
-        a_scale=per_token(row),
-        b_scale=per_channel(column),
+        a_scale=w8a8.as_factor(per_token(row), found),
+        b_scale=w8a8.as_factor(per_channel(column), found),
         bias=bias,
         interior=(*product.dequantization(), *found.interior),
         shape=found.shape or product.shape,

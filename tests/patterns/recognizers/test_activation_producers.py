@@ -16,6 +16,7 @@ from tests.support.producers.activation import (
     GIVEN,
     PRODUCERS,
     ActivationProducer,
+    Decomposed,
     K,
     integer_products,
 )
@@ -178,6 +179,18 @@ def test_a_dynamic_number_of_rows_is_matched(
             assert (str(match.spec), str(match.activation)) == (spec, does)
             assert isinstance(match.m, str)
             assert_right(rewrite, result)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_scale_of_another_dtype_than_its_meta_is_left_to_eager_ops() -> None:
+    x = torch.randn(4, K) + 0.3
+    backend = EagerBackend()
+    with torch.no_grad():
+        layer = Decomposed("plain")
+        result = torch.compile(layer, backend=backend)(x)
+        assert torch.allclose(result, layer(x), rtol=1e-5, atol=1e-4)
+    [rewrite] = backend.rewrites
+    assert [match.family for match in rewrite.report.matches] == ["weight_only"]
 
 
 def test_the_formula_in_fp64_is_that_of_the_op() -> None:

@@ -260,6 +260,7 @@ def _is_stored(node: fx.Node) -> bool:
 
 
 NAMES = {
+    "bitnet_packed": "bitnet",
     "torchao_nvfp4_wo": "nvfp4",
     "ct_nvfp4_pack": "nvfp4",
     "torchao_mxfp4_dequantized": "mxfp4",
