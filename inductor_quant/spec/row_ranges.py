@@ -28,9 +28,12 @@ TOPS: dict[str, tuple[int, ...]] = {
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
     # 64: TMA beyond. Then taller tiles.
     "block_sparse": (*_DECODE, 64, 128, 256, 512, 1024, 2048),
-    # 32: one launch for several GEMMs. 128: beyond it the library competes. 192: three tiles of 64
-    # rows. Then tiles of 256 rows.
-    "weight_only": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
+    # 32: one launch for several GEMMs. 128: beyond it the library competes. 192 and 448: beyond,
+    # most rows of a tile of 256 are used. Then tiles of 64, 128 and 256 rows.
+    "weight_only": (
+        *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
+        *(768, 1024, 1536, 2048),
+    ),
 }
 
 

@@ -33,8 +33,6 @@ from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 COMPETING_M = 128  # up to here weight_only_medium_m_sm90 has two CTAs per SM, and is often faster
-# Above, weight_only_mm_sm90 is faster where tiles have more rows than so many times M.
-MAX_PADDED = 1.25
 MAX_ACCUMULATORS_OF_FOUR = 32  # with four warpgroups a thread has 112 registers
 TURN = 256  # k per turn of the loop: longer than it takes to load scales and zero points
 # Shared memory beside the stages, in bytes: barriers, and what Triton needs to exchange sums.
@@ -122,11 +120,10 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         found: list[tuple[float, GemmConfig]] = []
+        if rules.has_idle_rows(problem):
+            return []
         blocks = next(blocks for most, blocks in _BLOCKS.items() if problem.m <= most)
         for (block_m, block_n, block_k, warps, stages), cycles in blocks:
-            rows = math.ceil(problem.m / block_m) * block_m
-            if problem.m > COMPETING_M and rows > MAX_PADDED * problem.m:
-                continue
             for split in SPLITS:
                 config = GemmConfig(block_m, block_n, block_k, warps, stages, split_k=split)
                 tiles = split * math.ceil(problem.m / block_m) * problem.n // block_n
