@@ -109,7 +109,7 @@ def read_blocks(weight: fx.Node) -> Blocks | Rejection:
     """The blocks of a weight [K, N]."""
     reader = Reader()
     try:
-        if not reader.is_placed(weight):
+        if not reader.is_placed(weight) or fx_utils.value(weight).numel() == 0:
             return Rejection(RejectionCode.NOT_QUANTIZED, "", weight.name)
         if fx_utils.value(weight).numel() > MAX_ELEMENTS:
             raise Unread("the weight is too large", weight)
