@@ -76,7 +76,8 @@ def inductor_quant_backend(
 def _tables(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> list[constant_buffers.ConstantBuffer]:
-    if not options.read_tables or {"weight_only", "block_sparse"}.isdisjoint(options.families):
+    reads = {"weight_only", "w4a8", "block_sparse"}
+    if not options.read_tables or reads.isdisjoint(options.families):
         return []
     return constant_buffers.find(gm, example_inputs)
 

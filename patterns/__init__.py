@@ -19,6 +19,7 @@ from .recognizers import (
     fp8_dequantized,
     qdq,
     scaled_mm,
+    w4a8,
     w8a8,
     w8a8_groupwise,
     weight_only,
@@ -26,6 +27,7 @@ from .recognizers import (
 
 BUILT_IN: tuple[Pattern, ...] = (
     w8a8_groupwise.PATTERN,  # first: it takes a whole sum over slices of K
+    w4a8.PATTERN,  # before what takes its weight for a computed one
     w8a8.PATTERN,
     qdq.PATTERN,
     scaled_mm.PATTERN,

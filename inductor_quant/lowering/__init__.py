@@ -7,6 +7,7 @@ from inductor_quant.lowering import (  # noqa: F401
     horizontal,
     quantized_linear,
     row_quant,
+    w4a8,
     w8a8,
     weight_only,
 )

@@ -14,6 +14,7 @@ from inductor_quant.ops import (
     quantized_linear,
     row_reduce,
     verify,
+    w4a8,
     w8a8,
     weight_only,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "quantized_linear",
     "row_reduce",
     "verify",
+    "w4a8",
     "w8a8",
     "weight_only",
 ]

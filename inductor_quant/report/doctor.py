@@ -25,6 +25,7 @@ from inductor_quant.options import DISABLE_VARIABLE, FAMILIES, is_disabled_by_en
 # The lowest compute capability of a family's kernels.
 _FAMILY_ARCH = {
     "w8a8": int8.MIN_ARCH,
+    "w4a8": int8.MIN_ARCH,
     "weight_only": rules.MIN_ARCH,
     "fp8": fp8.MIN_ARCH,
     "fp8_block": fp8.MIN_ARCH,

@@ -21,7 +21,7 @@ from inductor_quant.report.events import PackedWeight
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec
 from inductor_quant.spec.weight_format import WeightFormat
 
-TIMED_FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block", "block_sparse")
+TIMED_FAMILIES = ("w8a8", "w4a8", "weight_only", "fp8", "fp8_block", "block_sparse")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROUNDS = 9
 MAX_COPIES = 32
@@ -98,7 +98,8 @@ def time_gemm(
     """Times of a GEMM alone, on random operands; None if it is empty, or a weight_only GEMM whose
     ``weight`` is unknown."""
     is_sparse = spec.b.blocks is not None
-    is_packed = spec.a.dtype.is_floating_point and not _is_fp8(spec) and not is_sparse
+    is_float = spec.a.dtype.is_floating_point and not _is_fp8(spec) and not is_sparse
+    is_packed = spec.b.bits is not None or is_float
     if m * n * k == 0 or (is_packed and weight is None):
         return None
     if weight is not None:
@@ -196,7 +197,9 @@ def _packed_inputs(spec: QuantGemmSpec, weight: PackedWeight, m: int, device: An
     k, n = format.shape
     first = packed_operands(weight, device)
     copies = _copies(device, sum(t.nbytes for t in first))
-    x = torch.randn(m, k, device=device).to(spec.a.dtype)
+    x = (torch.randn(m, k, device=device) * (1 if spec.a.dtype.is_floating_point else 30)).to(
+        spec.a.dtype
+    )
     bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
     scale = None
     if spec.b.scale is not None and not format.scales:
@@ -210,9 +213,11 @@ def _weight_only(spec: QuantGemmSpec, format: WeightFormat) -> Run:
     text = format.encode()
 
     def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
-        return torch.ops.inductor_quant.weight_only(
-            x, list(weight), scale, bias, format=text, out_dtype=spec.out_dtype
-        )
+        options = {"format": text, "out_dtype": spec.out_dtype}
+        if spec.a.dtype == torch.int8:
+            options |= {"a_zero": 3} if spec.a.zero else {}
+            return torch.ops.inductor_quant.w4a8(x, list(weight), None, scale, bias, **options)
+        return torch.ops.inductor_quant.weight_only(x, list(weight), scale, bias, **options)
 
     return run
 
@@ -220,7 +225,12 @@ def _weight_only(spec: QuantGemmSpec, format: WeightFormat) -> Run:
 def _dequantized(spec: QuantGemmSpec, format: WeightFormat) -> Run:
     def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
         value = Evaluator(format, weight, x.device).weight(torch.float32)
-        out = (x @ value.to(x.dtype)).float()
+        if x.dtype != torch.int8:
+            out = (x @ value.to(x.dtype)).float()
+        elif spec.group_size:
+            out = (x.bfloat16() @ value.bfloat16()).float()
+        else:
+            out = torch._int_mm(x, value.to(torch.int8)).float()
         out = out if scale is None else out * scale
         return _finished(out, bias, spec)
 

@@ -163,6 +163,7 @@ class Match:
     activation  how the activation is quantized; None: it is not
     exactness   how close the op's result is to the graph's
     format      the common name of a packed weight's format ("nvfp4", "q4_k"); "": it has none
+    computed    the node that computes the 8-bit weight in each call; "": it is in memory
     """
 
     family: str
@@ -177,6 +178,7 @@ class Match:
     activation: Activation | None = None
     exactness: Exactness = Exactness.REASSOCIATED
     format: str = ""
+    computed: str = ""
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

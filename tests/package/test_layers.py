@@ -63,8 +63,12 @@ ALLOWED: dict[str, set[str]] = {
     | {"kernels.scaled_mm", "kernels.shared", "kernels.tuning"},
     "kernels.block_sparse": PLAIN
     | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"},
+    "kernels.w4a8": PLAIN
+    | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
+    | {"kernels.shared", "kernels.weight_only"},
     "kernels": PLAIN
-    | {"kernels.block_sparse", "kernels.kernel", "kernels.scaled_mm", "kernels.weight_only"},
+    | {"kernels.block_sparse", "kernels.kernel", "kernels.scaled_mm", "kernels.w4a8"}
+    | {"kernels.weight_only"},
     "lowering": PLAIN | {"_compat", "fallback", "ops", "report.events", "kernels"},
     "row_buckets": PLAIN | {"_compat", "fallback", "report.events"},
     # what users call

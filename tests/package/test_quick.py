@@ -11,7 +11,7 @@ import torch
 
 from inductor_quant._compat import gluon
 from inductor_quant.kernels import KERNELS
-from tests.support.gemms import block_sparse, formats, fp8, quantizing, w8a8, weight_only
+from tests.support.gemms import block_sparse, formats, fp8, quantizing, w4a8, w8a8, weight_only
 from tests.support.gemms.generated import generate
 
 TESTS = Path(__file__).parents[1]
@@ -25,6 +25,8 @@ GEMMS = {
     "w8a8_large_m_sm90": w8a8.Case(4096, 4096, 4096),
     "w8a8_persistent": w8a8.Case(4096, 4096, 256),
     "w8a8_mm": w8a8.Case(64, 512, 256),
+    "w4a8_direct": w4a8.Case("nibble_pairs", 1, 4096, 4096),
+    "w4a8_mm_sm90": w4a8.Case("nibble_pairs", 64, 4096, 4096),
     "weight_only_small_m_sm90": weight_only.Case("gptq", 16, 28672, 4096),
     "weight_only_large_m_sm90": weight_only.Case("gptq", 128, 14336, 3072, HALF),
     "weight_only_medium_m_sm90": weight_only.Case("gptq", 33, 6144, 2048, HALF),
@@ -75,7 +77,8 @@ def test_a_gemm_runs_in_the_kernel(kernel, monkeypatch):
     if isinstance(case, quantizing.Case):
         fn, make = case.call(), case.inputs
     else:
-        [of] = [of for of in (block_sparse, fp8, w8a8, weight_only) if isinstance(case, of.Case)]
+        modules = (block_sparse, fp8, w4a8, w8a8, weight_only)
+        [of] = [of for of in modules if isinstance(case, of.Case)]
         fn, make = of.gemm(case), lambda device: of.make_inputs(case, device)
     [chosen, *_] = [choices[0].name for choices in generate(fn, make).choices]
     assert re.fullmatch(rf".*inductor_quant_{kernel}_\d+", chosen)

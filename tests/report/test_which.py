@@ -11,7 +11,7 @@ import torch
 from inductor_quant import __main__, simulate
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels import KERNELS, dispatch
-from inductor_quant.ops import fp8, fp8_block, w8a8, weight_only
+from inductor_quant.ops import fp8, fp8_block, w4a8, w8a8, weight_only
 from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats, which
 from inductor_quant.report.events import collect
@@ -30,6 +30,8 @@ CHOSEN = [
     ("w8a8", "per_token", (8192, 14336, 4096), 100, "w8a8_mm"),
     ("w8a8", "asymmetric", (16, 4096, 4096), 90, "w8a8_mm"),
     ("w8a8", "group", (4, 4096, 4096), 90, "w8a8_mm"),
+    ("w4a8", "int4_bytes", (1, 4096, 4096), 90, "w4a8_direct"),
+    ("w4a8", "int4_channel", (256, 4096, 4096), 90, "w4a8_mm_sm90"),
     ("weight_only", "gptq", (1, 4096, 4096), 90, "weight_only_decode"),
     ("weight_only", "gptq", (16, 28672, 4096), 90, "weight_only_small_m_sm90"),
     ("weight_only", "gptq", (24, 4096, 4096), 80, "weight_only_small_m"),
@@ -91,6 +93,25 @@ def call(family: str, format: str, gemm: Gemm):
             return weight_only.op(x, list(weight), None, None, format=text, out_dtype=gemm.dtype)
 
         return fn, make
+    if family == "w4a8":
+        _, problem = formats.packed_int8(format, gemm)
+        text = problem.weight.format.encode()
+
+        def make(device):
+            a = torch.empty(m, k, dtype=torch.int8, device=device)
+            scales = torch.empty(m, 1, device=device), torch.empty(1, n, device=device)
+            tensors = problem.weight.tensors
+            return (
+                a,
+                *scales,
+                *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors),
+            )
+
+        def fn(a, a_scale, b_scale, *weight):
+            operands = (a, list(weight), a_scale, b_scale, None)
+            return w4a8.op(*operands, format=text, out_dtype=gemm.dtype)
+
+        return fn, make
     scaled = formats.SCALED[family][format]
     op, options = {
         "w8a8": (w8a8.op, {}),
@@ -121,6 +142,7 @@ def call(family: str, format: str, gemm: Gemm):
     [
         ("w8a8", "per_token", (1, 4096, 4096), 90),
         ("w8a8", "group", (20, 512, 512), 80),
+        ("w4a8", "compressed_tensors", (40, 512, 512), 90),
         ("weight_only", "gptq", (16, 4096, 4096), 90),
         ("weight_only", "hqq", (300, 512, 512), 90),
         ("weight_only", "int8_group", (2, 512, 512), 89),

@@ -18,7 +18,7 @@ from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import PAIR, WARP, TileDigit, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.unpack_ptx import (
     MASK_AND_FLIP,
     PLACES,
@@ -152,14 +152,15 @@ class Uses(DigitStatements):
         place, mask = PLACES[x_dtype], (1 << field.width) - 1
         at = f"({self.index(field.offset)}) & 7"
         base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
-        halves = [self.offset_of_half(half) for half in "01"]
+        halves = [self.offset_of(half) for half in "01"]
         ats = [f"(({offset}) & 7)" for offset in halves]
 
         def both(code: str) -> str:
             low, high = (code.format(at=at) for at in ats)
             return f"({low}) | (({high}) << 16)"
 
-        none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
+        [pair] = codegen.plan.low
+        none = self.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
         x_type = codegen.x_type
         # The assembly takes registers of 32 bits, which bytes that form no words are not.
         arguments = [
@@ -180,21 +181,23 @@ class Uses(DigitStatements):
         """Two values at once, as fp16."""
         field = self.format.element
         assembly, digit = float8_pair(field.float8)
-        first, second = (f"(({self.offset_of_half(half)}) >> 3)" for half in "01")
+        first, second = (f"(({self.offset_of(half)}) >> 3)" for half in "01")
         apart = 8 if digit else 4  # digits of the selector that the two bytes go to
         selector = f"({first} << {4 * digit}) | ({second} + 4 << {4 * digit + apart})"
+        [pair] = self.codegen.plan.low
         arguments = [
             f"{self.read(field)[0]}.to(gl.int32)",
-            f"{selector} + d_{PAIR.name} * 0",
+            f"{selector} + d_{pair.name} * 0",
         ]
         arguments = [self.assign("a", code) for code in arguments]
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, torch.float16)
         return "pairs"
 
-    def offset_of_half(self, half: str) -> str:
-        """The bit offset of one value of each pair."""
-        digits = self.codegen.digits("d_", "n", half)
-        out = DigitStatements(self.codegen, self.stride, self.size, f"h{half}_", digits)
+    def offset_of(self, which: str) -> str:
+        """The bit offset of one of the values that are dequantized together: ``which`` has its
+        position along each of ``low``."""
+        digits = self.codegen.digits("d_", "n", which)
+        out = DigitStatements(self.codegen, self.stride, self.size, f"h{which}_", digits)
         code = out.index(self.format.element.offset)
         self.lines += out.lines
         return code
@@ -298,18 +301,20 @@ class DigitCodegen(Codegen):
 
     # digits
 
-    def digits(self, inner: str, first: str = "", pair: str = "") -> dict[str, list[str]]:
+    def digits(self, inner: str, first: str = "", low: str = "") -> dict[str, list[str]]:
         """The terms of each digit: what varies in a tile, as tensors whose names begin with
-        ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``pair``: the
-        value of PAIR, if it is known."""
+        ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``low``: the
+        positions along the plan's ``low``, if they are known."""
+        known = dict(zip((digit.name for digit in self.plan.low), low, strict=False))
         found: dict[str, list[str]] = {}
         for digit in (*self.n_digits, *self.k_digits):
-            terms = []
-            if inner and digit.inner > 1:
-                is_last = self.is_paired and digit == self.last
-                count = digit.inner // (2 if is_last else 1)
-                terms += [f"{inner}{digit.name}{' * 2' if is_last else ''}"] if count > 1 else []
-                terms += [pair or f"{inner}{PAIR.name}"] if is_last else []
+            parts = [part for part in self.plan.digits if part.digit == digit.name]
+            terms = [
+                known.get(part.name, f"{inner}{part.name}")
+                + (f" * {part.place}" if part.place > 1 else "")
+                for part in parts
+                if inner and part.inner > 1
+            ]
             if digit.outer > 1 and digit.name[0] in first:
                 terms.append(f"first_{digit.name}")
             found[digit.name] = terms
@@ -317,12 +322,7 @@ class DigitCodegen(Codegen):
 
     @property
     def is_paired(self) -> bool:
-        return PAIR in self.plan.digits
-
-    @property
-    def last(self) -> TileDigit:
-        """The digit whose lowest bit is PAIR."""
-        return [digit for digit in self.k_digits if digit.inner > 1][-1]
+        return len(self.plan.low) == 1
 
     def first_digits(self, axis: str, tile: str) -> list[str]:
         """Statements that set the first value in tile number ``tile`` of each digit."""
@@ -343,7 +343,7 @@ class DigitCodegen(Codegen):
             for axis, digit in enumerate(self.plan.digits):
                 at = f"{prefix}{digit.name}"
                 lines.append(f"{at} = {positions(name, self.plan.rank, axis, digit.inner)}")
-                radix = self.format.radix(digit.name) if digit.name[0] == "n" else 0
+                radix = self.format.radix(digit.name) if digit.digit[0] == "n" else 0
                 if radix % digit.inner:  # the last tile ends beyond N
                     first = f" - first_{digit.name}" if digit.outer > 1 else ""
                     lines.append(f"{at} = gl.minimum({at}, {radix - 1}{first})")

@@ -36,10 +36,13 @@ class Assembly:
 MASK_AND_FLIP = Assembly(f"lop3.b32 $0, $1, $2, $3, {_XOR};", "=r,r,r,r", pack=1)
 
 
-def _assembly(lines: Sequence[str], registers: str, inputs: int, **sizes: int) -> Assembly:
-    """Of ``lines`` in a scope that declares ``registers``, each output and input one register."""
+def _assembly(
+    lines: Sequence[str], registers: str, inputs: int, *, bits: int = 16, **sizes: int
+) -> Assembly:
+    """Of ``lines`` in a scope that declares ``registers``, each output (of values of ``bits``) and
+    input one register."""
     text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
-    outputs = sizes["pack"] * sizes.get("count", 1) // 2
+    outputs = sizes["pack"] * sizes.get("count", 1) * bits // 32
     return Assembly(text, ",".join(["=r"] * outputs + ["r"] * inputs), **sizes)
 
 
@@ -277,3 +280,53 @@ def _twice(half: int) -> int:
 def _bits(value: float, dtype: torch.dtype) -> int:
     """The bits of a 16-bit float, in both halves."""
     return _twice(int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF)
+
+
+# The four bytes of a word that is given four times.
+WORD_AS_BYTES = Assembly("mov.b32 $0, $1;", "=r,r,r,r,r", pack=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quad:
+    """How four nibbles become four int8.
+
+    is_high     16 times the value, in the high half of each byte; else the value
+    is_flipped  the sign bit of each nibble is
+    subtracts   a number is subtracted from each; not with ``is_high``
+    from_words  the four are the same nibble of four words; else all are in one word
+    """
+
+    is_high: bool
+    is_flipped: bool
+    subtracts: bool = False
+    from_words: bool = False
+
+
+def unpack_quad(kind: Quad) -> Assembly:
+    """Four int8 in a register.
+
+    Arguments: the words; the selectors, for ``prmt``, of their bytes: of one word those of the word
+    with low nibbles moved into place, and of the word; of four words that of the first and that of
+    the second. Then, of four words, by how much bytes are shifted; and what is subtracted, in each
+    byte.
+    """
+    shift = "shl" if kind.is_high else "shr"
+    mask, sign = ("0xf0f0f0f0", 0x80) if kind.is_high else ("0x0f0f0f0f", 0x08)
+    if kind.from_words:
+        lines = [
+            "prmt.b32 t, $1, $2, $5;",
+            "prmt.b32 u, $3, $4, $5;",
+            "prmt.b32 t, t, u, 0x5410;",
+            f"{shift}.b32 t, t, $9;",
+        ]
+    else:
+        order = "u, $1" if kind.is_high else "$1, u"
+        lines = [f"{shift}.b32 u, $1, 4;", f"prmt.b32 t, {order}, $5;"]
+    flips = (sign if kind.is_flipped else 0) | (0x80 if kind.subtracts else 0)
+    target = "t" if kind.subtracts else "$0"
+    lines.append(f"lop3.b32 {target}, t, {mask}, {flips * 0x01010101:#010x}, {_XOR};")
+    count = 12 if kind.from_words else 8
+    if kind.subtracts:  # with the sign bits set no byte borrows from the next one
+        lines += [f"sub.u32 t, t, ${count + 1};", "xor.b32 $0, t, 0x80808080;"]
+        count += 4
+    return _assembly(lines, "t, u", count, pack=4, bits=8)

@@ -1,11 +1,10 @@
 """Inline PTX as in our kernels, run on numpy arrays.
 
-Straight-line code on 32-bit registers: ``prmt``, ``shr``, ``and``, ``xor``, ``lop3``, ``mov``,
-``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, rounding to a signed byte, and pairs of
-e4m3 to fp16. Every
-lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes ``pack`` elements at a time,
-narrow ones packed into a register. Triton leaves open which elements those are; here they are
-neighbours.
+Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
+``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, rounding to a signed byte, and
+pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
+``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
+those are; here they are neighbours.
 """
 
 from __future__ import annotations
@@ -147,6 +146,9 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mul.lo.u32": np.multiply,
     "mul.rn.f32": _fp32(np.multiply),
     "prmt.b32": _prmt,
+    "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
     "shr.u32": np.right_shift,
+    "sub.u32": np.subtract,
     "xor.b32": np.bitwise_xor,
 }

@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits
+from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
@@ -75,9 +76,9 @@ COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
 BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 2200, 205_000, 9000
 
 
-def unrolled(problem: Problem, config: GemmConfig) -> int:
+def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
     """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
-    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in UNROLLED)
+    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
     return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
 
 
@@ -122,12 +123,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return {**super().constants(spec, problem, config, device), "SHARES_TILES": shares}
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
-        ctas_per_sm = _ctas_per_sm(config)
-        return {
-            "UNROLLED": unrolled(problem, config),
-            "NUM_CTAS": ctas_per_sm * device.num_sms,
-            "MAX_REGISTERS": REGISTERS // (ctas_per_sm * THREADS) if ctas_per_sm > 1 else 0,
-        }
+        return constants_of(problem, config, device, ctas_per_sm(config))
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -135,7 +131,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         costs = self._costs(spec, problem, config, device)
         if costs.shared(config) >= costs.whole(config):
             return 0
-        ctas = _ctas_per_sm(config) * device.num_sms
+        ctas = ctas_per_sm(config) * device.num_sms
         return ctas * (config.block_m * config.block_n + SIGNAL // 4)
 
     def _costs(
@@ -147,26 +143,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if not unrolled(problem, config):
-            return bad_blocks(f"{config} does not divide K={problem.k}")
-        refused = split_k.reject_if_unbounded(problem, config)
-        if refused is not None:
-            return refused
-        is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
-        if not is_tile or config.block_n % (16 * config.num_warps) or config.block_k % 64:
-            return bad_blocks(f"{config} is no tile of wgmma")
-        found = boxed(rules.weight_of(problem), config)
-        if found is None or config.num_stages < 3:
-            return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-        words = found[1].rows * found[1].columns
-        view = as_words(rules.weight_of(problem)).weight
-        packed = words * view.tensors[view.format.code.source].dtype.itemsize
-        stage = 2 * config.block_m * config.block_k + packed
-        return rules.reject_if_too_many_accumulators(config, MAX_ACCUMULATORS) or tile_rejection(
-            config,
-            device,
-            element_bytes=2,
-            shared_bytes=_ctas_per_sm(config) * (config.num_stages * stage + BARRIERS),
+        weight = rules.weight_of(problem)
+        return tile_misfit(
+            problem, config, device, boxed(weight, config), x_bytes=2, ctas=ctas_per_sm(config)
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -191,7 +170,58 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return split_k.same_split([config for config in order if cost[config] < most])
 
 
-def _ctas_per_sm(config: GemmConfig) -> int:
+def tile_misfit(
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    found: tuple[TilePlan, WordBox] | None,
+    *,
+    x_bytes: int,
+    ctas: int,
+    sums: int = 1,
+    offered: Sequence[int] = UNROLLED,
+) -> Rejection | None:
+    """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
+    accumulators for each output; ``offered``: K iterations in the loop's body."""
+    if not unrolled(problem, config, offered):
+        return bad_blocks(f"{config} does not divide K={problem.k}")
+    refused = split_k.reject_if_unbounded(problem, config)
+    if refused is not None:
+        return refused
+    is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
+    if not is_tile or config.block_n % (16 * config.num_warps) or config.block_k % 64:
+        return bad_blocks(f"{config} is no tile of wgmma")
+    if found is None or config.num_stages < 3:
+        return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+    words = found[1].rows * found[1].columns
+    view = as_words(rules.weight_of(problem)).weight
+    packed = words * view.tensors[view.format.code.source].dtype.itemsize
+    stage = x_bytes * config.block_m * config.block_k + packed
+    most = MAX_ACCUMULATORS // sums
+    return rules.reject_if_too_many_accumulators(config, most) or tile_rejection(
+        config,
+        device,
+        element_bytes=2,
+        shared_bytes=ctas * (config.num_stages * stage + BARRIERS),
+    )
+
+
+def constants_of(
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    ctas: int,
+    offered: Sequence[int] = UNROLLED,
+) -> dict[str, Any]:
+    """The template's constants, for ``ctas`` an SM."""
+    return {
+        "UNROLLED": unrolled(problem, config, offered),
+        "NUM_CTAS": ctas * device.num_sms,
+        "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
+    }
+
+
+def ctas_per_sm(config: GemmConfig) -> int:
     return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
 
 
@@ -218,7 +248,7 @@ class _Costs:
 
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
-        split, most = config.split_k, _ctas_per_sm(config)
+        split, most = config.split_k, ctas_per_sm(config)
         k_iters = math.ceil(self.problem.k / (split * config.block_k))
         alone, paired = (k_iters * each + TILE_CYCLES for each in self._cycles(config))
         each_sm = math.ceil(self._tiles(config) * split / self.device.num_sms)
@@ -229,7 +259,7 @@ class _Costs:
 
     def shared(self, config: GemmConfig) -> float:
         """If all CTAs have the same number of K iterations."""
-        most = _ctas_per_sm(config)
+        most = ctas_per_sm(config)
         tiles, ctas = self._tiles(config), most * self.device.num_sms
         turn = unrolled(self.problem, config)
         turns = tiles * self.problem.k // (turn * config.block_k)
@@ -249,16 +279,13 @@ def _cost_of_library(problem: Problem) -> float:
     return written + max(size * 2 / BYTES_PER_CYCLE, size * problem.m / MADS_PER_CYCLE)
 
 
-def boxed(weight: Weight, config: GemmConfig) -> tuple[TilePlan, WordBox] | None:
-    """How a tile is assigned to threads, and the box of its words."""
-    plan = plan_of(weight, config)
-    if plan is None:
-        return None
-    view = as_words(weight).weight
-    n = tile_digits(view.format, "n", config.block_n, n_order(view.format)) or ()
-    k = tile_digits(view.format, "k", config.block_k) or ()
-    box = word_box(view, plan, (*n, *k))
-    return (plan, box) if box is not None else None
+def boxed(
+    weight: Weight, config: GemmConfig, plan: TilePlan | None = None
+) -> tuple[TilePlan, WordBox] | None:
+    """How a tile is assigned to threads, by default for 16-bit x, and the box of its words."""
+    plan = plan or plan_of(weight, config)
+    box = word_box(as_words(weight).weight, plan) if plan is not None else None
+    return (plan, box) if plan is not None and box is not None else None
 
 
 WEIGHT_ONLY_MM_SM90 = WeightOnlyMMSm90()
