@@ -14,6 +14,7 @@ if __name__ != "inductor_quant.patterns":
 
 from .match import Pattern, RecognizedGemm
 from .recognizers import (
+    experts,
     fp8_custom_ops,
     fp8_dequantized,
     qdq,
@@ -30,6 +31,7 @@ BUILT_IN: tuple[Pattern, ...] = (
     scaled_mm.PATTERN,
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
+    experts.PATTERN,
     weight_only.PATTERN,
 )
 _patterns: list[Pattern] = list(BUILT_IN)

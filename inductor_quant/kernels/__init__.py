@@ -3,6 +3,8 @@
 This package knows nothing of producers or FX graphs. ``README.md`` has the dispatch table.
 """
 
+from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
+from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
@@ -65,6 +67,8 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_BLOCK_PERSISTENT,
     FP8_BLOCK_MM,
+    EXPERTS_DIRECT,
+    EXPERTS_MM,
 )
 
 __all__ = ["KERNELS", "Kernel"]

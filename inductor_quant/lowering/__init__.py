@@ -1,6 +1,7 @@
 """From canonical ops to kernels. Importing this package registers templates and lowerings, once."""
 
 from inductor_quant.lowering import (  # noqa: F401
+    experts,
     fp8,
     group_reduce,
     horizontal,

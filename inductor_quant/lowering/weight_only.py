@@ -78,15 +78,7 @@ class WeightOnlyCall:
         given = (self.x, *self.weight, self.column_scale, self.bias)
         inputs = [compat.realize(t) for t in given if t is not None]
         [hint_m] = compat.size_hints((m,))
-        tensors = tuple(
-            WeightTensor(
-                t.get_dtype(),
-                tuple(map(compat.known_int, t.get_size())),
-                tuple(map(compat.known_int, t.get_stride())),
-                is_aligned=compat.is_aligned(t),
-            )
-            for t in inputs[1 : 1 + len(self.weight)]
-        )
+        tensors = weight_tensors(inputs[1 : 1 + len(self.weight)])
         problem = Problem(
             hint_m,
             n,
@@ -139,9 +131,9 @@ class WeightOnlyCall:
         return self._epilogue(evaluator.convert(out, torch.float32), ())
 
     @functools.cached_property
-    def _evaluator(self) -> _Lowered:
+    def _evaluator(self) -> LoweredEvaluator:
         device = self.x.get_device()
-        return _Lowered(
+        return LoweredEvaluator(
             self.parsed, self.weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k)
         )
 
@@ -155,7 +147,20 @@ class WeightOnlyCall:
         return evaluator.convert(out, self.out_dtype)
 
 
-class _Lowered(Evaluator):
+def weight_tensors(inputs: Sequence[Any]) -> tuple[WeightTensor, ...]:
+    """The realized tensors of a weight as kernels see them."""
+    return tuple(
+        WeightTensor(
+            t.get_dtype(),
+            tuple(map(compat.known_int, t.get_size())),
+            tuple(map(compat.known_int, t.get_stride())),
+            is_aligned=compat.is_aligned(t),
+        )
+        for t in inputs
+    )
+
+
+class LoweredEvaluator(Evaluator):
     """The reference's arithmetic in Inductor's lowerings."""
 
     def table(self, table: tuple[int, ...], digit: Any) -> Any:

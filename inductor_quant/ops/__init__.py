@@ -5,6 +5,7 @@ without Inductor: eager, ``aot_eager``, any device.
 """
 
 from inductor_quant.ops import (
+    experts,
     fp8,
     fp8_block,
     group_reduce,
@@ -18,6 +19,7 @@ from inductor_quant.ops import (
 )
 
 __all__ = [
+    "experts",
     "fp8",
     "fp8_block",
     "group_reduce",

@@ -27,6 +27,7 @@ _FAMILY_ARCH = {
     "weight_only": rules.MIN_ARCH,
     "fp8": fp8.MIN_ARCH,
     "fp8_block": fp8.MIN_ARCH,
+    "experts": rules.MIN_ARCH,
 }
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")
 

@@ -257,6 +257,9 @@ WEIGHT_ONLY: dict[str, Callable[[int, int, torch.dtype], tuple[WeightFormat, Ten
 }
 
 
+FAMILIES = ("weight_only", *SCALED)  # whose kernel follows from the sizes of one GEMM
+
+
 def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     """The GEMM of a format of WEIGHT_ONLY."""
     format, tensors = WEIGHT_ONLY[name](gemm.k, gemm.n, gemm.dtype)

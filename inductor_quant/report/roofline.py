@@ -40,18 +40,29 @@ class Timing:
     share: float
 
 
-def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
+def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int, *, experts: int = 0) -> int:
     """Least bytes to move: operands and scales read once, the result written once.
 
-    Leaves out zero points, bias and scales of act-order groups.
+    Leaves out zero points, bias and scales of act-order groups. If each row has one of ``experts``
+    weights, those count that independent rows hit in the mean.
     """
-    total = (m * k * spec.a.element_bits + k * n * spec.b.element_bits + 7) // 8
-    total += m * n * spec.out_dtype.itemsize
-    for operand, shape in ((spec.a, (m, k)), (spec.b, (k, n))):
-        if operand.scale is not None and GATHERED not in operand.scale.block:
-            sizes = zip(shape, operand.scale.block, strict=True)
-            count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
-            total += count * operand.scale.dtype.itemsize
+    read = [_operand_bytes(spec.a, (m, k)), _operand_bytes(spec.b, (k, n))]
+    if experts:
+        read[1] = round(read[1] * hit_experts(experts, m))
+    return sum(read) + m * n * spec.out_dtype.itemsize
+
+
+def hit_experts(experts: int, rows: int) -> float:
+    """How many of ``experts`` have one of ``rows`` that choose at random, in the mean."""
+    return experts * (1 - (1 - 1 / experts) ** rows)
+
+
+def _operand_bytes(operand: OperandSpec, shape: tuple[int, int]) -> int:
+    total = (math.prod(shape) * operand.element_bits + 7) // 8
+    if operand.scale is not None and GATHERED not in operand.scale.block:
+        sizes = zip(shape, operand.scale.block, strict=True)
+        count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
+        total += count * operand.scale.dtype.itemsize
     return total
 
 

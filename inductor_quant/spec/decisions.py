@@ -90,6 +90,7 @@ class Site:
     source            the quantized dtype that they are computed from (of a weight that is
                       dequantized first), "" if none
     rows              the range of M that is compiled ("17..32"), "" if the graph serves all
+    experts           how many weights the rows choose from; 0: there is one
     """
 
     node: str
@@ -104,6 +105,7 @@ class Site:
     module: str = ""
     source: str = ""
     rows: str = ""
+    experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

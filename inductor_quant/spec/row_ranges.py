@@ -28,6 +28,8 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 32: one launch for several GEMMs. 128: beyond it the library competes. 192: three tiles of 64
     # rows. Then tiles of 256 rows.
     "weight_only": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
+    # One compilation serves every number of rows: which experts have them is known at run time.
+    "experts": (),
 }
 
 

@@ -35,6 +35,22 @@ def table_of(expr: Lookup) -> Constant | Derived | str:
         return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def name_of(table: Source) -> str:
+    """What the values of a table are, if they are known: "e2m1" or ""."""
+    if not isinstance(table, Constant):
+        return ""
+    with compat.real_tensors():
+        values = table.tensor().float()
+        wanted = torch.tensor((*E2M1, *(-value for value in E2M1)))  # with -0.0
+        is_same = values.shape == wanted.shape and torch.equal(
+            values.view(torch.int32), wanted.view(torch.int32)
+        )
+        return "e2m1" if is_same else ""
+
+
 def entries(table: Constant | Derived, stored: fx.Node) -> Derived:
     """The entry of each code in ``stored``, int8 or uint8, as ops that the rewrite adds."""
     codes: Any = Derived(fx_utils.CAST, (stored, torch.int64))

@@ -17,8 +17,8 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 from .. import fx_utils
 from ..match import Constant, Derived, RecognizedGemm
+from ..matching.lookup_table import E2M1
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (elements of a block, its bytes, bits of an element, whether a minimum is stored): the layouts of
 # ggml-common.h
 _GGML = {
@@ -94,6 +94,10 @@ def _is_power(scale: Field, sources: Sequence[Any]) -> bool:
     source = sources[scale.source]
     if isinstance(source, Derived):
         return True
+    if isinstance(source, Constant):  # of each exponent
+        with compat.real_tensors():
+            values = source.tensor().float()
+            return bool((torch.frexp(values).mantissa == 0.5).logical_or(~values.isfinite()).all())
     todo, seen = [source], set()
     while todo:
         node = todo.pop()

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..match import Derived
-from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .index import SELECTING, ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -280,6 +280,11 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
             new = dataclasses.replace(new, data=data)
         found.append(new)
     return tuple(found)
+
+
+def is_gathered(index: tuple[IndexExpr, ...], space: Space) -> bool:
+    """Whether a position is that of a row of the product, which selects a weight."""
+    return any(d.axis in SELECTING for form in _normalized(index, space) for d, _ in form.terms)
 
 
 # ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 
 from inductor_quant._compat import gluon
 from inductor_quant.kernels import KERNELS
-from tests.support.gemms import formats, fp8, quantizing, w8a8, weight_only
+from tests.support.gemms import experts, formats, fp8, quantizing, w8a8, weight_only
 from tests.support.gemms.generated import generate
 
 TESTS = Path(__file__).parents[1]
@@ -45,6 +45,8 @@ GEMMS = {
     "fp8_block_large_m_sm90": fp8.Case(4096, 2176, 1536, BLOCK),
     "fp8_block_persistent": fp8.Case(4096, 4096, 512, (64, 64)),
     "fp8_block_mm": fp8.Case(400, 512, 512, BLOCK),
+    "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 512, 1024),
+    "experts_mm": experts.Case("act_order", (3, 0, 5), 512, 1024, dtype=HALF),
 }
 # The first test of tests/patterns/<folder>/test_<pass>.py is quick (conftest.py). Passes without
 # such a file have a test elsewhere, marked quick.
@@ -70,7 +72,7 @@ def test_a_gemm_runs_in_the_kernel(kernel, monkeypatch):
     if isinstance(case, quantizing.Case):
         fn, make = case.call(), case.inputs
     else:
-        [of] = [of for of in (fp8, w8a8, weight_only) if isinstance(case, of.Case)]
+        [of] = [of for of in (experts, fp8, w8a8, weight_only) if isinstance(case, of.Case)]
         fn, make = of.gemm(case), lambda device: of.make_inputs(case, device)
     [chosen, *_] = [choices[0].name for choices in generate(fn, make).choices]
     assert re.fullmatch(rf".*inductor_quant_{kernel}_\d+", chosen)

@@ -19,7 +19,12 @@ from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.tile_digits import PAIR, WARP, TileDigit, TilePlan, tile_digits
-from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, dequantize_pair
+from inductor_quant.kernels.codegen.unpack_ptx import (
+    MASK_AND_FLIP,
+    PLACES,
+    dequantize_e2m1,
+    dequantize_pair,
+)
 from inductor_quant.kernels.codegen.words import BYTES, WordView
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
@@ -117,7 +122,7 @@ class Uses(DigitStatements):
         element = self.format.element
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
-        narrow = self.in_16_bits()
+        narrow = self.of_e2m1() if self.codegen.is_e2m1 else self.in_16_bits()
         return narrow or f"({self.in_fp32().code}).to({self.codegen.x_type})"
 
     def in_16_bits(self) -> str:
@@ -169,11 +174,28 @@ class Uses(DigitStatements):
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 
+    def of_e2m1(self) -> str:
+        """W from floats of 4 bits, two at once, and a scale of x's dtype: no table is looked up."""
+        codegen = self.codegen
+        (op,) = codegen.loop_ops
+        assert isinstance(op.operand, Field)
+        none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
+        byte = f"(({self.offset_of_half('0')}) >> 3)"
+        arguments = [
+            f"{self.read(self.format.code)[0]}.to(gl.int32)",
+            f"{byte} * 0x1111 + 0x4400 + d_{PAIR.name} * 0",
+            f"({self.field(op.operand).code} + {none}).to({codegen.x_type})",
+        ]
+        arguments = [self.assign("a", code) for code in arguments]
+        assembly = dequantize_e2m1(codegen.x_dtype)
+        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, codegen.x_dtype)
+        return "pairs"
+
     def offset_of_half(self, half: str) -> str:
         """The bit offset of one value of each pair."""
         digits = self.codegen.digits("d_", "n", half)
         out = DigitStatements(self.codegen, self.stride, self.size, f"h{half}_", digits)
-        code = out.index(self.format.element.offset)
+        code = out.index(self.format.code.offset)
         self.lines += out.lines
         return code
 
@@ -243,7 +265,9 @@ class DigitCodegen(Codegen):
         self.is_warps_own = any(digit.name == WARP for digit in plan.digits)
         self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
-        self.table = self.format.element if self.format.element != self.format.code else None
+        self.is_e2m1 = self._is_e2m1()
+        is_table = self.format.element != self.format.code and not self.is_e2m1
+        self.table = self.format.element if is_table else None
         operands = [op.operand for op in self.loop_ops]
         fields = [self.format.code, *(each for each in operands if isinstance(each, Field))]
         self.loaded = list(dict.fromkeys(fields))
@@ -262,6 +286,26 @@ class DigitCodegen(Codegen):
         """Whether ``load`` leaves the field to the template."""
         return False
 
+    def _is_e2m1(self) -> bool:
+        """Whether ``Uses.of_e2m1`` takes the weight: neighbours along K share a byte, the even one
+        low, and only a scale of x's dtype follows."""
+        format, code = self.format, self.format.code
+        if format.table != "e2m1" or PAIR not in self.plan.digits or len(self.loop_ops) != 1:
+            return False
+        op, offset = self.loop_ops[0], code.offset
+        last = [digit.name for digit in self.k_digits if digit.inner > 1][-1]
+        others = [coef for name, coef in offset.linear if name != last]
+        return (
+            dict(offset.linear).get(last) == 4
+            and format.radix(last) == PAIR.inner
+            and not any(coef % 8 for coef in (*others, offset.const))
+            and not offset.tables
+            and op.kind == "mul"
+            and isinstance(op.operand, Field)
+            and not op.operand.float8
+            and self.dtypes[op.operand.source] == self.x_dtype
+        )
+
     @property
     def casts_directly(self) -> bool:
         return False  # a conversion of integers takes eight times as long as bit arithmetic
@@ -274,8 +318,8 @@ class DigitCodegen(Codegen):
     def digits(self, inner: str, first: str = "", pair: str = "") -> dict[str, list[str]]:
         """The terms of each digit: what varies in a tile, as tensors whose names begin with
         ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``pair``: the
-        value of PAIR, if it is known."""
-        found: dict[str, list[str]] = {}
+        value of PAIR, if it is known. The digits of e belong to the position of n."""
+        found = {name: terms if "n" in first else [] for name, terms in self.expert().items()}
         for digit in (*self.n_digits, *self.k_digits):
             terms = []
             if inner and digit.inner > 1:
@@ -287,6 +331,14 @@ class DigitCodegen(Codegen):
                 terms.append(f"first_{digit.name}")
             found[digit.name] = terms
         return found
+
+    def expert(self) -> dict[str, list[str]]:
+        """The terms of the digits of e, scalars."""
+        format = self.format
+        return {
+            name: [f"(expert // {format.weight_of(name)} % {format.radix(name)})"]
+            for name in format.digits("e")
+        }
 
     @property
     def is_paired(self) -> bool:
@@ -386,7 +438,7 @@ class DigitCodegen(Codegen):
             name: [f"(within // {format.weight_of(name)} % {format.radix(name)})"]
             for name in format.digits("n")
         }
-        out = DigitStatements(self, stride, size, "c", digits)
+        out = DigitStatements(self, stride, size, "c", digits | self.expert())
         lines = [f"within = gl.minimum(idx_n, {self.n - 1}).to(gl.int32)"]
         for op in self.column_ops:
             operand = out.operand(op)

@@ -216,6 +216,36 @@ def dequantize_pair(dtype: torch.dtype) -> Assembly:
     return _assembly(lines, "t, none", 12, pack=2)
 
 
+# (by how many bits exponent and mantissa of a float of 4 bits move up; where they are then, in both
+# halves; the float, as bits, that the tiny number is multiplied by)
+E2M1 = {
+    torch.bfloat16: (6, 0x01C001C0, 0x7E80),
+    torch.float16: (9, 0x0E000E00, 0x7400),
+}
+
+
+def dequantize_e2m1(dtype: torch.dtype) -> Assembly:
+    """``field * c`` for two floats of 4 bits, e2m1, that share a byte, the first one low.
+
+    Arguments: the word twice, the selector of the byte (for ``prmt``, in the word and in the word
+    shifted by 4), c. Exponent and mantissa moved up make a subnormal float, or one of the smallest.
+    """
+    kind, (up, mask, times) = FMA_TYPES[dtype], E2M1[dtype]
+    lines = [
+        "shr.u32 s, $1, 4;",
+        "prmt.b32 t, $1, s, $3;",
+        "mul.lo.u32 s, t, 4096;",
+        f"mul.lo.u32 t, t, {1 << up};",
+        f"and.b32 t, t, {mask:#010x};",
+        f"lop3.b32 t, s, 0x80008000, t, {_OR};",
+        "mov.b32 none, 0x80008000;",
+        f"mov.b32 times, {_twice(times):#010x};",
+        f"fma.rn.{kind} t, t, times, none;",
+        f"fma.rn.{kind} $0, t, $5, none;",
+    ]
+    return _assembly(lines, "s, t, none, times", 5, pack=2)
+
+
 @dataclasses.dataclass(frozen=True)
 class ByteConversion:
     """Converts four uint8 at a time; each output is ``(value + bias) / factor``."""
