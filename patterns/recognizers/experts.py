@@ -139,7 +139,11 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
     inside = {*product.reader.nodes(), *anchor.all_input_nodes} - own
     interior = sorted(node for node in inside if node.op == "call_function")
     stored = (node for node in weight.sources if isinstance(node, fx.Node))
-    rejection = reject_mutated(interior) or reject_operands((x, *selected, *stored), anchor)
+    rejection = (
+        reject_mutated(interior)
+        or reject_operands((x, *selected, *stored), anchor)
+        or _reject_if_kept(interior, anchor, weight)
+    )
     if rejection is not None:
         return rejection
     x_dtype, out_dtype = fx_utils.value(x).dtype, fx_utils.value(anchor).dtype
@@ -184,6 +188,25 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         and hint > op.MAX_MEAN_ROWS * weight.format.experts,
         weight_class=Exactness.REASSOCIATED if weight.is_reordered else same,
     )
+
+
+def _reject_if_kept(interior: list[fx.Node], anchor: fx.Node, weight: Weight) -> Rejection | None:
+    """Rejects a stack that is dequantized anyway, for another user: for the backward, say."""
+    size = weight.format.experts * math.prod(weight.format.shape)
+    for node in interior:
+        shape = fx_utils.value(node).shape
+        if any(map(fx_utils.is_symbolic, shape)) or math.prod(shape) < size:
+            continue
+        todo, seen = [node], {anchor}
+        while todo:
+            user = todo.pop()
+            users = fx_utils.users(user)
+            if user.op == "output" or not users:
+                detail = f"{user.name} needs the dequantized stack too"
+                return Rejection(RejectionCode.EXTRA_USER, detail, node.name)
+            todo += [item for item in users if item not in seen]
+            seen.update(users)
+    return None
 
 
 def _rows_of(product: _Product, k: int) -> Operand:

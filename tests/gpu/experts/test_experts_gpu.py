@@ -48,7 +48,7 @@ def check(case: Case) -> None:
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [*FORMATS, "mxfp4"])
 def test_every_format(name, is_sorted):
     if name in E4M3 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("no conversion of e4m3")
@@ -57,7 +57,7 @@ def test_every_format(name, is_sorted):
 
 
 @pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "int8_channel", "nf4"])
+@pytest.mark.parametrize("name", ["nibble_pairs", "mxfp4"])
 def test_any_routing(name, counts):
     check(Case(name, counts, 384, 640))
     check(Case(name, tuple(16 * count for count in counts), 384, 640, left_over=5))

@@ -204,6 +204,20 @@ def test_grouped_products_that_are_left_alone():
     assert rewrite.is_untouched
 
 
+def returned_stack(x, q, s, offsets):
+    stack = (q.to(bf16) * s).transpose(1, 2)
+    return torch._grouped_mm(x, stack, offs=offsets), stack
+
+
+def test_a_stack_that_is_dequantized_anyway():
+    _, [rewrite] = capture(returned_stack, (x, q, s, offsets))
+    assert rewrite.codes == ["extra_user"]
+    model, (tokens, *routing) = Experts("int8", "grouped"), route(6, 4)
+    out, [*rewrites] = capture(lambda m, *a: m(*a), (model, tokens.requires_grad_(), *routing))
+    out.float().sum().backward()
+    assert [r.codes for r in rewrites if not r.is_backward] == [["extra_user"] * 2]
+
+
 def test_the_family_can_be_turned_off():
     model, args = Experts("int8", "grouped"), route(6, 4)
     options = Options(families=("weight_only",), on_error="raise")
