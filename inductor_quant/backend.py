@@ -76,7 +76,8 @@ def inductor_quant_backend(
 def _tables(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], options: Options
 ) -> list[constant_buffers.ConstantBuffer]:
-    if not options.read_tables or "weight_only" not in options.families:
+    reads = {"weight_only", "w4a8", "block_sparse"}
+    if not options.read_tables or reads.isdisjoint(options.families):
         return []
     return constant_buffers.find(gm, example_inputs)
 
@@ -254,8 +255,8 @@ def _register() -> None:
         from inductor_quant import lowering, ops  # noqa: F401
         from inductor_quant.patterns import graph_pass  # noqa: F401
 
-        modules = (ops.w8a8, ops.weight_only, ops.fp8, ops.fp8_block, ops.row_reduce, ops.quantize)
-        ours = [module.op for module in modules]
+        modules = (ops.w8a8, ops.weight_only, ops.fp8, ops.fp8_block, ops.block_sparse)
+        ours = [module.op for module in (*modules, ops.row_reduce, ops.quantize)]
         for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
         compat.surround_compilation(row_buckets.compile_graph)

@@ -7,7 +7,8 @@ cache keys (``digest``); each call compares the tables with it (``Guarded``).
 
 We read integer vectors owned by a module and used only as indices or shifts inside a weight, and
 small matrices used as shifts. Their content must be a sum over digits of the position, such as
-``k // group``, or short. The row order of act-order is not: the kernel looks it up.
+``k // group``, or short. The row order of act-order is not: the kernel looks it up. Tables that
+place the blocks of a sparse weight may hold anything (``block_tables``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import fx
 
+from inductor_quant import block_tables
 from inductor_quant._compat import inductor as compat
+from inductor_quant.dynamo_ops import PRODUCTS, name_of
 
 if TYPE_CHECKING:
     from inductor_quant.table_check import TableCheck
@@ -62,9 +65,6 @@ _INDEXES = {
     "embedding": (0, "input"),
     "gather": (2, "index"),
 }
-_PRODUCTS = frozenset(
-    ["linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "einsum", "mv", "_int_mm", "_scaled_mm"]
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +81,17 @@ def find(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[ConstantBuff
     """The constant buffers of a Dynamo graph, which stays as it is."""
     held = list(_tensors_of_modules(gm, example_inputs))
     weight_side = _weight_side(gm.graph, {buffer.node for buffer in held})
+    tables = [buffer.node for buffer in held if _may_place_blocks(buffer.value)]
+    of_blocks = block_tables.find(gm.graph, tables, weight_side)
     found = [
         buffer
         for buffer in held
-        if _is_table(buffer.value)
-        and _decides_positions_alone(buffer, weight_side)
-        and _has_form(buffer.value)
+        if buffer.node in of_blocks
+        or (
+            _is_table(buffer.value)
+            and _decides_positions_alone(buffer, weight_side)
+            and _has_form(buffer.value)
+        )
     ]
     # This graph writes to none of them, but may write to a tensor that shares memory with one.
     known = {id(buffer.value) for buffer in found}
@@ -182,6 +187,11 @@ def _is_table(value: torch.Tensor) -> bool:
     )
 
 
+def _may_place_blocks(value: torch.Tensor) -> bool:
+    is_index = value.dtype in (torch.int64, torch.int32, torch.bool)
+    return is_index and 0 < value.numel() <= MAX_LENGTH and value.is_contiguous()
+
+
 def _is_vector(value: torch.Tensor) -> bool:
     return sum(size > 1 for size in value.shape) <= 1
 
@@ -221,7 +231,7 @@ def _decides_positions_alone(buffer: ConstantBuffer, weight_side: set[fx.Node]) 
     while todo:
         node = todo.pop()
         for user in node.users:
-            name = _name(user)
+            name = name_of(user)
             if user not in weight_side:
                 return False
             if _decides(node, user, name) and (_is_vector(buffer.value) or name in _SHIFTS):
@@ -258,21 +268,13 @@ def _is_multiplied_with(node: fx.Node, weight_side: set[fx.Node]) -> bool:
     while todo:
         for user in todo.pop().users:
             if user not in weight_side:
-                if _name(user) not in _PRODUCTS:
+                if name_of(user) not in PRODUCTS:
                     return False
                 is_factor = True
             elif user not in seen:
                 seen.add(user)
                 todo.append(user)
     return is_factor
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return str(name)
 
 
 # ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from inductor_quant.errors import OptionError
 
-FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block", "experts")
+FAMILIES = ("w8a8", "w4a8", "weight_only", "fp8", "fp8_block", "block_sparse", "experts")
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
 # As kernels.config.parse_config reads it, so that a malformed pin fails here and not in a compile.
@@ -50,8 +50,7 @@ class Options:
     row_buckets       with a symbolic M, compile the graph for each range of M that a call meets:
                       True: the ranges in which a choice differs (``spec/row_ranges.py``); the
                       largest M of each, such as (1, 16, 128, 1024), beyond which is one more;
-                      False: the kernels of the first call's size serve all. Not timed on a GPU
-                      yet, hence not the default
+                      False: the kernels of the first call's size serve all
     compile_buckets   when: "met": in the first call of a range; "ahead": all ranges in the first
                       call; "background": in a thread, while the kernels of the first call's size
                       serve
@@ -74,7 +73,7 @@ class Options:
     verify: bool = False
     horizontal_fusion: bool = True
     fuse_quantization: bool = True
-    row_buckets: bool | tuple[int, ...] = False
+    row_buckets: bool | tuple[int, ...] = True
     compile_buckets: Literal["met", "ahead", "background"] = "met"
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 

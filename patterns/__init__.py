@@ -14,11 +14,13 @@ if __name__ != "inductor_quant.patterns":
 
 from .match import Pattern, RecognizedGemm
 from .recognizers import (
+    block_sparse,
     experts,
     fp8_custom_ops,
     fp8_dequantized,
     qdq,
     scaled_mm,
+    w4a8,
     w8a8,
     w8a8_groupwise,
     weight_only,
@@ -26,11 +28,13 @@ from .recognizers import (
 
 BUILT_IN: tuple[Pattern, ...] = (
     w8a8_groupwise.PATTERN,  # first: it takes a whole sum over slices of K
+    w4a8.PATTERN,  # before what takes its weight for a computed one
     w8a8.PATTERN,
     qdq.PATTERN,
     scaled_mm.PATTERN,
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
+    block_sparse.PATTERN,
     experts.PATTERN,
     weight_only.PATTERN,
 )

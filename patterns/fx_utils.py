@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,15 +124,30 @@ def is_view(node: fx.Node) -> bool:
     """Whether the value may share memory with the first argument, according to the op's schema."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if node.target in RESHAPES or node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(result.alias_info for result in schema.returns)
+    return node.target is operator.getitem or _is_view_op(node.target)
+
+
+@functools.cache
+def _is_view_op(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    is_known = schema is not None and any(result.alias_info for result in schema.returns)
+    return is_known or target in RESHAPES
 
 
 def is_mutated(node: fx.Node) -> bool:
     """Whether the graph writes to the memory of ``node`` anywhere."""
-    todo, seen = [base(node)], set()
+    return mutated([node]) is not None
+
+
+def mutated(nodes: Iterable[fx.Node]) -> fx.Node | None:
+    """The first of ``nodes`` to whose memory the graph writes."""
+    seen: set[fx.Node] = set()
+    return next((node for node in nodes if _is_written(base(node), seen)), None)
+
+
+def _is_written(owner: fx.Node, seen: set[fx.Node]) -> bool:
+    """``seen``: nodes to which nobody writes, or that are looked at already."""
+    todo = [owner]
     while todo:
         current = todo.pop()
         if current in seen:
@@ -168,12 +184,19 @@ def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
             yield from _users_of_memory(user)
 
 
+@functools.cache
+def _may_write(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    is_mutable = schema is not None and schema.is_mutable
+    return is_mutable or str(target) == "triton_kernel_wrapper_mutation"
+
+
 def _writes_to(user: fx.Node, node: fx.Node) -> bool:
-    if str(user.target) == "triton_kernel_wrapper_mutation":
-        return True  # may write to any argument
-    schema = getattr(user.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not _may_write(user.target):
         return False
+    schema: Any = getattr(user.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return True  # a Triton kernel, which may write to any argument
     named = zip(schema.arguments, user.args, strict=False)
     written = [arg for spec, arg in named if spec.alias_info and spec.alias_info.is_write]
     written += [

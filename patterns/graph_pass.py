@@ -41,6 +41,7 @@ from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
 from .matching import adapters, collectives
+from .matching.operands import source_of
 from .matching.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
 from .reporting.exactness import classify, strictly
@@ -244,7 +245,7 @@ def _decide(
     site = matrix_products.describe(anchor) if events.is_open() else None
     if not candidates:
         return matrix_products.decline(anchor, site)
-    found = _first_recognition(anchor, candidates)
+    found = _first_recognition(anchor, candidates, options)
     if found is None:
         return None
     is_ordinary = isinstance(found, Rejection) and found.code in _UNINFORMATIVE
@@ -264,13 +265,23 @@ def _decide(
         site = matrix_products.describe_found(found)
     name, product, exactness = anchor.name, anchor.meta[fallback.ANCHOR], classify(found)
     activation = activation_scheme.describe(found)
-    format = format_name(found)
+    format, computed = format_name(found), _computed_weight(found)
     call = rewrite(found, _verify_args(found, options) if options.verify else None)
     call.meta[fallback.ANCHOR] = product
     if found.row_scale is not None:
         mark_row_reductions(found.row_scale)
     size, names = (found.m, found.n, found.k), (name, module, call.name)
-    return Match(found.family, found.spec, *size, *names, site, activation, exactness, format)
+    match = Match(found.family, found.spec, *size, *names, site, activation, exactness, format)
+    return dataclasses.replace(match, computed=computed)
+
+
+def _computed_weight(found: RecognizedGemm) -> str:
+    """The node that computes the 8-bit weight of a match in each call; "": it is in memory."""
+    weight = found.args[1]
+    if isinstance(weight, (list, tuple)) or compat.is_freezing():
+        return ""
+    source = source_of(weight)
+    return "" if fx_utils.is_stored(source) else source.name
 
 
 def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:
@@ -287,7 +298,7 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
         log.info("%d quantizations in groups joined the kernel of a norm", joined)
     if options.horizontal_fusion:  # after them: the passes above look for single GEMMs
         log.info("%d GEMMs may share the launch of another", horizontal_fusion(graph))
-    # Needs round_to_int8 of the passes above; verified subgraphs start at the integers.
+    # Needs ``quantize`` of the passes above; verified subgraphs start at the integers.
     if options.fuse_quantization and not options.verify:
         log.info("%d GEMMs may quantize their activation", quantize_in_gemms(graph))
     log.info("%d casts duplicated after GEMMs, one for each user", duplicate_casts(graph))
@@ -309,16 +320,19 @@ def _verify_args(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:
 
 
 def _first_recognition(
-    anchor: fx.Node, candidates: list[Pattern]
+    anchor: fx.Node, candidates: list[Pattern], options: Options
 ) -> RecognizedGemm | Rejection | None:
-    """The result of the first pattern that recognizes ``anchor``. If none does, the first rejection
-    that is not NOT_QUANTIZED, or else the first one."""
-    first: Rejection | None = None
+    """The result of the first pattern of the user's families that recognizes ``anchor``. If none
+    does, that of one of other families, or the first rejection that is not NOT_QUANTIZED, or else
+    the first one."""
+    first: RecognizedGemm | Rejection | None = None
     for pattern in candidates:
         found = pattern.recognize(anchor)
-        if isinstance(found, RecognizedGemm):
+        if isinstance(found, RecognizedGemm) and found.family in options.families:
             return found
-        if first is None or first.code is RejectionCode.NOT_QUANTIZED:
+        is_better = isinstance(found, RecognizedGemm) and isinstance(first, Rejection)
+        is_open = isinstance(first, Rejection) and first.code is RejectionCode.NOT_QUANTIZED
+        if first is None or is_open or is_better:
             first = found or first
     return first
 

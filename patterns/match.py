@@ -64,6 +64,8 @@ class Constant:
         return (len(self.values) // self.dtype.itemsize,)
 
     def tensor(self) -> torch.Tensor:
+        if not self.values:
+            return torch.empty(0, dtype=self.dtype)
         return torch.frombuffer(bytearray(self.values), dtype=self.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from typing import Any
@@ -180,4 +181,11 @@ def erase_if_dead(node: fx.Node) -> None:
 
 
 def _is_pure(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _is_pure_op(node.target)
     return node.op == "call_function" and not node.is_impure()
+
+
+@functools.cache
+def _is_pure_op(target: torch._ops.OpOverload) -> bool:
+    return not fx.Graph().call_function(target).is_impure()

@@ -127,6 +127,13 @@ def _fresh_dynamo():
 
 
 @pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs programs that need a process of their own; what they import is on ``Program.path``."""
+    with Forks(PYTHONPATH="") as forks:
+        yield forks
+
+
+@pytest.fixture(scope="session")
 def interpreter_forks() -> Iterator[Forks]:
     """Runs programs that need a process of their own with Triton's interpreter."""
     with Forks(TRITON_INTERPRET="1") as forks:

@@ -113,6 +113,11 @@ SPACES: dict[str, Space] = {
     "fp8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),
     "fp8_block_mm": _EIGHT_BIT(is_sensible=is_sensible_block),
     "fp8_block_persistent": _EIGHT_BIT(is_sensible=is_sensible_block_persistent),
+    "fp8_split_k": Space(
+        *((16, 32, 64, 128), (64, 128, 256), (128, 256), (4, 8), (3, 4, 6, 8)),
+        split_k=(1, 2, 3, 4),
+        is_sensible=is_sensible,
+    ),
     "fp8_block_split_k": Space(
         (16, 32, 64, 128), (32, 64, 128), (128,), (4, 8), (3, 4, 6), split_k=(1, 2, 3, 4, 8)
     ),

@@ -109,7 +109,7 @@ def fit(
         us = times[config]
         weight = min(times.values()) / us
         full, partial = empty.rounds(Problem(*shape), num_sms)
-        steps = math.ceil(shape[2] / config.block_k)
+        steps = empty.steps(Problem(*shape))
         terms = (1.0, steps * (full + (partial > 0)), steps * (full * ctas_per_sm + partial))
         rows.append([weight * term / us for term in terms])
         weights.append(weight)

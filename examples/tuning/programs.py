@@ -121,6 +121,17 @@ def fp8(
     return fn, [((m, k), a_dtype), ((n, k), e4m3), *scales, *([((n,), bf16)] if bias else [])]
 
 
+def fp8_linear(m: int, n: int, k: int) -> Made:
+    """FP8 with a dynamic scale for each row, as torchao."""
+
+    def fn(x: Tensor, w: Tensor, sb: Tensor) -> Tensor:
+        scale = (x.abs().amax(-1, keepdim=True) / 448).float()
+        q = (x.float() / scale).clamp(-448, 448).to(e4m3)
+        return torch._scaled_mm(q, w.t(), scale, sb, out_dtype=bf16, use_fast_accum=True)
+
+    return fn, [((m, k), bf16), ((n, k), e4m3), ((1, n), f32)]
+
+
 def fp8_block(m: int, n: int, k: int, *, block: int = 128, how: str = "scaled_mm") -> Made:
     """FP8 with scales of blocks: ``_scaled_mm``, dequantized in views, or in a loop over K."""
     row_scales = ((k // block, m) if how == "scaled_mm" else (m, k // block), f32)
@@ -320,6 +331,11 @@ def _int8_programs() -> Iterator[Program]:
 
 def _fp8_programs() -> Iterator[Program]:
     p = program
+    # fp8_decode_quantize, fp8_decode
+    yield p(fp8_linear, 1, 4096, 4096)
+    yield p(fp8_linear, 4, 2048, 2048, then="gelu")
+    yield p(fp8_linear, 6, 4096, 4096)
+    yield p(fp8, 1, 512, 512, fast=True, then="gelu")
     # fp8_large_m_sm90, fp8_persistent
     yield p(fp8, 4096, 2112, 1536)
     yield p(fp8, 2048, 4096, 1024, fast=True, bias=True, then="gelu")
@@ -328,7 +344,6 @@ def _fp8_programs() -> Iterator[Program]:
     yield p(fp8, 4096, 4096, 256, library=False, bias=True)
     # fp8_mm
     yield p(fp8, 64, 512, 512, bias=True)
-    yield p(fp8, 1, 512, 512, fast=True, then="gelu")
     yield p(fp8, 33, 1024, 512, rows="tensor", then="residual")
     yield p(fp8, 64, 512, 512, a_dtype=e5m2, then="silu")
     yield p(fp8, 77, 512, 512, library=False, dynamic=True)

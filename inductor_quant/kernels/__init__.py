@@ -3,11 +3,14 @@
 This package knows nothing of producers or FX graphs. ``README.md`` has the dispatch table.
 """
 
+from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
+    FP8_DECODE,
+    FP8_DECODE_QUANTIZE,
     W8A8_DECODE,
     W8A8_DECODE_QUANTIZE,
 )
@@ -20,6 +23,7 @@ from inductor_quant.kernels.scaled_mm.mm.kernel import (
     FP8_BLOCK_MM,
     FP8_BLOCK_SPLIT_K,
     FP8_MM,
+    FP8_SPLIT_K,
     W8A8_MM,
 )
 from inductor_quant.kernels.scaled_mm.persistent.kernel import (
@@ -28,6 +32,8 @@ from inductor_quant.kernels.scaled_mm.persistent.kernel import (
     W8A8_PERSISTENT,
 )
 from inductor_quant.kernels.scaled_mm.two_block_sm90.kernel import FP8_BLOCK_TWO_BLOCK_SM90
+from inductor_quant.kernels.w4a8.direct.kernel import W4A8_DIRECT
+from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE
 from inductor_quant.kernels.weight_only.dequantize.kernel import WEIGHT_ONLY_DEQUANTIZE
@@ -47,6 +53,8 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_LARGE_M_SM90,
     W8A8_PERSISTENT,
     W8A8_MM,
+    W4A8_DIRECT,
+    W4A8_MM_SM90,
     WEIGHT_ONLY_SMALL_M_SM90,
     WEIGHT_ONLY_LARGE_M_SM90,
     WEIGHT_ONLY_MEDIUM_M_SM90,
@@ -58,6 +66,9 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_BYTES,
     WEIGHT_ONLY_MM,
     WEIGHT_ONLY_DEQUANTIZE,
+    FP8_DECODE_QUANTIZE,
+    FP8_DECODE,
+    FP8_SPLIT_K,
     FP8_LARGE_M_SM90,
     FP8_PERSISTENT,
     FP8_MM,
@@ -67,6 +78,8 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_BLOCK_PERSISTENT,
     FP8_BLOCK_MM,
+    BLOCK_SPARSE_MM_TMA,
+    BLOCK_SPARSE_MM,
     EXPERTS_DIRECT,
     EXPERTS_MM,
 )

@@ -65,6 +65,12 @@ class Kernel(ABC):
     ) -> Rejection | None:
         """Why ``config`` cannot run; None: it can."""
 
+    def scratch(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        """Of how many fp32 the kernel's last input is, uninitialized memory for its own use."""
+        return 0
+
     @property
     def template_name(self) -> str:
         return f"inductor_quant_{self.name}"

@@ -1,12 +1,14 @@
 """From canonical ops to kernels. Importing this package registers templates and lowerings, once."""
 
 from inductor_quant.lowering import (  # noqa: F401
+    block_sparse,
     experts,
     fp8,
     group_reduce,
     horizontal,
+    quantized_linear,
     row_quant,
+    w4a8,
     w8a8,
-    w8a8_linear,
     weight_only,
 )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant.kernels.problem import Groups, Problem, Weight
+from inductor_quant.kernels.problem import Groups
 from inductor_quant.lowering.select import lower_gemm, lowering_of
-from inductor_quant.lowering.weight_only import LoweredEvaluator, weight_tensors
+from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import experts as op
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import WeightFormat
@@ -23,7 +24,7 @@ def lower(
     x: Any, weight: list[Any], offsets: Any, ids: Any, *, format: str, out_dtype: torch.dtype
 ) -> Any:
     parsed = WeightFormat.decode(format)
-    (k, n), rows, device = parsed.shape, x.get_size()[0], x.get_device()
+    n, rows, device = parsed.shape[1], x.get_size()[0], x.get_device()
     if compat.known_int(rows) == 0:
         return lowering_of(aten.full.default)([rows, n], 0, dtype=out_dtype, device=device)
     spec = weight_only.make_spec(
@@ -35,15 +36,8 @@ def lower(
         bias=False,
     )
     inputs = [compat.realize(t) for t in (x, *weight, ids if offsets is None else offsets)]
-    [hint] = compat.size_hints((rows,))
-    problem = Problem(
-        hint,
-        n,
-        k,
-        m_is_static=compat.known_int(rows) is not None,
-        m_is_bounded=compat.limit(rows) is not None,
-        weight=Weight(parsed, weight_tensors(inputs[1:-1])),
-        has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
+    problem = dataclasses.replace(
+        describe_packed(inputs[0], parsed, inputs[1:-1]),
         groups=Groups(parsed.experts, is_sorted=ids is None),
     )
     layout = compat.FixedLayout(device, out_dtype, [rows, n])
@@ -55,9 +49,7 @@ def _unfused(
     x: Any, weight: list[Any], offsets: Any, ids: Any, format: WeightFormat, out_dtype: torch.dtype
 ) -> Any:
     """Dequantize the stack, then multiply, as the matched graph did."""
-    evaluator = LoweredEvaluator(
-        format, weight, x.get_device(), lambda op, *a, **k: lowering_of(op)(*a, **k)
-    )
+    evaluator = LoweredEvaluator(format, weight, x.get_device())
     dense = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
     if ids is None:
         out = lowering_of(aten._grouped_mm.default)(x, dense, offsets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from inductor_quant.ops import row_reduce, w8a8_linear
+from inductor_quant.ops import quantized_linear, row_reduce
 
 aten = torch.ops.aten
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
@@ -78,7 +78,7 @@ def _readers(result: fx.Node) -> set[fx.Node]:
 
 def _is_reduced(node: fx.Node) -> bool:
     return any(
-        user.target in _REDUCTIONS or (user.target is w8a8_linear.op and user.args[2] is None)
+        user.target in _REDUCTIONS or (user.target is quantized_linear.op and user.args[2] is None)
         for user in node.users
     )
 

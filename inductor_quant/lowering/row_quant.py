@@ -1,4 +1,4 @@
-"""Lowering of ``inductor_quant::row_reduce`` and ``inductor_quant::round_to_int8``: a row is read
+"""Lowering of ``inductor_quant::row_reduce`` and ``inductor_quant::quantize``: a row is read
 once, reduced and rounded in few instructions, by which row quantization is bound.
 
 The reduction is Inductor's own, never split. For few long rows Inductor splits a reduction over
@@ -15,6 +15,8 @@ the reciprocal is taken once a row.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ cast = torch.ops.prims.convert_element_type.default
 LONGEST = 16384
 # PTX ISA, cvt: rounds to nearest, ties to even; saturates at -128 and 127; NaN gives 0.
 ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
+DIVIDE = "div.rn.f32 $0, $1, $2;"
 
 
 @fallback.lowering(row_reduce.op)
@@ -69,20 +72,47 @@ def from_bits(bits: Any) -> Any:
 
 
 @fallback.lowering(quantize.op)
-def lower_quantize(x: Any, scale: Any = None, low: int = -128, high: int = 127) -> Any:
+def lower_quantize(
+    x: Any, scale: Any = None, low: int = -128, high: int = 127, *, dtype: torch.dtype
+) -> Any:
+    if dtype == torch.int8:
+        x = lowering_of(cast)(x, torch.float32)
+        if scale is not None:
+            x = lowering_of(aten.mul.Tensor)(x, lowering_of(aten.reciprocal.default)(scale))
+        return _pointwise(functools.partial(_to_int8, low=low, high=high), dtype)(x)
+    given = [x] if scale is None else [x, scale]
+    wide = [lowering_of(cast)(each, torch.float32) for each in given]
+    wide = wide[:1] + [lowering_of(aten.expand.default)(each, x.get_size()) for each in wide[1:]]
+    quotient = functools.reduce(torch.promote_types, (each.get_dtype() for each in given))
+    convert = functools.partial(_to_float8, quotient=quotient, dtype=dtype)
+    return _pointwise(convert, dtype)(*wide)
+
+
+def _pointwise(convert: Callable[..., Any], dtype: torch.dtype) -> Any:
+    return compat.make_pointwise(convert, override_return_dtype=dtype)
+
+
+def _to_int8(x: Any, *, low: int, high: int) -> Any:
     ops = compat.ops()
+    rounded = ops.inline_asm_elementwise(
+        x, asm=ROUND_TO_INT8, constraints="=r,r", dtype=torch.int32, is_pure=True, pack=1
+    )
+    if low > -128:
+        rounded = ops.maximum(rounded, ops.constant(low, torch.int32))
+    if high < 127:
+        rounded = ops.minimum(rounded, ops.constant(high, torch.int32))
+    return ops.to_dtype(rounded, torch.int8, src_dtype=torch.int32)
 
-    def convert(x: Any) -> Any:
-        rounded = ops.inline_asm_elementwise(
-            x, asm=ROUND_TO_INT8, constraints="=r,r", dtype=torch.int32, is_pure=True, pack=1
-        )
-        if low > -128:
-            rounded = ops.maximum(rounded, ops.constant(low, torch.int32))
-        if high < 127:
-            rounded = ops.minimum(rounded, ops.constant(high, torch.int32))
-        return ops.to_dtype(rounded, torch.int8, src_dtype=torch.int32)
 
-    x = lowering_of(cast)(x, torch.float32)
+def _to_float8(x: Any, scale: Any = None, *, quotient: torch.dtype, dtype: torch.dtype) -> Any:
+    """As in eager mode: Inductor's own division is not rounded correctly, and it leaves out the
+    rounding to 16 bits. The cast saturates and keeps NaN."""
+    ops = compat.ops()
     if scale is not None:
-        x = lowering_of(aten.mul.Tensor)(x, lowering_of(aten.reciprocal.default)(scale))
-    return compat.make_pointwise(convert, override_return_dtype=torch.int8)(x)
+        x = ops.inline_asm_elementwise(
+            *(x, scale), asm=DIVIDE, constraints="=f,f,f", dtype=torch.float32, is_pure=True, pack=1
+        )
+    if scale is not None and quotient != torch.float32:
+        x = ops.to_dtype(x, quotient, src_dtype=torch.float32, use_compute_types=False)
+        x = ops.to_dtype(x, torch.float32, src_dtype=quotient)
+    return ops.to_dtype(x, dtype, src_dtype=torch.float32)

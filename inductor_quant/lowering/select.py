@@ -114,7 +114,12 @@ def lower_gemm(
             # a multiply-add rounds once where the graph rounds twice
             extra["triton_meta"] = {"enable_fp_fusion": False}
             extra["FAST_MATH_EPILOGUE"] = False
-        if _append_choice(kernel, config, choices, inputs, layout, extra):
+        scratch = kernel.scratch(spec, problem, config, device)
+        if scratch:  # an input more: Inductor times choices of the same inputs only
+            if choices:
+                continue
+            limit = 1
+        if _append_choice(kernel, config, choices, inputs, layout, extra, scratch):
             offered.append(f"{kernel.name} {config}")
     if not choices:
         return None
@@ -204,7 +209,12 @@ def _append_choice(
     inputs: list[Any],
     layout: Any,
     constants: dict[str, Any],
+    scratch: int = 0,
 ) -> bool:
+    if scratch:
+        empty = lowering_of(torch.ops.aten.empty.memory_format)
+        memory = empty([scratch], dtype=torch.float32, device=layout.device)
+        inputs = [*inputs, compat.realize(memory)]
     error = _template(kernel).maybe_append_choice(
         choices,
         input_nodes=tuple(inputs),

@@ -109,8 +109,8 @@ class W8A8Call:
         return {
             "ALPHA": self.alpha,
             "A_ZERO": self.a_zero,
-            "A_ZERO_PER_TOKEN": _is_long(self.a_zero_point, 0),
-            "B_ZERO_PER_CHANNEL": _is_long(self.b_zero_point, 1),
+            "A_ZERO_PER_TOKEN": is_long(self.a_zero_point, 0),
+            "B_ZERO_PER_CHANNEL": is_long(self.b_zero_point, 1),
             "EXACT_A_ZERO": spec.a.zero in ("const", "int")
             and (self.b_sum is None or self.b_sum.get_dtype() == torch.int32),
             "EXACT_B_ZERO": spec.b.zero == "int" and spec.a.zero != "float",
@@ -145,7 +145,7 @@ class W8A8Call:
 def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | None:
     if scale is None:
         return None
-    return ScaleSpec(scale.get_dtype(), full if _is_long(scale, dim) else (-1, -1))
+    return ScaleSpec(scale.get_dtype(), full if is_long(scale, dim) else (-1, -1))
 
 
 def _group(scale: Any, dim: int, k: int | None) -> int:
@@ -158,7 +158,7 @@ def _dtype(tensor: Any) -> torch.dtype | None:
     return None if tensor is None else tensor.get_dtype()
 
 
-def _is_long(tensor: Any, dim: int) -> bool:
+def is_long(tensor: Any, dim: int) -> bool:
     return tensor is not None and compat.known_int(tensor.get_size()[dim]) != 1
 
 

@@ -62,7 +62,6 @@ class WeightOnlyCall:
     def gemm(self) -> Gemm:
         """The call as kernels see it."""
         parsed = self.parsed
-        m, (k, n) = self.x.get_size()[0], parsed.shape
         scale = None
         if self.column_scale is not None:
             is_one = compat.known_int(self.column_scale.get_size()[1]) == 1
@@ -77,20 +76,7 @@ class WeightOnlyCall:
         )
         given = (self.x, *self.weight, self.column_scale, self.bias)
         inputs = [compat.realize(t) for t in given if t is not None]
-        [hint_m] = compat.size_hints((m,))
-        tensors = weight_tensors(inputs[1 : 1 + len(self.weight)])
-        problem = Problem(
-            hint_m,
-            n,
-            k,
-            m_is_static=compat.known_int(m) is not None,
-            m_is_bounded=compat.limit(m) is not None,
-            weight=Weight(parsed, tensors),
-            has_aligned_rows=compat.has_aligned_rows(inputs[0], 0),
-            has_weight_descriptors=compat.may_make_descriptors()
-            and compat.has_aligned_rows(inputs[0], 0)
-            and tensors[parsed.code.source].is_aligned,
-        )
+        problem = describe_packed(inputs[0], parsed, inputs[1 : 1 + len(self.weight)])
         constants = {
             "HAS_COLUMN_SCALE": scale is not None,
             "COLUMN_SCALE_PER_CHANNEL": scale is not None and scale.block == (-1, 1),
@@ -132,10 +118,7 @@ class WeightOnlyCall:
 
     @functools.cached_property
     def _evaluator(self) -> LoweredEvaluator:
-        device = self.x.get_device()
-        return LoweredEvaluator(
-            self.parsed, self.weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k)
-        )
+        return LoweredEvaluator(self.parsed, self.weight, self.x.get_device())
 
     def _epilogue(self, out: Any, column_ops: Sequence[DequantOp]) -> Any:
         """The kernels' epilogue, of the fp32 sum over k."""
@@ -147,21 +130,38 @@ class WeightOnlyCall:
         return evaluator.convert(out, self.out_dtype)
 
 
-def weight_tensors(inputs: Sequence[Any]) -> tuple[WeightTensor, ...]:
-    """The realized tensors of a weight as kernels see them."""
-    return tuple(
+def describe_packed(x: Any, format: WeightFormat, weight: Sequence[Any]) -> Problem:
+    """The problem of ``x [M, K]`` times a packed weight, from buffers."""
+    m, (k, n) = x.get_size()[0], format.shape
+    [hint_m] = compat.size_hints((m,))
+    tensors = tuple(
         WeightTensor(
             t.get_dtype(),
             tuple(map(compat.known_int, t.get_size())),
             tuple(map(compat.known_int, t.get_stride())),
             is_aligned=compat.is_aligned(t),
         )
-        for t in inputs
+        for t in weight
+    )
+    return Problem(
+        hint_m,
+        n,
+        k,
+        m_is_static=compat.known_int(m) is not None,
+        m_is_bounded=compat.limit(m) is not None,
+        weight=Weight(format, tensors),
+        has_aligned_rows=compat.has_aligned_rows(x, 0),
+        has_weight_descriptors=compat.may_make_descriptors()
+        and compat.has_aligned_rows(x, 0)
+        and tensors[format.code.source].is_aligned,
     )
 
 
 class LoweredEvaluator(Evaluator):
     """The reference's arithmetic in Inductor's lowerings."""
+
+    def __init__(self, format: WeightFormat, weight: Sequence[Any], device: torch.device) -> None:
+        super().__init__(format, weight, device, lambda op, *a, **k: lowering_of(op)(*a, **k))
 
     def table(self, table: tuple[int, ...], digit: Any) -> Any:
         # IR has no constant tensors: a sum in which one term is not 0.

@@ -5,29 +5,33 @@ without Inductor: eager, ``aot_eager``, any device.
 """
 
 from inductor_quant.ops import (
+    block_sparse,
     experts,
     fp8,
     fp8_block,
     group_reduce,
     horizontal,
     quantize,
+    quantized_linear,
     row_reduce,
     verify,
+    w4a8,
     w8a8,
-    w8a8_linear,
     weight_only,
 )
 
 __all__ = [
+    "block_sparse",
     "experts",
     "fp8",
     "fp8_block",
     "group_reduce",
     "horizontal",
     "quantize",
+    "quantized_linear",
     "row_reduce",
     "verify",
+    "w4a8",
     "w8a8",
-    "w8a8_linear",
     "weight_only",
 ]

@@ -23,10 +23,9 @@ ELEMENT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # For large M cuBLASLt, which ``aten._scaled_mm`` calls, beats our Triton kernels: block scales, or
 # sums promoted to fp32 on the way (no fast_accum), take a second accumulator, which halves the
 # tile. The Gluon kernel for large M keeps up if its tiles fill MIN_FILLED of the SMs. Up to
-# MAX_SPLIT_ROWS our split-K kernel wins if tiles would leave half of the SMs idle. (H200.)
-MAX_BLOCK_ROWS = 64
+# MAX_SPLIT_ROWS our split-K kernels win if tiles would leave half of the SMs idle. (H200.)
+MAX_PROMOTED_ROWS = 64
 MAX_SPLIT_ROWS = 256
-MAX_PRECISE_ROWS = 512
 HOPPER_SMS = 132
 GLUON_TILES = ((128, 256), (128, 192))
 MIN_GLUON_ROWS = 256
@@ -129,12 +128,9 @@ def prefers_library(
     spec: QuantGemmSpec, m: int, n: int, *, m_is_bounded: bool = True, has_gluon: bool = True
 ) -> bool:
     """Whether ``aten._scaled_mm`` is faster than our kernels for M = ``m``, N = ``n``."""
-    if spec.b.scale is not None and spec.b.scale.block[0] != -1:
-        halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
-        is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
-        is_large = m > MAX_BLOCK_ROWS and not is_split
-    else:
-        is_large = not spec.fast_accum and m > MAX_PRECISE_ROWS
+    halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
+    is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
+    is_large = not spec.fast_accum and m > MAX_PROMOTED_ROWS and not is_split
     suits_gluon = has_gluon and m >= MIN_GLUON_ROWS and spec.out_dtype.itemsize <= 2
     return is_large and not (suits_gluon and _fills_the_gpu(m, n))
 

@@ -17,6 +17,7 @@ import torch
 
 from inductor_quant._compat.symbols import PARTS, SUPPORTED, SYMBOLS, problems
 from inductor_quant._version import __version__
+from inductor_quant.kernels.block_sparse.mm import kernel as block_sparse
 from inductor_quant.kernels.scaled_mm import fp8, int8
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.options import DISABLE_VARIABLE, FAMILIES, is_disabled_by_environment
@@ -24,9 +25,11 @@ from inductor_quant.options import DISABLE_VARIABLE, FAMILIES, is_disabled_by_en
 # The lowest compute capability of a family's kernels.
 _FAMILY_ARCH = {
     "w8a8": int8.MIN_ARCH,
+    "w4a8": int8.MIN_ARCH,
     "weight_only": rules.MIN_ARCH,
     "fp8": fp8.MIN_ARCH,
     "fp8_block": fp8.MIN_ARCH,
+    "block_sparse": block_sparse.MIN_ARCH,
     "experts": rules.MIN_ARCH,
 }
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")

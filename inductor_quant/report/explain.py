@@ -55,7 +55,9 @@ class Row:
             others = ", ".join(self.launched_with)
             together = f", in one launch with {others}" if others else ""
             name = f"{self.decision.format}, " if self.decision.format else ""
-            return f"{name}{kernel}, {self.decision.exactness.value}{together}"
+            at = self.decision.computed
+            computed = f", its weight is computed in each call (at {at})" if at else ""
+            return f"{name}{kernel}, {self.decision.exactness.value}{together}{computed}"
         where = f" (at {self.decision.node})" if self.decision.node != self.site.node else ""
         detail = self.decision.detail
         meaning = MEANINGS[self.decision.code]
@@ -110,7 +112,7 @@ class Row:
         if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
             experts = self.site.experts
             row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k, experts=experts)
-            row["operations"] = roofline.gemm_operations(m, n, k)
+            row["operations"] = roofline.gemm_operations(decision.spec, m, n, k)
         return row
 
 

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from inductor_quant import options
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
-from inductor_quant.ops import fp8, w8a8, weight_only
+from inductor_quant.ops import block_sparse, fp8, w4a8, w8a8, weight_only
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
@@ -257,7 +258,8 @@ WEIGHT_ONLY: dict[str, Callable[[int, int, torch.dtype], tuple[WeightFormat, Ten
 }
 
 
-FAMILIES = ("weight_only", *SCALED)  # whose kernel follows from the sizes of one GEMM
+# Whose kernel follows from the sizes of one GEMM.
+FAMILIES = tuple(family for family in options.FAMILIES if family != "experts")
 
 
 def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
@@ -282,9 +284,60 @@ def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     )
 
 
+W4A8 = ("int4_bytes", "compressed_tensors", "gptq", "gptq_symmetric", "awq", "int4_channel")
+
+
+def packed_int8(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The GEMM of a format of W4A8 with int8 x, scaled per token; a scale of channels is apart."""
+    _, problem = packed(name, gemm)
+    assert problem.weight is not None
+    format, tensors = problem.weight.format, problem.weight.tensors
+    if format.column_ops:
+        format, tensors = dataclasses.replace(format, dequant_ops=()), tensors[:1]
+    spec = w4a8.make_spec(
+        format,
+        [tensor.dtype for tensor in tensors],
+        a_scale=ScaleSpec(F32, TENSOR if gemm.m == 1 else TOKEN),
+        b_scale=ScaleSpec(F32, CHANNEL),
+        out_dtype=gemm.dtype,
+        bias=gemm.bias,
+    )
+    problem = dataclasses.replace(gemm.problem(1), weight=Weight(format, tensors))
+    is_aligned = problem.has_aligned_rows
+    return spec, dataclasses.replace(problem, has_weight_descriptors=is_aligned)
+
+
+# Shapes of blocks (n, k), of which SHARE are stored.
+SHARE = 0.2
+BLOCKS = {f"block_{size}": (size, size) for size in (32, 16, 64, 128)}
+
+
+def sparse(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The GEMM of a format of BLOCKS."""
+    block = BLOCKS[name]
+    if gemm.n % block[0] or gemm.k % block[1]:
+        raise SpecError(f"{name}: K or N is no multiple of {block[0]}")
+    count = round(SHARE * (gemm.n // block[0]) * (gemm.k // block[1]))
+    spec = block_sparse.make_spec(gemm.dtype, block, count, bias=gemm.bias)
+    problem = gemm.problem(gemm.dtype.itemsize)
+    return spec, dataclasses.replace(problem, has_weight_descriptors=True)
+
+
+def build(family: str, name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The GEMM of a format of any family."""
+    if family in ("weight_only", "w4a8"):
+        return packed(name, gemm) if family == "weight_only" else packed_int8(name, gemm)
+    return sparse(name, gemm) if family == "block_sparse" else scaled(family, name, gemm)
+
+
 def names(family: str) -> dict[str, str]:
     """Format -> its line, the default first."""
-    if family == "weight_only":
-        items = WEIGHT_ONLY.items()
-        return {name: getattr(build, "line", build.__doc__ or "") for name, build in items}
+    if family == "block_sparse":
+        return {
+            name: f"fp16 or bf16, {1 - SHARE:.0%} of the blocks of {n}x{k} are zero"
+            for name, (n, k) in BLOCKS.items()
+        }
+    if family in ("weight_only", "w4a8"):
+        lines = {n: getattr(build, "line", build.__doc__ or "") for n, build in WEIGHT_ONLY.items()}
+        return lines if family == "weight_only" else {name: lines[name] for name in W4A8}
     return {name: format.line for name, format in SCALED[family].items()}

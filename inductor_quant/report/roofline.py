@@ -21,7 +21,7 @@ from inductor_quant.report.events import PackedWeight
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec
 from inductor_quant.spec.weight_format import WeightFormat
 
-TIMED_FAMILIES = ("w8a8", "weight_only", "fp8", "fp8_block")
+TIMED_FAMILIES = ("w8a8", "w4a8", "weight_only", "fp8", "fp8_block", "block_sparse")
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROUNDS = 9
 MAX_COPIES = 32
@@ -43,13 +43,13 @@ class Timing:
 def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int, *, experts: int = 0) -> int:
     """Least bytes to move: operands and scales read once, the result written once.
 
-    Leaves out zero points, bias and scales of act-order groups. If each row has one of ``experts``
-    weights, those count that independent rows hit in the mean.
+    Leaves out zero points, bias, scales of act-order groups and the places of blocks. If each row
+    has one of ``experts`` weights, those count that independent rows hit in the mean.
     """
-    read = [_operand_bytes(spec.a, (m, k)), _operand_bytes(spec.b, (k, n))]
+    weight = _operand_bytes(spec.b, (k, n), _stored(spec, n, k))
     if experts:
-        read[1] = round(read[1] * hit_experts(experts, m))
-    return sum(read) + m * n * spec.out_dtype.itemsize
+        weight = round(weight * hit_experts(experts, m))
+    return _operand_bytes(spec.a, (m, k), m * k) + weight + m * n * spec.out_dtype.itemsize
 
 
 def hit_experts(experts: int, rows: int) -> float:
@@ -57,8 +57,8 @@ def hit_experts(experts: int, rows: int) -> float:
     return experts * (1 - (1 - 1 / experts) ** rows)
 
 
-def _operand_bytes(operand: OperandSpec, shape: tuple[int, int]) -> int:
-    total = (math.prod(shape) * operand.element_bits + 7) // 8
+def _operand_bytes(operand: OperandSpec, shape: tuple[int, int], stored: int) -> int:
+    total = (stored * operand.element_bits + 7) // 8
     if operand.scale is not None and GATHERED not in operand.scale.block:
         sizes = zip(shape, operand.scale.block, strict=True)
         count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
@@ -66,9 +66,15 @@ def _operand_bytes(operand: OperandSpec, shape: tuple[int, int]) -> int:
     return total
 
 
-def gemm_operations(m: int, n: int, k: int) -> int:
+def gemm_operations(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
     """Multiplications and additions."""
-    return 2 * m * n * k
+    return 2 * m * _stored(spec, n, k)
+
+
+def _stored(spec: QuantGemmSpec, n: int, k: int) -> int:
+    """The elements of b that are in memory."""
+    blocks = spec.b.blocks
+    return n * k if blocks is None else blocks.count * blocks.n * blocks.k
 
 
 def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) -> float:
@@ -78,7 +84,7 @@ def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) 
     rate = INT8_TOPS.get(10 * major + minor)
     if rate and spec.a.dtype.itemsize > 1:
         rate /= spec.a.dtype.itemsize  # half the rate for 16 bits
-    compute = gemm_operations(m, n, k) / rate / 1e6 if rate else 0.0
+    compute = gemm_operations(spec, m, n, k) / rate / 1e6 if rate else 0.0
     return max(memory, compute)
 
 
@@ -101,12 +107,17 @@ def time_gemm(
 ) -> Timing | None:
     """Times of a GEMM alone, on random operands; None if it is empty, or a weight_only GEMM whose
     ``weight`` is unknown."""
-    is_packed = spec.a.dtype.is_floating_point and not _is_fp8(spec)
+    is_sparse = spec.b.blocks is not None
+    is_float = spec.a.dtype.is_floating_point and not _is_fp8(spec) and not is_sparse
+    is_packed = spec.b.bits is not None or is_float
     if m * n * k == 0 or (is_packed and weight is None):
         return None
     if weight is not None:
         inputs = _packed_inputs(spec, weight, m, device)
         fns = _weight_only(spec, weight[0]), _dequantized(spec, weight[0])
+    elif is_sparse:
+        inputs = _sparse_inputs(spec, m, n, k, device)
+        fns = _block_sparse, _dense
     else:
         inputs = operands(spec, m, n, k, device)
         fns = canonical(spec), plain(spec)
@@ -196,7 +207,9 @@ def _packed_inputs(spec: QuantGemmSpec, weight: PackedWeight, m: int, device: An
     k, n = format.shape
     first = packed_operands(weight, device)
     copies = _copies(device, sum(t.nbytes for t in first))
-    x = torch.randn(m, k, device=device).to(spec.a.dtype)
+    x = (torch.randn(m, k, device=device) * (1 if spec.a.dtype.is_floating_point else 30)).to(
+        spec.a.dtype
+    )
     bias = torch.randn(n, device=device).to(spec.out_dtype) if spec.bias else None
     scale = None
     if spec.b.scale is not None and not format.scales:
@@ -210,9 +223,11 @@ def _weight_only(spec: QuantGemmSpec, format: WeightFormat) -> Run:
     text = format.encode()
 
     def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
-        return torch.ops.inductor_quant.weight_only(
-            x, list(weight), scale, bias, format=text, out_dtype=spec.out_dtype
-        )
+        options = {"format": text, "out_dtype": spec.out_dtype}
+        if spec.a.dtype == torch.int8:
+            options |= {"a_zero": 3} if spec.a.zero else {}
+            return torch.ops.inductor_quant.w4a8(x, list(weight), None, scale, bias, **options)
+        return torch.ops.inductor_quant.weight_only(x, list(weight), scale, bias, **options)
 
     return run
 
@@ -220,11 +235,45 @@ def _weight_only(spec: QuantGemmSpec, format: WeightFormat) -> Run:
 def _dequantized(spec: QuantGemmSpec, format: WeightFormat) -> Run:
     def run(x: Any, scale: Any, bias: Any, *weight: Any) -> torch.Tensor:
         value = Evaluator(format, weight, x.device).weight(torch.float32)
-        out = (x @ value.to(x.dtype)).float()
+        if x.dtype != torch.int8:
+            out = (x @ value.to(x.dtype)).float()
+        elif spec.group_size:
+            out = (x.bfloat16() @ value.bfloat16()).float()
+        else:
+            out = torch._int_mm(x, value.to(torch.int8)).float()
         out = out if scale is None else out * scale
         return _finished(out, bias, spec)
 
     return run
+
+
+def _sparse_inputs(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) -> Inputs:
+    """The arguments of ``block_sparse`` for blocks at random places, and the dense W [N, K]."""
+    blocks = spec.b.blocks
+    assert blocks is not None
+    grid = n // blocks.n, k // blocks.k
+    place = torch.randperm(grid[0] * grid[1], device=device)[: blocks.count].sort().values
+    counts = torch.bincount(place // grid[1], minlength=grid[0])
+    crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    tables = crow, (place % grid[1]).int(), None, counts.argsort(descending=True).int()
+    x = torch.randn(m, k, device=device).to(spec.a.dtype)
+    bias = torch.randn(n, device=device).to(spec.a.dtype) if spec.bias else None
+    shape = blocks.count, blocks.n, blocks.k
+    sets: Inputs = []
+    for _ in range(_copies(device, max(1, math.prod(shape)) * spec.b.dtype.itemsize)):
+        values = torch.randn(shape, device=device).to(spec.b.dtype)
+        sets.append((x, values, *tables, bias, torch.randn(n, k, device=device).to(spec.b.dtype)))
+    return sets
+
+
+def _block_sparse(*arguments: Any) -> torch.Tensor:
+    *given, dense = arguments
+    return torch.ops.inductor_quant.block_sparse(*given, n=len(dense))
+
+
+def _dense(*arguments: Any) -> torch.Tensor:
+    x, *_, bias, dense = arguments
+    return torch.nn.functional.linear(x, dense, bias)
 
 
 def canonical(spec: QuantGemmSpec) -> Run:

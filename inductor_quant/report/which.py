@@ -14,7 +14,7 @@ from inductor_quant.errors import SpecError
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.ops import fp8, w8a8_linear, weight_only
+from inductor_quant.ops import fp8, quantized_linear, weight_only
 from inductor_quant.report import formats
 from inductor_quant.report.formats import Gemm
 from inductor_quant.spec.decisions import Rejection
@@ -53,10 +53,7 @@ def which(
     that the format cannot have.
     """
     format = format or next(iter(formats.names(family)))
-    packed = (
-        formats.packed if family == "weight_only" else functools.partial(formats.scaled, family)
-    )
-    spec, problem = packed(format, gemm)
+    spec, problem = formats.build(family, format, gemm)
     notes: list[str] = []
 
     def first(family: str, problem: Problem) -> Decision:
@@ -72,7 +69,7 @@ def which(
     decision = None
     if linear:
         decision = first(family, dataclasses.replace(problem, quantized_bytes=gemm.dtype.itemsize))
-        why = f"M > {w8a8_linear.MAX_ROWS}" if gemm.m > w8a8_linear.MAX_ROWS else ""
+        why = f"M > {quantized_linear.MAX_ROWS}" if gemm.m > quantized_linear.MAX_ROWS else ""
         why = why or ("zero points and groups" if spec.a.zero or spec.group_size else "")
         if why or decision.kernel is None:
             why = why or next(why.detail for kernel, why in decision.rejected if kernel.quantizes)
@@ -85,7 +82,9 @@ def which(
         decision = first(family, problem)
     if family.startswith("fp8") and fp8.prefers_library(spec, gemm.m, gemm.n):
         notes.append("a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)")
-    if decision.kernel is None and problem.weight is not None:
+    if decision.kernel is None and family == "w4a8":
+        notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")
+    elif decision.kernel is None and problem.weight is not None:
         notes.append(_why_dequantized(spec, problem))
         helper = first(dispatch.DEQUANTIZE, problem)
         decision = dataclasses.replace(decision, kernel=helper.kernel, config=helper.config)

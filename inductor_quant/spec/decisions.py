@@ -31,6 +31,7 @@ class RejectionCode(enum.StrEnum):
     OPAQUE = "opaque"
     BIAS = "bias"
     ACTIVATION = "activation"
+    BLOCK_PLACES = "block_places"
     NO_PATTERN = "no_pattern"
     NOT_QUANTIZED = "not_quantized"
     # policy
@@ -64,6 +65,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.OPAQUE: "a custom op of the quantizer, whose meaning is unknown",
     RejectionCode.BIAS: "the addend is not a bias per channel",
     RejectionCode.ACTIVATION: "the activation is not bf16, fp16 or fp32",
+    RejectionCode.BLOCK_PLACES: "tables place parts of the weight, but not provably whole blocks",
     RejectionCode.NO_PATTERN: "the operands are quantized data, but no pattern matches",
     RejectionCode.NOT_QUANTIZED: "neither operand is computed from quantized data",
     RejectionCode.DEVICE: "no kernel for this device; the graph is left unchanged",
@@ -163,6 +165,7 @@ class Match:
     activation  how the activation is quantized; None: it is not
     exactness   how close the op's result is to the graph's
     format      the common name of a packed weight's format ("nvfp4", "q4_k"); "": it has none
+    computed    the node that computes the 8-bit weight in each call; "": it is in memory
     """
 
     family: str
@@ -177,6 +180,7 @@ class Match:
     activation: Activation | None = None
     exactness: Exactness = Exactness.REASSOCIATED
     format: str = ""
+    computed: str = ""
 
     def __str__(self) -> str:
         return f"{self.family} {self.spec} {self.m}x{self.n}x{self.k} at {self.node}"

@@ -54,15 +54,32 @@ class ScaleSpec:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """Block sparsity of b: ``count`` blocks of ``n`` x ``k`` elements are stored, the rest is 0."""
+
+    n: int
+    k: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} blocks of {self.n}x{self.k}"
+
+    def stored_share(self, n: int, k: int) -> float:
+        """How much of an N x K weight is stored, 0 to 1."""
+        return self.count * self.n * self.k / (n * k)
+
+
+@dataclasses.dataclass(frozen=True)
 class OperandSpec:
     """One operand: its element type, and how it is dequantized.
 
-    dtype  of a quantized value once it is unpacked
-    scale  the finest level of scales; None: no scale
-    bits   width of a quantized value if narrower than ``dtype``; ``u4`` is uint8, bits=4
-    zero   the zero point: "" none, "const" a constant, "packed" bit fields, "int" or "float" a
-           tensor; "folded" is subtracted after the scale (``q * s - t``)
-    lut    a quantized value is an index into a table
+    dtype   of a quantized value once it is unpacked
+    scale   the finest level of scales; None: no scale
+    bits    width of a quantized value if narrower than ``dtype``; ``u4`` is uint8, bits=4
+    zero    the zero point: "" none, "const" a constant, "packed" bit fields, "int" or "float" a
+            tensor; "folded" is subtracted after the scale (``q * s - t``)
+    lut     a quantized value is an index into a table
+    blocks  the blocks that are stored; None: all of the operand is
     """
 
     dtype: torch.dtype
@@ -70,6 +87,7 @@ class OperandSpec:
     bits: int | None = None
     zero: str = ""
     lut: bool = False
+    blocks: BlockSpec | None = None
 
     @property
     def element_bits(self) -> int:
@@ -81,6 +99,7 @@ class OperandSpec:
         if self.bits:
             name = f"{'i' if self.dtype.is_signed else 'u'}{self.bits}"
         text = name + (" lut" if self.lut else "") + (f"/{self.scale}" if self.scale else "")
+        text += f" {self.blocks}" if self.blocks is not None else ""
         return text + (f" zero={self.zero}" if self.zero else "")
 
 

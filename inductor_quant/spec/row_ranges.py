@@ -22,12 +22,21 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs. 1023: beyond, a
     # weight along N is copied.
     "w8a8": (*_DECODE, 4, 63, 1023, *_MEASURED),
-    "fp8": (*_DECODE, *_MEASURED),
+    # 32 and 64: with groups a kernel of its own between. 1024: beyond, the int8 weight is written;
+    # 64 and 128: rows of a tile.
+    "w4a8": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
+    # 4: quantizes in the GEMM. 32: tiles of 32 rows. 256: beyond, tiles of 128 rows.
+    "fp8": (*_DECODE, 4, 32, 256, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
-    # 32: one launch for several GEMMs. 128: beyond it the library competes. 192: three tiles of 64
-    # rows. Then tiles of 256 rows.
-    "weight_only": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
+    # 64: TMA beyond. Then taller tiles.
+    "block_sparse": (*_DECODE, 64, 128, 256, 512, 1024, 2048),
+    # 32: one launch for several GEMMs. 128: beyond it the library competes. 192 and 448: beyond,
+    # most rows of a tile of 256 are used. Then tiles of 64, 128 and 256 rows.
+    "weight_only": (
+        *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
+        *(768, 1024, 1536, 2048),
+    ),
     # One compilation serves every number of rows: which experts have them is known at run time.
     "experts": (),
 }

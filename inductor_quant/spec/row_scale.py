@@ -1,7 +1,8 @@
 """How the scale of a row derives from its absmax: a list of steps, applied in order.
 
-As text, an argument of ``w8a8_linear``: ``["to f32", "clamp_min 1e-05", "div 127.0"]``. Each step
-computes in its operand's dtype, and rounds to it, as the same op does in eager mode.
+As text, an argument of ``quantized_linear``: ``["to f32", "clamp_min 1e-05", "div 127.0"]``. Each
+step computes in its operand's dtype, and rounds to it, as the same op does in eager mode;
+``if_zero c`` is ``where(scale == 0, c, scale)``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from inductor_quant.spec.gemm import dtype_name
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NORMAL = torch.finfo(torch.float32)
 _DTYPES = {dtype_name(dtype): dtype for dtype in FLOATS}
-KINDS = ("add", "clamp_min", "div", "mul")
+KINDS = ("add", "clamp_min", "div", "if_zero", "mul")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -159,8 +159,6 @@ class WeightFormat:
                  itself a field, an entry of a lookup table
     dequant_ops  applied in order; scales are ``mul`` or ``div``, zero points ``sub``
     e            radices of the digits of e, with product E; () of a single weight
-    table        what the element's lookup table holds, if its values are known: "e2m1", the sixteen
-                 floats of 4 bits; a hint for kernels
     """
 
     k: tuple[int, ...]
@@ -168,7 +166,6 @@ class WeightFormat:
     element: Field
     dequant_ops: tuple[DequantOp, ...] = ()
     e: tuple[int, ...] = ()
-    table: str = ""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -284,9 +281,8 @@ class WeightFormat:
     def decode(cls, text: str) -> WeightFormat:
         """The inverse of ``encode``. Raises ValueError for other text."""
         try:
-            k, n, element, ops, e, table = json.loads(text)
-            steps = tuple(map(_op, ops))
-            return cls(tuple(k), tuple(n), _field(element), steps, tuple(e), table)
+            k, n, element, ops, e = json.loads(text)
+            return cls(tuple(k), tuple(n), _field(element), tuple(map(_op, ops)), tuple(e))
         except (TypeError, KeyError, IndexError) as error:
             raise ValueError(f"{text!r} is no weight format: {error!r}") from error
 

@@ -17,5 +17,5 @@ Thresholds of M:
     weight_k_major.MIN_M          1024    M, or its hint if symbolic
     duplicate_casts.MAX_M           32    M, or its bound
     ops.horizontal.MAX_ROWS    128, 32    w8a8, weight_only; M, or its bound
-    ops.w8a8_linear.MAX_ROWS         4    M, or its bound
+    ops.quantized_linear.MAX_ROWS    4    M, or its bound
 """

@@ -18,7 +18,7 @@ from inductor_quant.ops import row_reduce
 
 from .. import fx_utils
 from ..fx_utils import aten
-from ..rewrite import erase_if_dead
+from ..rewrite import add_node, erase_if_dead
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = {aten.amax.default: "amax", aten.amin.default: "amin"}
@@ -62,7 +62,7 @@ def reduced_rows(node: fx.Node) -> fx.Node | None:
 
 
 def _mark(node: fx.Node) -> None:
-    x = reduced_rows(node)
+    x = reduced_rows(node) or _only_row(node)
     if x is None:
         return
     length = fx_utils.value(x).shape[-1]
@@ -71,14 +71,32 @@ def _mark(node: fx.Node) -> None:
     source, kind = x, REDUCTIONS[node.target]  # type: ignore[index]
     if kind == "amax" and x.target == aten.abs.default and fx_utils.value(x).dtype in FLOATS:
         source, kind = x.args[0], "absmax"  # type: ignore[assignment]
+    shape = fx_utils.value(node).shape
     (keepdim,) = fx_utils.arguments(node, "self", "dim", "keepdim")[2:]
-    replace(node, row_reduce.op, source, kind, bool(keepdim))
+    if reduced_rows(node) is None:  # of all dimensions
+        with node.graph.inserting_before(node):
+            row = add_node(node, row_reduce.op, (source, kind, False), {})
+        replace(node, aten.reshape.default, row, list(shape))
+    else:
+        replace(node, row_reduce.op, source, kind, bool(keepdim))
 
 
-def replace(node: fx.Node, op: Any, *args: Any) -> None:
-    """Replace ``node`` by ``op(*args)``, a tensor of the same shape and dtype."""
+def _only_row(node: fx.Node) -> fx.Node | None:
+    """What an amax or amin over several dimensions reduces, if that has one row."""
+    x, dims = fx_utils.arguments(node, "self", "dim")
+    if not fx_utils.is_tensor_node(x) or not all(
+        map(fx_utils.is_one, fx_utils.value(x).shape[:-1])
+    ):
+        return None
+    rank = fx_utils.value(x).dim()
+    is_reduced = rank > 0 and (not dims or {-1, rank - 1} & {*dims})
+    return x if is_reduced else None
+
+
+def replace(node: fx.Node, op: Any, *args: Any, **kwargs: Any) -> None:
+    """Replace ``node`` by ``op(*args, **kwargs)``, a tensor of the same shape and dtype."""
     with node.graph.inserting_before(node):
-        new = node.graph.call_function(op, args)
+        new = node.graph.call_function(op, args, kwargs)
     new.meta = dict(node.meta)
     node.replace_all_uses_with(new)
     erase_if_dead(node)

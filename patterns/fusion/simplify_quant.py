@@ -1,23 +1,25 @@
-"""Simplify the int8 quantization of an activation: the same values in fewer instructions.
+"""Simplify the quantization of an activation: the same values in fewer instructions.
 
     cast(clamp(round(x / scale)), int8)           ->   quantize(x, scale, low, high)
+    cast(clamp(x / scale, -448, 448), e4m3)       ->   quantize(x, scale)
     max(-min(amin(x), 0), max(amax(x), 0))        ->   row_reduce(x, "absmax")
 
 The op saturates; a cast to int8 does not: torch leaves open what an out-of-range value becomes, and
-in practice it wraps. So the pass applies only to clamped values, and to those that are certain to
-fit: x divided by absmax(x) / 127.
+in practice it wraps. A cast to e4m3 gives NaN. So the pass applies only to clamped values, and to
+those that are certain to fit: x divided by absmax(x) / 127, or / 448.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from typing import Any
 
 import torch
 from torch import fx
 
+from inductor_quant.ops import fp8, row_reduce, w8a8
 from inductor_quant.ops import quantize as op
-from inductor_quant.ops import row_reduce, w8a8
 
 from .. import fx_utils
 from ..fx_utils import aten
@@ -28,24 +30,33 @@ CAST = torch.ops.prims.convert_element_type.default
 _BOUNDS = {
     aten.clamp.default: ("min", "max"),
     aten.clamp_min.default: ("min",),
+    aten.clamp_min.Tensor: ("min",),
     aten.clamp_max.default: ("max",),
+    aten.clamp_max.Tensor: ("max",),
 }
+_E4M3 = torch.float8_e4m3fn
 
 
 def simplify_quantization(owner: fx.Graph) -> None:
-    """Simplify every activation that the graph quantizes to int8 for a w8a8 call."""
+    """Simplify every activation that the graph quantizes for a w8a8 or fp8 call."""
     for node in owner.find_nodes(op="call_function", target=aten.maximum.default):
         _reduce_once(node)
-    for node in owner.find_nodes(op="call_function", target=w8a8.op):
-        quantized = _before_reshapes(node.args[0])
-        if quantized.target == CAST and fx_utils.value(quantized).dtype == torch.int8:
-            _simplify(quantized)
+    for target, dtype, simplify in (
+        (w8a8.op, torch.int8, _simplify),
+        (fp8.op, _E4M3, _simplify_float),
+    ):
+        for node in owner.find_nodes(op="call_function", target=target):
+            quantized = _before_reshapes(node.args[0])
+            if quantized.target == CAST and fx_utils.value(quantized).dtype == dtype:
+                simplify(quantized)
 
 
 def _reduce_once(node: fx.Node) -> None:
-    """torchao's ``max(-min(amin(x), 0), max(amax(x), 0))`` becomes one reduction."""
+    """torchao's ``max(-min(amin(x), 0), max(amax(x), 0))`` becomes one reduction, and so does
+    compressed-tensors' ``max(abs(min(amin(x), 0)), abs(max(amax(x), 0)))``."""
     negative, positive = node.args[:2]
-    lowest, highest = _limited(_negated(negative), aten.minimum), _limited(positive, aten.maximum)
+    lowest = _limited(_argument_of(negative, aten.neg.default, aten.abs.default), aten.minimum)
+    highest = _limited(_argument_of(positive, aten.abs.default) or positive, aten.maximum)
     if lowest is None or highest is None:
         return
     if any(r.target != row_reduce.op or not _is_alike(r, node) for r in (lowest, highest)):
@@ -64,9 +75,9 @@ def _is_alike(a: fx.Node, b: fx.Node) -> bool:
     return x.shape == y.shape and x.dtype == y.dtype
 
 
-def _negated(node: Any) -> Any:
-    is_negated = fx_utils.is_tensor_node(node) and node.target == aten.neg.default
-    return node.args[0] if is_negated else None
+def _argument_of(node: Any, *ops: Any) -> Any:
+    """``y`` of ``op(y)`` for one of ``ops``."""
+    return node.args[0] if fx_utils.is_tensor_node(node) and node.target in ops else None
 
 
 def _limited(node: Any, op: Any) -> fx.Node | None:
@@ -89,48 +100,76 @@ def _simplify(cast: fx.Node) -> None:
 
     The bounds are integers, so the clamp is exact before and after rounding.
     """
-    low, high = -math.inf, math.inf
-    node: Any = cast.args[0]
-    clamped = _bounds(node)
-    while clamped is not None and fx_utils.single_user(node) is not None:
-        low, high = max(low, clamped[0]), min(high, clamped[1])
-        node = node.args[0]
-        clamped = _bounds(node)
+    node, low, high, dtypes = _unclamped(cast, range(-128, 128))
     is_rounded = node.target == aten.round.default and fx_utils.single_user(node) is not None
-    if not is_rounded or low > high or fx_utils.value(node).dtype not in FLOATS:
+    if not is_rounded or low > high or dtypes or fx_utils.value(node).dtype not in FLOATS:
         return
     x = node.args[0]
     if not math.isfinite(high - low):
-        if not _is_held_by_int8(x):
+        if not _is_held(x, _MOST):
             return
         low, high = max(low, -128.0), min(high, 127.0)
     scale = None
-    if x.target == aten.div.Tensor and fx_utils.single_user(x) is node and _divides_rows(x):
+    is_single = x.target == aten.div.Tensor and fx_utils.single_user(x) is node
+    if is_single and _divides_rows(x) and fx_utils.value(x.args[1]).dtype == torch.float32:
         x, scale = x.args
-    replace(cast, op.op, x, scale, int(low), int(high))
+    replace(cast, op.op, x, scale, int(low), int(high), dtype=torch.int8)
 
 
-def _bounds(node: fx.Node) -> tuple[float, float] | None:
-    """The bounds of a clamp between int8 integers, infinite where it is open."""
-    if node.target not in _BOUNDS:
+def _simplify_float(cast: fx.Node) -> None:
+    """Replace ``cast(clamp(x / scale))``, if it reads so, by one op: where scale has one value for
+    each row, and the casts in between keep the quotient's values."""
+    quotient, low, high, dtypes = _unclamped(cast, (-_LARGEST, _LARGEST))
+    is_single = quotient.target == aten.div.Tensor and fx_utils.single_user(quotient) is not None
+    if not is_single or not _divides_rows(quotient):
+        return
+    if not dtypes <= {torch.float32, fx_utils.value(quotient).dtype}:
+        return
+    if (low, high) == (-_LARGEST, _LARGEST) or _is_held(quotient, _MOST_FLOAT):
+        x, scale = quotient.args
+        replace(cast, op.op, before_casts(x), scale, dtype=_E4M3)
+
+
+def _unclamped(
+    cast: fx.Node, allowed: Container[float]
+) -> tuple[Any, float, float, set[torch.dtype]]:
+    """What ``cast`` casts, before it is clamped: the value, the bounds, infinite where they are
+    open, and the dtypes of casts in between. No other node reads what is in between."""
+    low, high, dtypes = -math.inf, math.inf, set()
+    node: Any = cast.args[0]
+    while fx_utils.single_user(node) is not None:
+        if node.target == CAST and fx_utils.value(node).dtype in FLOATS:
+            dtypes.add(fx_utils.value(node).dtype)
+        elif (clamped := _bounds(node, allowed)) is not None:
+            low, high = max(low, clamped[0]), min(high, clamped[1])
+        else:
+            break
+        node = node.args[0]
+    return node, low, high, dtypes
+
+
+def _bounds(node: fx.Node, allowed: Container[float]) -> tuple[float, float] | None:
+    """The bounds of a clamp, of ``allowed`` numbers, infinite where it is open."""
+    if node.target not in _BOUNDS or not _is_alike(node, node.args[0]):  # type: ignore[arg-type]
         return None
     names = _BOUNDS[node.target]
     bounds = {"min": -math.inf, "max": math.inf}
     for name, bound in zip(names, fx_utils.arguments(node, "self", *names)[1:], strict=True):
         if bound is None:
             continue
-        if bound not in range(-128, 128):  # no integer, or beyond int8, where casts wrap
+        number = constant(bound)
+        if number is None or number not in allowed:
             return None
-        bounds[name] = float(bound)
+        bounds[name] = float(number)
     return bounds["min"], bounds["max"]
 
 
 def _divides_rows(node: fx.Node) -> bool:
-    """Whether ``node`` divides each row by one value, in fp32."""
-    x, scale = node.args[:2]
+    """Whether ``node`` divides each row by one value, in the dtype that both promote to; casts of
+    the dividend to fp32 do not count."""
+    x, scale = before_casts(node.args[0]), node.args[1]
     if not fx_utils.is_tensor_node(x) or not fx_utils.is_tensor_node(scale):
         return False
-    assert isinstance(x, fx.Node)
     assert isinstance(scale, fx.Node)
     quotient, dividend, divisor = map(fx_utils.value, (node, x, scale))
     is_whole = dividend.dim() == quotient.dim() and all(
@@ -140,9 +179,9 @@ def _divides_rows(node: fx.Node) -> bool:
     return (
         is_whole
         and is_row
-        and quotient.dtype == torch.float32
         and dividend.dtype in FLOATS
-        and divisor.dtype == torch.float32
+        and divisor.dtype in FLOATS
+        and quotient.dtype == torch.promote_types(dividend.dtype, divisor.dtype)
         and not fx_utils.is_mutated(x)  # the new op reads both later
         and not fx_utils.is_mutated(scale)
     )
@@ -151,11 +190,13 @@ def _divides_rows(node: fx.Node) -> bool:
 # With every op rounded in fp32, and even with divisor and quotient rounded to bf16 (to which a 0-d
 # scale is promoted), the quotient stays below 127.25, which rounds to 127.
 _MOST = 127.0001
+# e4m3 rounds what is below 464 to 448, its largest number.
+_LARGEST, _MOST_FLOAT = 448.0, 448.001
 _REDUCTIONS = (aten.amax.default, row_reduce.op)
 
 
-def _is_held_by_int8(quotient: fx.Node) -> bool:
-    """Whether it is ``x / (absmax(x) / 127)``, the scale in fp32: at most 127 once rounded.
+def _is_held(quotient: fx.Node, most: float) -> bool:
+    """Whether it is ``x / (absmax(x) / most)``, the scale in fp32: at most ``most`` once rounded.
 
     A subnormal scale may give more; torch leaves that open, as for NaN.
     """
@@ -178,7 +219,7 @@ def _is_held_by_int8(quotient: fx.Node) -> bool:
     source, is_absolute = _reduced(scale)
     is_aligned = fx_utils.value(scale).dim() in (0, fx_utils.value(source).dim())
     is_same = before_casts(source) is before_casts(x) and not fx_utils.is_mutated(source)
-    return is_absolute and is_aligned and is_same and divisor <= _MOST
+    return is_absolute and is_aligned and is_same and divisor <= most
 
 
 def inverted(node: Any) -> Any:

@@ -105,13 +105,18 @@ def read_float_epilogue(
     row_scale: fx.Node | None,
     column_scale: fx.Node | None,
     alpha: float,
+    divides: bool = False,
 ) -> Epilogue:
-    """The epilogue of a float product of integers times these scales. It may be empty."""
+    """The epilogue of a float product of integers times these scales. It may be empty.
+
+    ``divides``: ``row_scale`` is a divisor.
+    """
     reader = _Reader(anchor)
-    reader.has_bias = has_bias
+    reader.has_bias, reader.may_divide = has_bias, True
     now = reader.current
     now.alpha = alpha
     now.row_scale = row_scale and _source(row_scale)
+    now.divisor = now.row_scale if divides else None
     now.column_scale = column_scale and _source(column_scale)
     reader.committed = dataclasses.replace(now, interior=[anchor])
     reader.walk()
@@ -133,6 +138,7 @@ class _Reader:
             self.committed = dataclasses.replace(self.current, interior=[anchor])
         self.columns_only = columns_only
         self.has_scale = self.has_bias = False
+        self.may_divide = anchor.target == INT_MM
 
     def walk(self) -> Rejection | None:
         """Read as far as possible; returns why the walk ended, None if there is no single user."""
@@ -203,7 +209,7 @@ class _Reader:
     def _divide(self, node: fx.Node) -> Rejection | None:
         """Read a division by the first scale; the scheduler fuses a later division as it is."""
         divisor = node.args[1]
-        is_first = self.anchor.target == INT_MM and not self.current.is_scaled
+        is_first = self.may_divide and not (self.current.is_scaled or self.has_bias)
         if not is_first or node.kwargs:
             return Rejection(RejectionCode.NO_SCALE, "a division after a scale", node.name)
         if not self._keeps_shape(node) or fx_utils.value(node).dtype not in FLOATS:

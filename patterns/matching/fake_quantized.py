@@ -29,6 +29,8 @@ _DEQUANTIZE = (
     "quantized_decomposed.dequantize_per_tensor.tensor2",
     "quantized_decomposed.dequantize_per_token.default",
 )
+# Its results have the dtype of x, or fp32; its meta says fp64. Only eager ops may read them.
+_OTHERWISE_THAN_ITS_META = "quantized_decomposed.choose_qparams_per_token.default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +47,15 @@ class Vector:
 
 @dataclasses.dataclass(frozen=True)
 class FakeQuantized:
-    """``(q - zero) * scale * alpha``; ``values`` are those of ``q``."""
+    """``(q - zero) * scale * alpha``, or ``/ scale`` if it ``divides``; ``values`` are those of
+    ``q``."""
 
     q: fx.Node
     values: ValueRange
     scale: Vector | None = None
     zero: Vector | int = 0
     alpha: float = 1.0
+    divides: bool = False
 
     @property
     def shift(self) -> int:
@@ -110,6 +114,7 @@ class _Reader:
         self.scale: Vector | None = None
         self.zero: Vector | int | None = None
         self.alpha = 1.0
+        self.divides = False
 
     def is_integer(self, node: fx.Node) -> bool:
         if node.op != "call_function" and fx_utils.value(node).dtype in FLOATS:
@@ -127,7 +132,8 @@ class _Reader:
             node = source
         if fx_utils.value(node).dtype not in (*FLOATS, *INTEGERS):
             return None
-        return FakeQuantized(node, value_range(node), self.scale, self.zero or 0, self.alpha)
+        zero = self.zero or 0
+        return FakeQuantized(node, value_range(node), self.scale, zero, self.alpha, self.divides)
 
     def step(self, node: fx.Node) -> fx.Node | None:
         """Record the operation of ``node``; returns its input, None if it is something else."""
@@ -141,6 +147,8 @@ class _Reader:
             return self._reshaped(node, source)
         if node.target == aten.mul.Tensor:
             return self._multiplied(node)
+        if node.target == aten.div.Tensor and not node.kwargs:
+            return self._divided(node)
         if node.target == aten.sub.Tensor and not node.kwargs and self.zero is None:
             return self._subtracted(node, node.args[0], node.args[1])
         if str(node.target) in _DEQUANTIZE:
@@ -162,6 +170,17 @@ class _Reader:
                 return value  # type: ignore[return-value]
         return None
 
+    def _divided(self, node: fx.Node) -> fx.Node | None:
+        value, divisor = node.args
+        vector = self._vector(divisor, value, node)
+        if vector is None or self.zero is not None:
+            return None
+        if not isinstance(vector, Vector):
+            self.alpha *= 1 / vector if vector else 0.0  # a product with 0 is not recognized
+            return value  # type: ignore[return-value]
+        self.divides = self._take(vector)
+        return value if self.divides else None  # type: ignore[return-value]
+
     def _take(self, factor: Vector | float) -> bool:
         if not isinstance(factor, Vector):
             self.alpha *= factor
@@ -169,7 +188,10 @@ class _Reader:
         node = factor.node
         while node.target == CAST and fx_utils.value(node).dtype == torch.float64:
             node = node.args[0]  # type: ignore[assignment]
-        if self.scale is not None or fx_utils.value(node).dtype not in SCALE_DTYPES:
+        dtype = fx_utils.value(node).dtype
+        if self.scale is not None or dtype not in (*SCALE_DTYPES, torch.float64):
+            return False
+        if any(str(item.target) == _OTHERWISE_THAN_ITS_META for item in node.all_input_nodes):
             return False
         self.scale = Vector(node, factor.axis)
         return True

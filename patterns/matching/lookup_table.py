@@ -11,6 +11,7 @@ from inductor_quant._compat import inductor as compat
 
 from .. import fx_utils
 from ..match import Constant, Derived
+from ..symbolic.bits import dense_parts
 from ..symbolic.expr import Bits, Expr, Load, Lookup, Op
 from ..symbolic.index import Unsupported
 
@@ -33,22 +34,6 @@ def table_of(expr: Lookup) -> Constant | Derived | str:
         narrow = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
         values = values.to((*narrow, torch.float32)[0])
         return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
-
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def name_of(table: Source) -> str:
-    """What the values of a table are, if they are known: "e2m1" or ""."""
-    if not isinstance(table, Constant):
-        return ""
-    with compat.real_tensors():
-        values = table.tensor().float()
-        wanted = torch.tensor((*E2M1, *(-value for value in E2M1)))  # with -0.0
-        is_same = values.shape == wanted.shape and torch.equal(
-            values.view(torch.int32), wanted.view(torch.int32)
-        )
-        return "e2m1" if is_same else ""
 
 
 def entries(table: Constant | Derived, stored: fx.Node) -> Derived:
@@ -81,4 +66,13 @@ def is_index(expr: Expr) -> bool:
     """Whether ``_Decoder._field`` has a form for it."""
     while isinstance(expr, Op) and expr.name in ("add", "sub", "from_end", "wrap"):
         (expr, *_) = expr.args
-    return isinstance(expr, Bits)
+    return isinstance(expr, Bits) or (isinstance(expr, Op) and bool(dense_parts(expr)))
+
+
+def code_of(expr: Expr) -> Bits | Load:
+    """The stored element that an index is computed from."""
+    while isinstance(expr, Op):
+        expr = expr.args[0]
+    if not isinstance(expr, (Bits, Load)):
+        raise Unsupported("an index that is not stored")
+    return expr

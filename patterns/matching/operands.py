@@ -92,8 +92,9 @@ class ScaledMatmul:
 
     @property
     def row_scale(self) -> fx.Node | None:
-        is_per_token = self.a_scale is not None and self.a_scale.block == (1, -1)
-        return self.a_scale.node if self.a_scale is not None and is_per_token else None
+        """The scale of a, unless it varies along K. That of a single row is one of the tensor."""
+        is_of_rows = self.a_scale is not None and self.a_scale.block in ((1, -1), (-1, -1))
+        return self.a_scale.node if self.a_scale is not None and is_of_rows else None
 
     def gemm(
         self,
@@ -138,10 +139,10 @@ def transposed(node: Any) -> Derived:
 
 def reject_mutated(nodes: Iterable[fx.Node]) -> Rejection | None:
     """Rejects a node that the graph writes to: the op would read it at another time."""
-    for node in nodes:
-        if fx_utils.is_mutated(node):
-            return Rejection(RejectionCode.MUTATED_OPERAND, f"{node.name} is written to", node.name)
-    return None
+    node = fx_utils.mutated(nodes)
+    if node is None:
+        return None
+    return Rejection(RejectionCode.MUTATED_OPERAND, f"{node.name} is written to", node.name)
 
 
 def reject_operands(nodes: Iterable[fx.Node | None], anchor: fx.Node) -> Rejection | None:

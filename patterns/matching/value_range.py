@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from inductor_quant._compat import inductor as compat
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
-from ..symbolic.expr import FLOAT8, FLOATS, INTEGERS
+from ..symbolic.expr import FLOAT8, FLOATS, INTEGERS, rounded
 
 MAX_DEPTH = 40
 _VIEWS = (
@@ -59,7 +60,7 @@ class ValueRange:
         if dtype not in (*FLOATS, *FLOAT8):
             return ValueRange()
         # Rounding is monotonic, and a rounded integer is an integer (or infinite).
-        low, high = (torch.tensor(end, dtype=dtype).item() for end in (self.low, self.high))
+        low, high = (rounded(end, dtype) for end in (self.low, self.high))
         return ValueRange(low, high, self.is_integer)
 
 
@@ -224,6 +225,19 @@ def _quantize(node: fx.Node, ask: Ask) -> ValueRange | None:
     return None
 
 
+def _zero_point(node: fx.Node, ask: Ask) -> ValueRange | None:
+    """The second result of an op that chooses a scale and a zero point."""
+    source, number = node.args
+    if number != 1 or not isinstance(source, fx.Node):
+        return None
+    if str(source.target) == "quantized_decomposed.choose_qparams_symmetric.tensor":
+        is_int8 = _argument(source, "dtype") == torch.int8
+        return ValueRange(0, 0, is_integer=True) if is_int8 else None
+    if str(source.target) == "quantized_decomposed.choose_qparams_per_token_asymmetric.default":
+        return ValueRange(-128, 127, is_integer=True)
+    return None
+
+
 def _argument(node: fx.Node, name: str) -> Any:
     """The argument of this name; None if the op has none, or its call."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
@@ -250,5 +264,6 @@ _HANDLERS: dict[Any, Callable[[fx.Node, Ask], ValueRange | None]] = {
     aten.full.default: _full,
     aten.scalar_tensor.default: _full,
     aten.where.self: _where,
+    operator.getitem: _zero_point,
     **{f"quantized_decomposed.{name}": _quantize for name in _QUANTIZE},
 }

@@ -54,7 +54,7 @@ from ..symbolic.expr import (
 )
 from ..symbolic.functions import as_function
 from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
-from .lookup_table import Source, data_of, entries, is_index, name_of, table_of
+from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
 from .weight_rounding import Rounding, stripped
 
 MAX_BITS = 8
@@ -136,8 +136,7 @@ class _Decoder:
         radices = self._name_digits([element, *(operand for _, operand in steps)])
         field = self._field(element)
         built = tuple(DequantOp(kind, self._operand(operand)) for kind, operand in steps)
-        table = name_of(self.sources[field.source]) if radices["e"] else ""
-        found = WeightFormat(radices["k"], radices["n"], field, built, radices["e"], table)
+        found = WeightFormat(radices["k"], radices["n"], field, built, radices["e"])
         return Weight(found, tuple(self.sources), self._same_for(element), self.is_reordered)
 
     def _same_for(self, element: Expr) -> frozenset[torch.dtype]:
@@ -196,11 +195,11 @@ class _Decoder:
         of several fields."""
         if not self._is_element(expr, by_data=True):
             raise self._blame(expr, reason)
+        if isinstance(expr, Op) and expr.name == "or" and dense_parts(expr):
+            return expr
         try:
             return as_function(self.reader, expr)
         except Unsupported:
-            if isinstance(expr, Op) and expr.name == "or" and dense_parts(expr):
-                return expr
             raise self._blame(expr, reason) from None
 
     def _factors(self, kind: DequantOpKind, operand: Expr) -> list[tuple[DequantOpKind, Expr]]:
@@ -293,8 +292,11 @@ class _Decoder:
             raise self._blame(element, "no element of its own for every k and n")
         # of a lookup table: the stored element is the index into it
         while codes := self._codes(stored):
-            stored = _code(codes[0])
+            stored = code_of(codes[0])
         if isinstance(stored, Load):
+            axes = [{d.axis for d in digits(data, self.space)} for data in data_of(stored)]
+            if {"k", "n"} in axes:
+                raise self._blame(element, "a table of vectors: a code for several elements")
             if stored.dtype not in FLOAT8:
                 code = RejectionCode.NOT_QUANTIZED
                 if not fx_utils.is_stored(stored.node):
@@ -345,6 +347,8 @@ class _Decoder:
         if expr.at and self._is_small(expr, expr.at[0]):
             return self._computed(*expr.at)
         table = table_of(expr)
+        if not isinstance(expr.code, Bits):
+            return self._looked_up(expr)
         stored = fx_utils.value(expr.code.node).dtype
         is_byte = stored in (torch.uint8, torch.int8) and expr.code.width == 8
         if isinstance(table, str) or not is_byte:
@@ -480,15 +484,6 @@ def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOp
     if total:
         rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
     return rest
-
-
-def _code(expr: Expr) -> Bits | Load:
-    """The stored element that an index is computed from."""
-    while isinstance(expr, Op):
-        expr = expr.args[0]
-    if not isinstance(expr, (Bits, Load)):
-        raise Unsupported("an index that is not stored")
-    return expr
 
 
 def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:

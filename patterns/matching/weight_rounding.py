@@ -11,7 +11,18 @@ import math
 
 import torch
 
-from ..symbolic.expr import FLOATS, INTEGERS, Bits, Expr, Load, Number, Op, constant, interval
+from ..symbolic.expr import (
+    FLOATS,
+    INTEGERS,
+    Bits,
+    Expr,
+    Load,
+    Number,
+    Op,
+    constant,
+    interval,
+    rounded,
+)
 
 X_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Integers up to this magnitude are exact.
@@ -94,7 +105,7 @@ def _is_read_alike(op: Op, operand: Expr) -> bool:
     """Whether the kernel, which reads ``operand`` without its casts, gets the graph's value."""
     if isinstance(operand, Number):
         # A GPU divides by a number as by its reciprocal; a CPU rounds a number to a narrow dtype.
-        is_exact = torch.tensor(operand.value, dtype=op.dtype).item() == operand.value
+        is_exact = rounded(operand.value, op.dtype) == operand.value
         is_alike = op.dtype == torch.float32 or is_exact
         return is_alike and (op.name != "div" or abs(math.frexp(operand.value)[0]) == 0.5)
     if operand.dtype in INTEGERS and constant(operand) is None and op.dtype == torch.float32:

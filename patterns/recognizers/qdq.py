@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -38,7 +39,7 @@ from ..matching.zero_point import frozen_sums
 from ..symbolic import Reader
 from . import w8a8
 
-_ANCHORS = (
+ANCHORS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.linear.default, aten.sum.dim_IntList),
 )
@@ -55,8 +56,17 @@ class Int8Weight:
     zero: Vector | None = None
     alpha: float = 1.0
 
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """What is read of the graph, without the scale."""
+        return [self.stored, *([self.zero.node] if self.zero else [])]
+
     def matrix(self) -> fx.Node | Derived:
         return transposed(self.stored) if self.transposed else self.stored
+
+    def sums(self) -> Derived | None:
+        """The sums of its columns, if they cost nothing."""
+        return frozen_sums(self.matrix())
 
     def zero_point(self) -> tuple[Operand | None, str]:
         if self.zero is None:
@@ -75,14 +85,43 @@ class Int8Weight:
         )
 
 
+class QuantizedWeight(Protocol):
+    """A weight whose integers, a ``matrix`` less a ``zero_point`` of a kind as in
+    ``OperandSpec.zero``, are multiplied, and then by ``scale``, of columns, and ``alpha``."""
+
+    @property
+    def scale(self) -> Vector | None: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def nodes(self) -> list[fx.Node]: ...
+    def matrix(self) -> Any: ...
+    def zero_point(self) -> tuple[Operand | None, str]: ...
+    def sums(self) -> Derived | None: ...
+
+
+W = TypeVar("W", bound=QuantizedWeight)
+
+
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: a product of floats. None: not both operands are quantized and dequantized, and
     another pattern may recognize it."""
+    return recognize_as(anchor, read_int8, assemble)
+
+
+def recognize_as(
+    anchor: fx.Node,
+    read_weight: Callable[[Weight], W | None],
+    assemble: Callable[[Matmul, FakeQuantized, W, Epilogue], RecognizedGemm | Rejection],
+) -> RecognizedGemm | Rejection | None:
+    """``assemble`` of a product of a quantized activation and a weight that ``read_weight`` takes;
+    None: it is no such product."""
     if not any(read_fake_quantized(node) for node in _activation_candidates(anchor)):
         return None
     try:
         found = attempt(
-            lambda reader: _read(anchor, reader), lambda found: isinstance(found, tuple)
+            lambda reader: _read(anchor, reader, read_weight),
+            lambda found: isinstance(found, tuple),
         )
     except RecursionError:
         return None
@@ -92,11 +131,11 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     epilogue = _read_epilogue(product, x, weight)
     if epilogue is None:
         return None
-    vectors = [v.node for v in (x.scale, x.zero, weight.zero) if isinstance(v, Vector)]
+    vectors = [v.node for v in (x.scale, x.zero) if isinstance(v, Vector)]
     scales = (epilogue.row_scale, epilogue.column_scale)
-    read = (x.q, weight.stored, product.bias, epilogue.bias, *vectors, *scales)
+    read = (x.q, *weight.nodes, product.bias, epilogue.bias, *vectors, *scales)
     rejection = reject_operands(read, anchor) or reject_mutated(product.dequantization())
-    return rejection or _assemble(product, x, weight, epilogue)
+    return rejection or assemble(product, x, weight, epilogue)
 
 
 def _activation_candidates(anchor: fx.Node) -> list[fx.Node]:
@@ -113,7 +152,9 @@ def _is_float_input(node: fx.Node) -> bool:
     return fx_utils.value(node).is_floating_point() and fx_utils.is_stored(node)
 
 
-def _read(anchor: fx.Node, reader: Reader) -> tuple[Matmul, FakeQuantized, Int8Weight] | None:
+def _read(
+    anchor: fx.Node, reader: Reader, read_weight: Callable[[Weight], W | None]
+) -> tuple[Matmul, FakeQuantized, W] | None:
     product = read_matmul(anchor, reader)
     if not isinstance(product, Matmul) or min(product.k, product.n) < 2:
         return None
@@ -121,7 +162,7 @@ def _read(anchor: fx.Node, reader: Reader) -> tuple[Matmul, FakeQuantized, Int8W
     if x is None:
         return None
     weight = decode(reader, product.weight, product.node)
-    stored = read_int8(weight) if isinstance(weight, Weight) else None
+    stored = read_weight(weight) if isinstance(weight, Weight) else None
     return None if stored is None else (product, x, stored)
 
 
@@ -143,7 +184,7 @@ def read_int8(weight: Weight) -> Int8Weight | None:
     for step in format.dequant_ops:
         operand = step.operand
         if isinstance(operand, Field):
-            vector = _vector(operand, weight)
+            vector = vector_of(operand, weight)
             if vector is None:
                 return None
             is_float = fx_utils.value(vector.node).dtype in op.SCALE_DTYPES
@@ -164,7 +205,8 @@ def _is_plain(field: Field) -> bool:
     return dataclasses.replace(field, source=0, index=()) == Field(0, ())
 
 
-def _vector(field: Field, weight: Weight) -> Vector | None:
+def vector_of(field: Field, weight: Weight) -> Vector | None:
+    """A stored field with one element for each column, or for all, as a tensor."""
     if not _is_plain(field):
         return None
     node = weight.sources[field.source]
@@ -178,7 +220,7 @@ def _vector(field: Field, weight: Weight) -> Vector | None:
     return Vector(node, "column") if is_column else None
 
 
-def _read_epilogue(product: Matmul, x: FakeQuantized, weight: Int8Weight) -> Epilogue | None:
+def _read_epilogue(product: Matmul, x: FakeQuantized, weight: QuantizedWeight) -> Epilogue | None:
     alpha = x.alpha * weight.alpha
     if not math.isfinite(alpha) or not torch.finfo(torch.float32).tiny <= abs(alpha):
         return None
@@ -188,13 +230,15 @@ def _read_epilogue(product: Matmul, x: FakeQuantized, weight: Int8Weight) -> Epi
         row_scale=None if x.scale is None else x.scale.node,
         column_scale=None if weight.scale is None else weight.scale.node,
         alpha=alpha,
+        divides=x.divides,
     )
     return found if found.out_dtype in op.SCALE_DTYPES else None
 
 
-def _assemble(
-    product: Matmul, x: FakeQuantized, weight: Int8Weight, found: Epilogue
+def assemble(
+    product: Matmul, x: FakeQuantized, weight: QuantizedWeight, found: Epilogue
 ) -> RecognizedGemm | Rejection:
+    """The call of ``inductor_quant::w8a8``."""
     row, column, bias = found.row_scale, found.column_scale, found.bias or product.bias
     if bias is not None and fx_utils.value(bias).dtype not in op.SCALE_DTYPES:
         return Rejection(RejectionCode.BIAS, f"it is {fx_utils.value(bias).dtype}", bias.name)
@@ -203,7 +247,7 @@ def _assemble(
     if isinstance(a_zero, int) and not -128 <= a_zero <= 127:
         return Rejection(RejectionCode.DTYPE, f"a zero point of {a_zero}", product.anchor.name)
     zeros: tuple[Any, ...] = (None if isinstance(a_zero, int) else a_zero, b_zero)
-    if a_kind and b_zero is None and (sums := frozen_sums(weight.matrix())) is not None:
+    if a_kind and b_zero is None and (sums := weight.sums()) is not None:
         zeros = (*zeros, sums)
     matmul = ScaledMatmul(
         anchor=product.anchor,
@@ -211,8 +255,8 @@ def _assemble(
         a=Operand(x.int8(), (-1, product.k)),
         b=weight.matrix(),
         sizes=(product.rows, product.n, product.k),
-        a_scale=per_token(row),
-        b_scale=per_channel(column),
+        a_scale=w8a8.as_factor(per_token(row), found),
+        b_scale=w8a8.as_factor(per_channel(column), found),
         bias=bias,
         interior=(*product.dequantization(), *found.interior),
         shape=found.shape or product.shape,
@@ -227,4 +271,4 @@ def _assemble(
     )
 
 
-PATTERN = Pattern(name="qdq", family=w8a8.FAMILY, anchors=_ANCHORS, recognize=recognize)
+PATTERN = Pattern(name="qdq", family=w8a8.FAMILY, anchors=ANCHORS, recognize=recognize)

@@ -76,8 +76,8 @@ def _assemble(
         a=a,
         b=b,
         sizes=(m, n, k),
-        a_scale=_by_divisor(per_token(found.row_scale), found),
-        b_scale=_by_divisor(per_channel(found.column_scale), found),
+        a_scale=as_factor(per_token(found.row_scale), found),
+        b_scale=as_factor(per_channel(found.column_scale), found),
         bias=found.bias,
         interior=tuple(found.interior),
         shape=found.shape,
@@ -92,14 +92,15 @@ def _assemble(
     )
 
 
-def _by_divisor(scale: Scale | None, found: Epilogue) -> Scale | None:
-    """``scale``, or one over it in fp32 if the graph divides by it."""
-    if scale is None or scale.node is not found.divisor:
+def as_factor(scale: Scale | None, found: Epilogue) -> Scale | None:
+    """``scale``, or one over it in fp32 if the graph divides by it; fp64 becomes fp32."""
+    is_divisor = scale is not None and scale.node is found.divisor
+    if scale is None or not (is_divisor or fx_utils.value(scale.node).dtype == torch.float64):
         return scale
-    inverse = Derived(
-        fx_utils.aten.reciprocal.default, (Derived(fx_utils.CAST, (scale.node, torch.float32)),)
-    )
-    argument = dataclasses.replace(scale.argument, node=inverse)
+    value = Derived(fx_utils.CAST, (scale.node, torch.float32))
+    if is_divisor:
+        value = Derived(fx_utils.aten.reciprocal.default, (value,))
+    argument = dataclasses.replace(scale.argument, node=value)
     return dataclasses.replace(scale, argument=argument, dtype=torch.float32)
 
 

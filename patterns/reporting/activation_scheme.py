@@ -28,6 +28,7 @@ _GUARDS: dict[Any, str] = {
     aten.maximum.default: "maximum",
     aten.add.Tensor: "add",
 }
+_CHOICE = "quantized_decomposed.choose_qparams"
 _SEARCH_LIMIT = 60
 # 7 to 9 bits of range: 127, 127.5, 128, 255, 256
 _DIVISORS = (60.0, 300.0)
@@ -69,6 +70,9 @@ def _with_scale(scheme: Activation, scale: fx.Node) -> Activation:
     kinds: set[str] = set()
     granularity, divisor, dtype, guard = scheme.granularity, 0.0, "", ""
     for node in _upwards(scale):
+        if _CHOICE in str(node.target):  # of an op that measures x itself
+            kinds |= {"amin", "amax"}
+            granularity = "per_token" if "per_token" in str(node.target) else "per_tensor"
         if node.target in _REDUCTIONS:
             kind, extent = _reduction(node)
             kinds.add(kind)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from inductor_quant.ops import experts, w8a8, weight_only
+from inductor_quant.ops import block_sparse, experts, w4a8, w8a8, weight_only
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from inductor_quant.spec.weight_format import WeightFormat
@@ -32,10 +32,12 @@ _VIEWS = (*fx_utils.RESHAPES, aten.expand.default)
 
 def classify(found: RecognizedGemm) -> Exactness:
     """The class of a match."""
-    if _is_plain_w8a8(found):
-        return _classify_w8a8(found)
+    if _is_of_integers(found):
+        return _classify_of_integers(found)
     if found.op in (weight_only.op, experts.op):
         return _classify_weight_only(found)
+    if found.op is block_sparse.op:
+        return found.weight_class
     return Exactness.REASSOCIATED
 
 
@@ -44,7 +46,7 @@ def strictly(found: RecognizedGemm) -> RecognizedGemm | Rejection:
 
     It ends before the first rounding, which stays in the graph with all nodes after it.
     """
-    if not _is_plain_w8a8(found):
+    if not _is_of_integers(found):
         return _declined(found, "no product of integers with scales after it")
     exact = _exact_part(found)
     if not exact.taken:
@@ -54,9 +56,10 @@ def strictly(found: RecognizedGemm) -> RecognizedGemm | Rejection:
         arg if position in exact.taken else None
         for position, arg in ((_ROW, row), (_COLUMN, column), (_BIAS, bias))
     )
-    spec = w8a8.make_spec(
-        a_scale=found.spec.a.scale if a_scale is not None else None,
-        b_scale=found.spec.b.scale if b_scale is not None else None,
+    spec = dataclasses.replace(
+        found.spec,
+        a=found.spec.a if a_scale is not None else dataclasses.replace(found.spec.a, scale=None),
+        b=found.spec.b if b_scale is not None else dataclasses.replace(found.spec.b, scale=None),
         out_dtype=F32,
         bias=addend is not None,
     )
@@ -67,7 +70,8 @@ def strictly(found: RecognizedGemm) -> RecognizedGemm | Rejection:
         end=exact.nodes[-1],
         interior=(found.anchor, *exact.nodes),
         args=(a, b, a_scale, b_scale, addend),
-        kwargs={
+        kwargs=found.kwargs
+        | {
             "alpha": found.kwargs["alpha"] if _ALPHA in exact.taken else 1.0,
             "out_dtype": F32,
         },
@@ -81,7 +85,7 @@ def _declined(found: RecognizedGemm, why: str) -> Rejection:
 
 
 # ------------------------------------------------------------------------------------------
-# w8a8
+# w8a8, w4a8
 
 
 @dataclasses.dataclass
@@ -94,12 +98,12 @@ class _Exact:
     stopped_at: str = ""
 
 
-def _is_plain_w8a8(found: RecognizedGemm) -> bool:
+def _is_of_integers(found: RecognizedGemm) -> bool:
     """Whether the graph multiplies integers, without zero points and groups along K. (A
     fake-quantized graph multiplies floats: it scales each term of the sum.)"""
     is_product = found.anchor.target == aten._int_mm.default
     is_plain = len(found.args) == 5 and not found.spec.group_size
-    return found.op is w8a8.op and is_product and is_plain
+    return found.op in (w8a8.op, w4a8.op) and is_product and is_plain
 
 
 def _chain(found: RecognizedGemm) -> Iterator[tuple[fx.Node | None, fx.Node]]:
@@ -173,7 +177,7 @@ def _stands_for(item: object, operand: object) -> bool:
     return wanted is not None and item is wanted
 
 
-def _classify_w8a8(found: RecognizedGemm) -> Exactness:
+def _classify_of_integers(found: RecognizedGemm) -> Exactness:
     positions: list[int] = []
     for node, last in _chain(found):
         if node is None:

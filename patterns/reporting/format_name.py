@@ -17,26 +17,48 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 from .. import fx_utils
 from ..match import Constant, Derived, RecognizedGemm
-from ..matching.lookup_table import E2M1
+from ..matching.operands import source_of
 
-# (elements of a block, its bytes, bits of an element, whether a minimum is stored): the layouts of
-# ggml-common.h
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# (elements of a block, its bytes, bits of an element, "least": a minimum is stored, "table": codes
+# index one): the layouts of ggml-common.h
 _GGML = {
-    (32, 18, 4, False): "q4_0",
-    (32, 34, 8, False): "q8_0",
-    (256, 144, 4, True): "q4_k",
-    (256, 176, 5, True): "q5_k",
-    (256, 210, 6, False): "q6_k",
+    (32, 18, 4, ""): "q4_0",
+    (32, 20, 4, "least"): "q4_1",
+    (32, 22, 5, ""): "q5_0",
+    (32, 24, 5, "least"): "q5_1",
+    (32, 34, 8, ""): "q8_0",
+    (32, 18, 4, "table"): "iq4_nl",
+    (256, 136, 4, "table"): "iq4_xs",
+    (256, 66, 2, ""): "tq2_0",
+    (256, 84, 2, "least"): "q2_k",
+    (256, 110, 3, ""): "q3_k",
+    (256, 144, 4, "least"): "q4_k",
+    (256, 176, 5, "least"): "q5_k",
+    (256, 210, 6, ""): "q6_k",
 }
 
 
 def format_name(found: RecognizedGemm) -> str:
     """The name of the weight's format; "" if it has none."""
+    blocks = found.spec.b.blocks
+    if blocks is not None and isinstance(found.n, int) and isinstance(found.k, int):
+        zeros = 1 - blocks.stored_share(found.n, found.k)
+        return f"bsr {blocks.n}x{blocks.k}, {zeros:.0%} zero"
     text = found.kwargs.get("format")
     if not isinstance(text, str):
-        return ""
+        scale = found.spec.b.scale
+        is_mx = scale is not None and scale.block == (32, 1) and found.args[3] is not None
+        return "mxfp8" if is_mx and _is_of_exponents(source_of(found.args[3])) else ""
     format, sources = WeightFormat.decode(text), found.args[1]
-    return _ggml(format, sources) or _small_float(format, sources)
+    return _ggml(format, sources) or _small_float(format, sources) or _ternary(format)
+
+
+def _ternary(format: WeightFormat) -> str:
+    """BitNet's -1, 0 and 1: two bits less 1, which share one scale, behind the product."""
+    code, steps = format.element, format.dequant_ops
+    is_less_one = [(step.kind, step.operand) for step in steps] == [("sub", 1.0)]
+    return "bitnet" if (code.total_width, code.signed) == (2, False) and is_less_one else ""
 
 
 def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
@@ -48,11 +70,12 @@ def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
     if tensor.dtype not in (torch.uint8, torch.int8) or tensor.numel() % n:
         return ""
     row, zero = tensor.numel() // n, format.zero
-    own = format.code.total_width or 8, zero is not None and isinstance(zero.operand, Field)
+    kind = "least" if zero is not None and isinstance(zero.operand, Field) else ""
+    own = format.code.total_width or 8, "table" if format.element != format.code else kind
     names = (
         name
-        for (size, block, *kind), name in _GGML.items()
-        if k % size == 0 and row == k // size * block and own == tuple(kind)
+        for (size, block, *kinds), name in _GGML.items()
+        if k % size == 0 and row == k // size * block and own == tuple(kinds)
     )
     return next(names, "")
 
@@ -65,7 +88,11 @@ def _small_float(format: WeightFormat, sources: Sequence[Any]) -> str:
     dtypes = {fx_utils.described(sources[scale.source]).dtype for scale in scales}
     if is_table and 16 in groups and (element or torch.float8_e4m3fn in dtypes):
         return "nvfp4"
-    if (element or is_table) and 32 in groups and any(_is_power(s, sources) for s in scales):
+    if (
+        (element or is_table)
+        and 32 in groups
+        and any(_is_of_exponents(sources[s.source]) for s in scales)
+    ):
         return "mxfp4" if is_table else "mxfp8"
     return element if element == "e2m1" else ""
 
@@ -89,9 +116,8 @@ def _element_of(source: Any) -> str:
     return "e2m1" if tuple(values) == (*E2M1, *(-value for value in E2M1)) else ""
 
 
-def _is_power(scale: Field, sources: Sequence[Any]) -> bool:
-    """Whether the scale is computed from exponents alone."""
-    source = sources[scale.source]
+def _is_of_exponents(source: Any) -> bool:
+    """Whether a scale is computed from exponents alone."""
     if isinstance(source, Derived):
         return True
     if isinstance(source, Constant):  # of each exponent

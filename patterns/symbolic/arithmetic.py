@@ -31,6 +31,7 @@ from .expr import (
     interval,
     is_whole,
     limits,
+    rounded,
 )
 from .index import IndexExpr, Space, Unsupported, from_values, tabulate
 
@@ -43,12 +44,18 @@ def cast(expr: Expr, dtype: torch.dtype) -> Expr:
         return Undefined(dtype)
     if expr.dtype in INTEGERS and dtype in INTEGERS:
         return cast_integer(expr, dtype)
+    if dtype in INTEGERS and isinstance(expr, Op) and expr.name == "cast":
+        (inner,) = expr.args  # an integer that a float has held
+        if inner.dtype in INTEGERS and expr.dtype in FLOATS:
+            low, high = interval(inner)
+            if max(-low, high) <= 2 / torch.finfo(expr.dtype).eps:
+                return cast(inner, dtype)
     if dtype not in FLOATS:
         raise Unsupported(f"a cast from {expr.dtype} to {dtype}")
     if isinstance(expr, Number):
-        return Number(torch.tensor(expr.value, dtype=dtype).item(), dtype)
+        return Number(rounded(expr.value, dtype), dtype)
     value = constant(expr)
-    if value is not None and value == torch.tensor(value, dtype=dtype).item():
+    if value is not None and value == rounded(value, dtype):
         return Number(float(value), dtype)
     return Op("cast", (expr,), dtype)
 
@@ -396,7 +403,7 @@ def _as_float(expr: Expr, dtype: torch.dtype) -> Expr:
     """An operand of arithmetic in ``dtype``; an integer that is the same everywhere is a float."""
     value = constant(expr)
     if value is not None:
-        return Number(torch.tensor(value, dtype=dtype).item(), dtype)
+        return Number(rounded(value, dtype), dtype)
     if isinstance(expr, Undefined):
         raise Unsupported("arithmetic on undefined memory")
     return expr

@@ -8,6 +8,7 @@ integer dtypes changes nothing but the dtype, and shifts and masks become ``Bits
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import sys
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from inductor_quant._compat import inductor as compat
 
 from ..match import Derived
 from .index import SELECTING, ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
@@ -108,11 +111,11 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A function of one field: ``values[code]``, where ``values`` is the memory of a tensor of
-    ``dtype``, so that equal means equal bit for bit; or what computes that tensor, from a table
-    that the model stores. ``at``: as of ``Op``."""
+    """A function of one field, or of a number of several: ``values[code]``, where ``values`` is the
+    memory of a tensor of ``dtype``, so that equal means equal bit for bit; or what computes that
+    tensor, from a table that the model stores. ``at``: as of ``Op``."""
 
-    code: Bits
+    code: Any
     values: bytes | Derived
     dtype: torch.dtype
     at: tuple[fx.Node, tuple[IndexExpr, ...]] | None = dataclasses.field(
@@ -143,6 +146,13 @@ class Choice:
 
 
 Expr = Load | Bits | Number | Position | Undefined | Op | Lookup | Choice
+
+
+def placed(expr: Op | Lookup | Choice, at: tuple[fx.Node, tuple[IndexExpr, ...]]) -> Expr:
+    """``expr``, computed there."""
+    found = object.__new__(type(expr))  # as dataclasses.replace, at a tenth of its cost
+    found.__dict__.update(expr.__dict__, at=at)
+    return found
 
 
 def size_of(expr: Any) -> int:
@@ -287,6 +297,18 @@ def is_gathered(index: tuple[IndexExpr, ...], space: Space) -> bool:
     return any(d.axis in SELECTING for form in _normalized(index, space) for d, _ in form.terms)
 
 
+def rounded(value: float, dtype: torch.dtype) -> float:
+    """``value`` in a float dtype, as torch rounds it."""
+    return _rounded(struct.pack("d", value), dtype)  # 0.0 is not -0.0
+
+
+@functools.lru_cache(4096)
+def _rounded(value: bytes, dtype: torch.dtype) -> float:
+    with compat.real_tensors():
+        (number,) = struct.unpack("d", value)
+        return torch.tensor(number, dtype=dtype).item()
+
+
 # ------------------------------------------------------------------------------------------
 # integers
 
@@ -352,6 +374,15 @@ def is_whole(expr: Bits) -> bool:
     """Whether the field is the whole element, read as its own dtype."""
     word = torch.iinfo(expr.node.meta["val"].dtype)
     return (expr.offset, expr.width, expr.signed) == (ZERO, word.bits, word.min < 0)
+
+
+def varying(expr: Expr) -> IndexExpr | None:
+    """A position, not the same everywhere, that integer ops combine with others."""
+    if isinstance(expr, Position):
+        return None if expr.index.is_const or expr.index.data else expr.index
+    if not isinstance(expr, Op) or expr.dtype not in INTEGERS:
+        return None
+    return next(filter(None, map(varying, _operands(expr))), None)
 
 
 def by_data(expr: Expr) -> IndexExpr:

@@ -1,13 +1,17 @@
-"""Functions of one field: what a chain of elementwise ops makes of each code of a bit field.
+"""Functions of one number: what a chain of elementwise ops makes of each code of a bit field.
 
-A field of up to 8 bits has at most 256 values. If all other operands are constants, the ops of the
-graph are run on all of them, one by one as the graph does, and the results are a table (``Lookup``)
-or, where they are whole numbers in sequence, the field itself. So the spelling of a decoding does
-not matter: sign tricks, masked writes, ``where``, ``view(dtype)``, comparisons, powers of two.
+A field of up to 8 bits, or a number of several fields, has at most 256 values. If all other
+operands are constants, the ops of the graph are run on all of them, one by one as the graph does,
+and the results are a table (``Lookup``) or, where they are whole numbers in sequence, the number
+itself. So the spelling of a decoding does not matter: sign tricks, masked writes, ``where``,
+``view(dtype)``, comparisons, powers of two.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +24,7 @@ from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Constant, Derived
 from . import arithmetic
+from .bits import Parts, concatenated, dense_parts, sign_extended
 from .expr import (
     EXACT_IN_FP32,
     FLOAT8,
@@ -35,6 +40,7 @@ from .expr import (
     integer,
     limits,
     normalized,
+    varying,
 )
 from .index import Unsupported
 from .reader import OTHERWISE, At, Reader, broadcast, handles
@@ -74,10 +80,17 @@ def _function(reader: Reader, node: fx.Node, index: At) -> Expr:
     inputs = [(item, broadcast(item, index)) for item in node.all_input_nodes]
     operands = [reader.read(*item) for item in inputs]
     nodes = [item for item, _ in inputs]
-    with compat.real_tensors():
-        return reader.apply(
-            lambda *parts: _Codes(reader, parts).of_node(node, nodes, parts), *operands
-        )
+    try:
+        with compat.real_tensors():
+            return reader.apply(
+                lambda *parts: _Codes(reader, parts).of_node(node, nodes, parts), *operands
+            )
+    except Unsupported:
+        place = next(filter(None, map(varying, operands)), None)
+        if place is None:
+            raise
+    # a mask, or a shift, that depends on the position
+    return reader.by_cases(place, lambda _, fix: reader.read(node, tuple(map(fix, index))))
 
 
 @handles(aten.ldexp.Tensor)
@@ -144,31 +157,43 @@ Values = torch.Tensor | Derived
 
 
 class _Codes:
-    """The values of expressions at every code of the one field that they depend on."""
+    """The values of expressions at every code of the field that they depend on, or of the number of
+    several fields. ``parts``: these with their places in the number, the lowest first."""
 
     def __init__(self, reader: Reader, exprs: tuple[Expr, ...]) -> None:
         self.reader = reader
-        self.field = self._field_of(exprs)
-        self.count = 1 << (self.field.width if self.field else 0)
+        self.parts = self._parts_of(exprs)
+        self.width = sum(part.width for _, part in self.parts)
+        self.count = 1 << self.width
         self._memo: dict[tuple[fx.Node, At], Values] = {}
+        if self.width > MAX_WIDTH:
+            raise Unsupported(f"a function of {self.width} bits")
+        if len(self.parts) > 1 and any(part.offset.data for _, part in self.parts):
+            raise Unsupported("functions of several fields")
 
-    # the field
+    # the fields
 
-    def _field_of(self, exprs: tuple[Expr, ...]) -> Bits | None:
-        found = [normalized(bits, self.reader.space) for bits in self._fields(exprs)]
-        if not found:
-            return None
-        first: Any = found[0]
-        low, high = 0, 0
-        for bits in found:
-            assert isinstance(bits, Bits)
-            place = bits.offset - first.offset
-            if (bits.node, bits.index) != (first.node, first.index) or not place.is_const:
-                raise Unsupported("functions of several fields")
-            low, high = min(low, place.const), max(high, place.const + bits.width)
-        if high - low > MAX_WIDTH:
-            raise Unsupported(f"a function of {high - low} bits")
-        return Bits(first.node, first.index, first.offset + low, high - low, False, torch.uint8)
+    def _parts_of(self, exprs: tuple[Expr, ...]) -> Parts:
+        found: list[Bits] = []
+        for bits in self._fields(exprs):
+            bits = self._normalized(bits)
+            for number, part in enumerate(found):
+                place = _distance(bits, part)
+                if place is not None:
+                    low, high = min(0, place), max(part.width, place + bits.width)
+                    found[number] = dataclasses.replace(
+                        part, offset=part.offset + low, width=high - low
+                    )
+                    break
+            else:
+                found.append(dataclasses.replace(bits, signed=False, dtype=torch.uint8))
+        places = itertools.accumulate((part.width for part in found), initial=0)
+        return tuple(zip(places, found, strict=False))
+
+    def _normalized(self, bits: Bits) -> Bits:
+        found = normalized(bits, self.reader.space)
+        assert isinstance(found, Bits)
+        return found
 
     def _fields(self, exprs: Iterable[Expr]) -> Iterator[Bits]:
         """The fields that ``values`` reads."""
@@ -176,7 +201,9 @@ class _Codes:
             if isinstance(expr, Bits):
                 yield expr
             elif isinstance(expr, Lookup):
-                yield expr.code
+                yield from self._fields((expr.code,))
+            elif isinstance(expr, Op) and expr.name == "or" and (parts := dense_parts(expr)):
+                yield from parts  # in the order of the number
             elif isinstance(expr, Load) and _is_short(expr):
                 data = (datum.expr for index in expr.index for datum, _ in index.data)
                 yield from self._fields(data)
@@ -190,11 +217,13 @@ class _Codes:
         return tuple(self.reader.read(i, broadcast(i, index)) for i in node.all_input_nodes)
 
     def _codes(self, bits: Bits) -> torch.Tensor:
-        """The values of a part of the field, int64."""
-        assert self.field is not None
-        place = normalized(bits, self.reader.space).offset - self.field.offset  # type: ignore[union-attr]
-        codes = torch.arange(self.count) >> place.const & ((1 << bits.width) - 1)
-        return codes - (codes >> bits.width - 1 << bits.width) if bits.signed else codes
+        """The values of a part of the number, int64."""
+        bits = self._normalized(bits)
+        for place, part in self.parts:
+            inside = _distance(bits, part)
+            if inside is not None:
+                return _codes_of(self.count, place + inside, bits.width, bits.signed)
+        raise Unsupported("a field that was not seen")
 
     # values
 
@@ -222,7 +251,8 @@ class _Codes:
             raise Unsupported(f"{node.target} fails on constants: {error}") from error
         if found.dtype != fx_utils.value(node).dtype:
             raise Unsupported(f"{node.target} gives {found.dtype} of constants")
-        if node.target._schema.name in _POWERS and not _are_powers(found):  # type: ignore[union-attr]
+        schema: Any = getattr(node.target, "_schema", None)
+        if schema.name in _POWERS and not _are_powers(node, known, found):
             raise Unsupported(f"{node.target} gives numbers that may be rounded")
         return found.expand(self.count)
 
@@ -267,7 +297,10 @@ class _Codes:
         if isinstance(expr, Position) and expr.index.is_const:
             return torch.full([self.count], expr.index.const).to(expr.dtype)
         if isinstance(expr, Lookup):
-            table, codes = expr.tensor(), self._codes(expr.code)
+            table, codes = expr.tensor(), self.values(expr.code)
+            if isinstance(codes, Derived):
+                raise Unsupported("an index from a table of the model")
+            codes = codes.to(torch.int64)
             return self._entries(expr.values, codes, expr.dtype) if table is None else table[codes]
         if isinstance(expr, Load):
             return self._loaded(expr)
@@ -324,26 +357,49 @@ class _Codes:
     def simplified(self, values: Values) -> Expr:
         """The field if ``values`` are its codes plus a number, else a ``Lookup`` in the bits that
         matter."""
-        dtype, field = values.dtype, self.field
+        dtype, parts = values.dtype, self.parts
         if isinstance(values, Derived):
-            if field is None:
+            if not parts:
                 raise Unsupported("an entry of a table at one place")
-            return Lookup(field, values, dtype)
+            return Lookup(_number(parts), values, dtype)
         is_known = dtype in (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
         if not is_known:
             raise Unsupported(f"values of {dtype}")
-        values = values.contiguous()
-        while field is not None and field.width and _same(*values.chunk(2)):
-            field, values = _part(field, 0), values.chunk(2)[0]
-        is_fixed = field is None or not field.offset.data  # else see ``further``
-        while is_fixed and field is not None and field.width and _same(values[::2], values[1::2]):
-            field, values = _part(field, 1), values[::2].contiguous()
-        if field is None or not field.width:
-            value = values[0].item()
+        is_fixed = not any(part.offset.data for _, part in parts)  # else see ``further``
+        memory = _bytes(values.contiguous())
+        memory, low = _without_idle_bits(memory, dtype.itemsize, is_fixed)
+        width = (len(memory) // dtype.itemsize).bit_length() - 1
+        if not width:
+            value = torch.frombuffer(bytearray(memory), dtype=dtype)[0].item()
             if dtype == torch.bool:
                 raise Unsupported("a constant condition")
             return integer(int(value), dtype) if dtype in INTEGERS else Number(value, dtype)
-        return _sequence(field, values) or Lookup(field, _bytes(values), dtype)
+        number = _number(_cut(parts, low, width))
+        return _sequence(number, memory, dtype) or Lookup(number, memory, dtype)
+
+
+def _distance(bits: Bits, other: Bits) -> int | None:
+    """By how many bits it is above another field of the same word; None: of another word."""
+    place = bits.offset - other.offset
+    is_same = (bits.node, bits.index) == (other.node, other.index)
+    return place.const if is_same and place.is_const else None
+
+
+def _cut(parts: Parts, low: int, width: int) -> Parts:
+    """Bits ``low ... low + width - 1`` of a number."""
+    found = []
+    for place, part in parts:
+        first, end = max(place, low), min(place + part.width, low + width)
+        if first < end:
+            offset = part.offset + (first - place)
+            part = dataclasses.replace(part, offset=offset, width=end - first)
+            found.append((first - low, part))
+    return tuple(found)
+
+
+def _number(parts: Parts) -> Any:
+    """A field, or a number of several."""
+    return concatenated(parts, torch.uint8)
 
 
 def _is_short(expr: Load) -> bool:
@@ -361,49 +417,76 @@ def _literal(expr: Load) -> torch.Tensor | None:
     return None if tensor is None else tensor.cpu()
 
 
-def _are_powers(values: torch.Tensor) -> bool:
+def _are_powers(node: fx.Node, known: dict[fx.Node, Any], values: torch.Tensor) -> bool:
+    """Whether the results are powers of two, or numbers scaled by them without a rounding."""
     if not values.is_floating_point():
         return True
+    if node.target == aten.ldexp.Tensor:
+        x, exponents = (known[item].double() for item in node.args)  # type: ignore[index]
+        is_normal = ((exponents >= -126) & (exponents <= 127)).all()
+        return bool(is_normal) and torch.equal(values.double(), x * exponents.exp2())
     mantissa = torch.frexp(values.double()).mantissa
     return bool(((mantissa.abs() == 0.5) | (values == 0) | ~values.isfinite()).all())
-
-
-def _part(field: Bits, low: int) -> Bits:
-    """The field without its highest bit, or without its lowest."""
-    return Bits(field.node, field.index, field.offset + low, field.width - 1, False, field.dtype)
 
 
 def _bytes(values: torch.Tensor) -> bytes:
     return values.view(_INTEGER_OF_SIZE[values.dtype.itemsize]).numpy().tobytes()
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit."""
-    return _bytes(a) == _bytes(b)
+# The layers of a model ask for the same functions; the results below are never written.
 
 
-def _sequence(field: Bits, values: torch.Tensor) -> Expr | None:
-    """The field, signed or not, plus an integer; None if that is not what ``values`` are."""
-    if values.dtype not in (*INTEGERS, *FLOATS):
+@functools.lru_cache(1024)
+def _codes_of(count: int, low: int, width: int, is_signed: bool) -> torch.Tensor:
+    """Bits ``low ... low + width - 1`` of the numbers below ``count``, int64."""
+    codes = torch.arange(count) >> low & ((1 << width) - 1)
+    return codes - (codes >> width - 1 << width) if is_signed else codes
+
+
+@functools.lru_cache(1024)
+def _without_idle_bits(memory: bytes, size: int, is_fixed: bool) -> tuple[bytes, int]:
+    """The entries of a table without the highest bits of its index that change nothing, and, with
+    ``is_fixed``, without the lowest; the number of these."""
+    half, low = len(memory) // 2, 0
+    while half >= size and memory[:half] == memory[half:]:
+        memory, half = memory[:half], half // 2
+    while is_fixed and len(memory) > size:
+        entries = [memory[at : at + size] for at in range(0, len(memory), size)]
+        if entries[::2] != entries[1::2]:
+            break
+        memory, low = b"".join(entries[::2]), low + 1
+    return memory, low
+
+
+def _sequence(code: Expr, memory: bytes, dtype: torch.dtype) -> Expr | None:
+    """The number, signed or not, plus an integer; None if that is not what the entries are."""
+    found = _sequence_of(memory, dtype) if dtype in (*INTEGERS, *FLOATS) else None
+    if found is None or (found[0] and not isinstance(code, Bits)):
         return None
-    numbers = values.double()
+    is_signed, number = found
+    held = dtype if dtype in INTEGERS else torch.int32
+    expr: Expr = dataclasses.replace(code, dtype=held)
+    if is_signed:
+        expr = sign_extended(expr)
+    if number:
+        expr = Op("add", (expr, integer(number, held)), held)
+    return expr if held == dtype else Op("cast", (expr,), dtype)
+
+
+@functools.lru_cache(1024)
+def _sequence_of(memory: bytes, dtype: torch.dtype) -> tuple[bool, int] | None:
+    """Whether the entries are those of a signed field, and what is added to it."""
+    numbers = torch.frombuffer(bytearray(memory), dtype=dtype).double()
     whole = numbers.nan_to_num(0.5).to(torch.int64)
     is_whole = whole.double() == numbers
     if not is_whole.all() or whole.abs().max() > EXACT_IN_FP32 or (1 / numbers == -torch.inf).any():
         return None
-    codes = torch.arange(len(values))
+    low, high = limits(dtype if dtype in INTEGERS else torch.int32)
     for is_signed in (False, True):
-        if is_signed:
-            codes = codes - (codes >> field.width - 1 << field.width)
+        codes = _codes_of(len(numbers), 0, len(numbers).bit_length() - 1, is_signed)
         if not torch.equal(whole - whole[0], codes - codes[0]):
             continue
-        dtype = values.dtype if values.dtype in INTEGERS else torch.int32
         number = int(whole[0] - codes[0])
-        low, high = limits(dtype)
-        if not low <= number <= high or codes.min() < low or codes.max() > high:
-            return None
-        expr: Expr = Bits(field.node, field.index, field.offset, field.width, is_signed, dtype)
-        if number:
-            expr = Op("add", (expr, integer(number, dtype)), dtype)
-        return expr if dtype == values.dtype else Op("cast", (expr,), values.dtype)
+        is_held = low <= min(number, int(codes.min())) and max(number, int(codes.max())) <= high
+        return (is_signed, number) if is_held else None
     return None

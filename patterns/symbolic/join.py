@@ -65,7 +65,7 @@ def _join(digit: Digit, cases: list[Any]) -> Expr | None:
         return dataclasses.replace(first, index=index[:-1], offset=index[-1])
     if isinstance(first, Lookup):
         code = _join(digit, [case.code for case in cases])
-        if not isinstance(code, Bits) or any(case.values != first.values for case in cases):
+        if not isinstance(code, (Bits, Op)) or any(case.values != first.values for case in cases):
             return None
         return Lookup(code, first.values, first.dtype)
     if isinstance(first, Op):

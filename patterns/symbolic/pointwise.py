@@ -27,6 +27,8 @@ from .expr import (
     by_data,
     integer,
     interval,
+    rounded,
+    varying,
 )
 from .index import MAX_CASES, ZERO, IndexExpr, Unsupported
 from .reader import CONSTANT, At, Handler, Reader, broadcast, dimension, handles, sizes
@@ -34,6 +36,7 @@ from .reader import CONSTANT, At, Handler, Reader, broadcast, dimension, handles
 prims = torch.ops.prims
 # The longest constant tensor that is read by value: an order, or shift amounts.
 MAX_CONSTANT = 1 << 17
+MAX_TERMS = 8  # of a sum: the bits of a code
 
 
 @handles(prims.iota.default)
@@ -55,7 +58,7 @@ def _full(reader: Reader, node: fx.Node, index: At) -> Expr:
         if not math.isfinite(value):
             raise Unsupported("a fill value that is no integer")
         return held_in(integer(int(value), dtype), dtype)
-    return Number(torch.tensor(value, dtype=dtype).item(), dtype)
+    return Number(rounded(value, dtype), dtype)
 
 
 @handles(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default)
@@ -113,6 +116,14 @@ def _index(reader: Reader, node: fx.Node, index: At) -> Expr:
     return reader.read(source, (*index[:first], *chosen, *index[first + rank :]))
 
 
+@handles(aten.gather.default)
+def _gather(reader: Reader, node: fx.Node, index: At) -> Expr:
+    source, dim, indices = fx_utils.arguments(node, "self", "dim", "index")
+    dim = dimension(dim, len(index))
+    chosen = _chosen(reader, reader.read(indices, index), sizes(source)[dim])
+    return reader.read(source, (*index[:dim], chosen, *index[dim + 1 :]))
+
+
 @handles(aten.index_select.default)
 def _index_select(reader: Reader, node: fx.Node, index: At) -> Expr:
     source, dim, indices = fx_utils.arguments(node, "self", "dim", "index")
@@ -166,7 +177,12 @@ def _binary(name: str) -> Handler:
             raise Unsupported(f"{name} of floats")
         if isinstance(left, Position) and isinstance(right, Position) and dtype in INTEGERS:
             return arithmetic.of_positions(name, left, right, dtype, reader.space)
-        return reader.apply(lambda a, b: function(a, b, dtype), left, right)
+        found = reader.apply(lambda a, b: function(a, b, dtype), left, right)
+        place = varying(found) if isinstance(found, Op) and found.name == "and" else None
+        if place is None:
+            return found
+        # bits of a number of several words: another word for each shift
+        return reader.by_cases(place, lambda _, fix: reader.read(node, tuple(map(fix, index))))
 
     return handler
 
@@ -242,6 +258,45 @@ def _unary(function: Callable[[Expr, torch.dtype], Expr]) -> Handler:
 
 handles(aten.neg.default)(_unary(arithmetic.negate))
 handles(aten.reciprocal.default)(_unary(arithmetic.reciprocal))
+
+
+@handles(aten.addcmul.default)
+def _addcmul(reader: Reader, node: fx.Node, index: At) -> Expr:
+    """``self + value * tensor1 * tensor2``, rounded once. In fp64 here: who computes it may round
+    the product, or not."""
+    if node.kwargs.get("value", 1) != 1:
+        raise Unsupported("a multiple of the product")
+    base, left, right = (reader.operand(item, node, index) for item in node.args[:3])
+    dtype, wide = fx_utils.value(node).dtype, torch.float64
+    if dtype not in FLOATS:
+        raise Unsupported("a sum of products of integers")
+
+    def combined(x: Expr, a: Expr, b: Expr) -> Expr:
+        a, b, x = (arithmetic.cast(item, wide) for item in (a, b, x))
+        total = arithmetic.add(x, arithmetic.multiply(a, b, wide), wide)
+        return arithmetic.cast(total, dtype)
+
+    return reader.apply(combined, base, left, right)
+
+
+@handles(aten.sum.dim_IntList)
+def _sum(reader: Reader, node: fx.Node, index: At) -> Expr:
+    """A sum of a few integers, such as bits times powers of two."""
+    source, dims, keepdim = fx_utils.arguments(node, "self", "dim", "keepdim")
+    shape, dtype = sizes(source), fx_utils.value(node).dtype
+    along = dimension(dims[0], len(shape)) if len(dims or ()) == 1 else -1
+    if along < 0 or dtype not in INTEGERS or not 0 < shape[along] <= MAX_TERMS:
+        raise Unsupported("a sum of floats, or of many")
+    rest = index[along + 1 :] if keepdim else index[along:]
+    terms = [
+        reader.read(source, (*index[:along], IndexExpr(place), *rest))
+        for place in range(shape[along])
+    ]
+    wide = [reader.apply(lambda x: arithmetic.cast(x, dtype), term) for term in terms]
+    total = wide[0]
+    for term in wide[1:]:
+        total = reader.apply(lambda a, b: arithmetic.add(a, b, dtype), total, term)
+    return total
 
 
 def _comparison(name: str) -> Handler:

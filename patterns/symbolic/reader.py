@@ -6,7 +6,6 @@ The modules ``views``, ``concat``, ``pointwise`` and ``custom_ops`` register han
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -29,6 +28,7 @@ from .expr import (
     integer,
     limits,
     normalized,
+    placed,
     size_of,
     whole,
 )
@@ -92,7 +92,7 @@ class Reader:
                 if size_of(found) > MAX_SIZE:
                     found, self.is_cut = self.leaf(node, index), True
                 if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
-                    found = dataclasses.replace(found, at=(node, index))
+                    found = placed(found, (node, index))
                 self._memo[key] = found
             finally:
                 self._depth -= 1

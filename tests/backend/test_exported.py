@@ -9,7 +9,11 @@ import pytest
 from torch._inductor import config
 
 from inductor_quant.patterns import graph_pass
+from tests.support.forks import Program
 from tests.support.graphs import exported
+
+# The program reads the name of its package from stdin.
+GIVEN = 'import io, sys\nsys.stdin = io.StringIO(sys.argv.pop() + "\\n")\n'
 
 pytestmark = [
     pytest.mark.compiles,
@@ -17,11 +21,10 @@ pytestmark = [
 ]
 
 
-def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too(tmp_path):
+def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too(tmp_path, forks):
     """Tables of another order of rows are read, the sums of another weight computed; for more rows
     than it was exported with."""
     package = tmp_path / "folded.pt2"
-    run = exported.Run("folded", "cpu", tmp_path)
     anew = config.patch(force_disable_caches=True)
     with pytest.MonkeyPatch.context() as patch, anew:
         # as if there were a kernel for a CPU; the lowering then does without
@@ -30,4 +33,5 @@ def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too
         module = exported.layers(("zero", "act_order"))
         matched = exported.export(module, package, 17, "cpu", "folded", dynamic=True)
     assert matched == ["layers.act_order", "layers.zero"]
-    assert run(package) == "equal, then equal"
+    run = Program(GIVEN + exported.RUN, ("folded", "cpu", str(package)), str(tmp_path))
+    assert forks.run(run) == ["equal, then equal"]

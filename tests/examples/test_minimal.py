@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,10 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.compiles
-def test_the_readme_shows_what_the_minimal_example_prints():
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "examples/minimal.py"]
-    done = subprocess.run(command, cwd=ROOT, env=hidden, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("2 of 3 matrix products matched")
-    assert done.stdout in (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_readme_shows_what_the_minimal_example_prints(forks):
+    path = str(ROOT / "examples/minimal.py")
+    status, printed = forks.python(path, CUDA_VISIBLE_DEVICES="")
+    assert status == 0
+    assert printed.startswith("2 of 3 matrix products matched")
+    assert printed in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from tests.support.graphs.post_grad import EagerBackend
 
 FAMILIES = {"int8": "w8a8", "int4": "weight_only", "fp8": "fp8"}
 MLP, ATTENTION = example.MLP, example.Attention
-CASES = ((MLP, "int8", 3), (ATTENTION, "int8", 4), (MLP, "int4", 3), (ATTENTION, "fp8", 4))
+CASES = ((MLP, "int8", 3), (MLP, "int4", 3), (ATTENTION, "fp8", 4))
 HIDDEN = 256
 
 

@@ -23,6 +23,7 @@ from inductor_quant.kernels.tuning.cost_model import MeasuredConfig
 from inductor_quant.ops import w8a8
 from tests.examples.sweep_worker import FAST
 from tests.support.benchmarks import run_main
+from tests.support.sampling import sampled
 
 # ------------------------------------------------------------------------------------------
 # the table of a kernel
@@ -247,14 +248,15 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
             "fp8_large_m_sm90",
             "fp8_block_large_m_sm90",
             "w8a8_decode",
+            "fp8_decode",
             "fp8_block_decode",
         ),
-        *("fp8_block_two_block_sm90", "w8a8_decode_quantize"),
+        *("fp8_block_two_block_sm90", "w8a8_decode_quantize", "fp8_decode_quantize"),
     }
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("family", "m"), [("weight_only", 16), ("fp8_block", 64)])
+@pytest.mark.parametrize(("family", "m"), sampled([("weight_only", 16), ("fp8_block", 64)]))
 def test_a_swept_configuration_is_legal_and_compiles(family, m):
     worker, case = Worker("virtual"), (family, m, 4096, 4096)
     with watched() as seen:

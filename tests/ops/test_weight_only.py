@@ -156,6 +156,7 @@ SPECS = {
     "uint3": "u3/10x1:f16",
     "int4_in_int64": "i4",
     "nf4": "u4 lut/32x1:f32",
+    "joined_table": "u6 lut",
     "act_order": "u4/gatheredx1:f16 zero=packed",
     "shift_table": "u4/channel:f16 zero=const",
 }

@@ -61,12 +61,22 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.weight_only": PLAIN
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.scaled_mm", "kernels.shared", "kernels.tuning"},
-    "kernels": PLAIN | {"kernels.kernel", "kernels.scaled_mm", "kernels.weight_only"},
+    "kernels.block_sparse": PLAIN
+    | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"},
+    "kernels.w4a8": PLAIN
+    | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
+    | {"kernels.shared", "kernels.weight_only"},
+    "kernels": PLAIN
+    | {"kernels.block_sparse", "kernels.kernel", "kernels.scaled_mm", "kernels.w4a8"}
+    | {"kernels.weight_only"},
     "lowering": PLAIN | {"_compat", "fallback", "ops", "report.events", "kernels"},
     "row_buckets": PLAIN | {"_compat", "fallback", "report.events"},
     # what users call
     "table_check": set(),
-    "constant_buffers": PLAIN | {"_compat", "patterns.symbolic", "table_check"},
+    "dynamo_ops": set(),
+    "block_tables": {"dynamo_ops"},
+    "constant_buffers": PLAIN
+    | {"_compat", "block_tables", "dynamo_ops", "patterns.symbolic", "table_check"},
     "backend": PLAIN
     | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"}
     | {"row_buckets"},

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import inductor_quant
-from tests.support.forks import Forks, Program
+from tests.support.forks import Program
 
 ROOT = Path(__file__).parents[2]
 LINK = ROOT / "inductor_quant" / "patterns"
@@ -248,15 +248,9 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def installed_forks():
-    with Forks(PYTHONPATH="") as forks:
-        yield forks
-
-
 @pytest.mark.parametrize(("kind", "examples"), [("*.whl", ["minimal.py"]), ("*.tar.gz", [])])
 def test_an_installation_elsewhere_compiles_by_name_and_doctor_runs(
-    kind, examples, built, installed_forks, tmp_path
+    kind, examples, built, forks, tmp_path
 ):
     """Of the wheel and of the source archive. Nothing of the checkout is on the path."""
     [archive] = built.glob(kind)
@@ -265,6 +259,6 @@ def test_an_installation_elsewhere_compiles_by_name_and_doctor_runs(
     pip += ["--no-build-isolation", "--target", str(target), str(archive)]
     subprocess.run(pip, check=True)
     copies = [str(shutil.copy(ROOT / "examples" / name, tmp_path)) for name in examples]
-    [last] = installed_forks.run(Program(PROGRAM, (str(target), *copies), str(target)))
+    [last] = forks.run(Program(PROGRAM, (str(target), *copies), str(target)))
     if not torch.cuda.is_available():
         assert "no CUDA device" in last

@@ -11,7 +11,16 @@ import torch
 
 from inductor_quant._compat import gluon
 from inductor_quant.kernels import KERNELS
-from tests.support.gemms import experts, formats, fp8, quantizing, w8a8, weight_only
+from tests.support.gemms import (
+    block_sparse,
+    experts,
+    formats,
+    fp8,
+    quantizing,
+    w4a8,
+    w8a8,
+    weight_only,
+)
 from tests.support.gemms.generated import generate
 
 TESTS = Path(__file__).parents[1]
@@ -25,6 +34,8 @@ GEMMS = {
     "w8a8_large_m_sm90": w8a8.Case(4096, 4096, 4096),
     "w8a8_persistent": w8a8.Case(4096, 4096, 256),
     "w8a8_mm": w8a8.Case(64, 512, 256),
+    "w4a8_direct": w4a8.Case("nibble_pairs", 1, 4096, 4096),
+    "w4a8_mm_sm90": w4a8.Case("nibble_pairs", 64, 4096, 4096),
     "weight_only_small_m_sm90": weight_only.Case("gptq", 16, 28672, 4096),
     "weight_only_large_m_sm90": weight_only.Case("gptq", 128, 14336, 3072, HALF),
     "weight_only_medium_m_sm90": weight_only.Case("gptq", 33, 6144, 2048, HALF),
@@ -36,15 +47,20 @@ GEMMS = {
     "weight_only_bytes": weight_only.Case("int8_channel", 1, 4096, 4096),
     "weight_only_mm": weight_only.Case("act_order", 16, 2048, 1024, HALF),
     "weight_only_dequantize": weight_only.Case("nf4", 300, 1024, 1024),
+    "fp8_decode_quantize": quantizing.Case(1, 4096, 4096, element=quantizing.E4M3),
+    "fp8_decode": fp8.Case(8, 6144, 4096),
+    "fp8_split_k": fp8.Case(64, 512, 512),
     "fp8_large_m_sm90": fp8.Case(4096, 2112, 1536),
     "fp8_persistent": fp8.Case(4096, 4096, 256, fast_accum=True),
-    "fp8_mm": fp8.Case(64, 512, 512),
+    "fp8_mm": fp8.Case(300, 512, 512),
     "fp8_block_decode": fp8.Case(1, 2176, 1024, BLOCK),
     "fp8_block_two_block_sm90": fp8.Case(128, 7168, 2048, BLOCK),
     "fp8_block_split_k": fp8.Case(16, 2176, 7168, BLOCK),
     "fp8_block_large_m_sm90": fp8.Case(4096, 2176, 1536, BLOCK),
     "fp8_block_persistent": fp8.Case(4096, 4096, 512, (64, 64)),
     "fp8_block_mm": fp8.Case(400, 512, 512, BLOCK),
+    "block_sparse_mm_tma": block_sparse.Case(128, 512, 512),
+    "block_sparse_mm": block_sparse.Case(16, 512, 512),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 512, 1024),
     "experts_mm": experts.Case("act_order", (3, 0, 5), 512, 1024, dtype=HALF),
 }
@@ -72,7 +88,8 @@ def test_a_gemm_runs_in_the_kernel(kernel, monkeypatch):
     if isinstance(case, quantizing.Case):
         fn, make = case.call(), case.inputs
     else:
-        [of] = [of for of in (experts, fp8, w8a8, weight_only) if isinstance(case, of.Case)]
+        modules = (block_sparse, experts, fp8, w4a8, w8a8, weight_only)
+        [of] = [of for of in modules if isinstance(case, of.Case)]
         fn, make = of.gemm(case), lambda device: of.make_inputs(case, device)
     [chosen, *_] = [choices[0].name for choices in generate(fn, make).choices]
     assert re.fullmatch(rf".*inductor_quant_{kernel}_\d+", chosen)

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.programs.activation import CRASH, REJECTED, WRONG, draw, verdict
 from tests.support.programs.zero_point import outcome
+from tests.support.sampling import sampled
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", sampled(range(2)))
 def test_programs_are_matched_and_right(block: int) -> None:
     for seed in range(6 * block, 6 * block + 6):
         spelling = draw(("programs", seed))
@@ -23,7 +24,7 @@ def test_programs_are_matched_and_right(block: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("block", sampled(range(2)))
 def test_near_misses_keep_their_value(block: int) -> None:
     for seed in range(6 * block, 6 * block + 6):
         spelling = draw(("near misses", seed), mutated=True)

@@ -22,11 +22,11 @@ from tests.support.programs.generality import CRASH, WRONG, Measurement
 from tests.support.programs.mutations import KINDS, OUTSIDE, near_miss
 from tests.support.programs.reference import decode
 
-PROGRAMS = range(120)
-STRADDLING = range(15)
-NEAR_MISSES = range(40)  # of either kind
-FIELDS = range(15)
-FIELD_MISSES = range(15)
+PROGRAMS = range(70)
+STRADDLING = range(10)
+NEAR_MISSES = range(20)  # of either kind
+FIELDS = range(10)
+FIELD_MISSES = range(10)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,7 +115,7 @@ def test_every_value_of_every_axis_is_drawn_often() -> None:
 def test_near_misses_differ_by_execution() -> None:
     """According to the axes that the program was made from."""
     for group in KINDS:
-        mutants: list[Program] = [near_miss(seed, group) for seed in range(30)]
+        mutants: list[Program] = [near_miss(seed, group) for seed in NEAR_MISSES]
         assert len({mutant.mutation.split(" at ")[0] for mutant in mutants}) > 6
         for mutant in mutants:
             assert mutant.must_reject is (group == OUTSIDE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +14,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from inductor_quant.options import Options
+from inductor_quant.patterns import graph_pass
 from tests.support.graphs.post_grad import printed, rewrite_graph
 from tests.support.producers.registry import PRODUCERS, capture, need
+from tests.support.sampling import sampled
 
 # The products of a layer of Llama 3 8B, (K, N), at a quarter of their sizes.
 PRODUCTS = (
@@ -24,6 +29,7 @@ LAYERS = 32
 # machine nor a busy one is a reason to fail. Seen: 11 to 24 copies (0.6 to 0.9 s), 1.7 for the
 # plain graph (13 ms).
 LIMIT, PLAIN_LIMIT = 60, 5
+MOST_CALLS = 25_000  # of Python, for one weight; seen: 13,000 to 19,000
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -88,7 +94,7 @@ def rewriting(module: fx.GraphModule) -> float:
     return timed(lambda: rewrite_graph(module.graph, Options(on_error="raise")))
 
 
-@pytest.mark.parametrize("name", ["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"])
+@pytest.mark.parametrize("name", sampled(["gptq_gm_4b_g64_base", "torchao_intx4_wo_g32_sym"]))
 def test_a_llama_of_32_layers_is_recognized_in_seconds(name: str) -> None:
     need(PRODUCERS[name])
     dtype = PRODUCERS[name].dtypes[0]
@@ -108,3 +114,36 @@ def test_a_llama_without_quantization_costs_next_to_nothing() -> None:
     assert printed(module) == before
     print(f"{1e3 * took:.1f} ms, {took / copy:.1f} copies")
     assert took < PLAIN_LIMIT * copy
+
+
+@pytest.mark.parametrize("name", ["gguf_q4_k", "gguf_q6_k_split", "torchao_nvfp4_wo"])
+def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str) -> None:
+    """An op on a fake tensor costs as much as a thousand calls."""
+    need(PRODUCERS[name])
+    dtype, k = PRODUCERS[name].dtypes[0], 256
+    found: list[tuple[int, int]] = []
+    read, dispatch = graph_pass._first_recognition, FakeTensorMode.dispatch
+    ops = 0
+
+    def counted_op(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ops
+        ops += 1
+        return dispatch(*args, **kwargs)
+
+    def counted(*args: Any) -> Any:
+        before, profile = ops, cProfile.Profile()
+        result = profile.runcall(read, *args)
+        found.append((ops - before, sum(entry.callcount for entry in profile.getstats())))
+        return result
+
+    with torch.no_grad(), FakeTensorMode():
+        with unset_fake_temporarily():
+            graph = capture(PRODUCERS[name].make(dtype, k, 128), torch.zeros(32, k, dtype=dtype))
+        with (
+            mock.patch.object(graph_pass, "_first_recognition", counted),
+            mock.patch.object(FakeTensorMode, "dispatch", counted_op),
+        ):
+            rewrite_graph(graph.graph, Options(on_error="raise"))
+    [(ops_on_fakes, calls)] = found
+    assert ops_on_fakes == 0
+    assert calls < MOST_CALLS

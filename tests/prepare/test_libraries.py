@@ -12,7 +12,7 @@ from torch import nn
 import inductor_quant
 from inductor_quant.prepare.plain import PlainLinear
 from tests.support.checkpoints import matrix, models, stand_ins
-from tests.support.checkpoints.libraries import CASES, Case, linears, torchao
+from tests.support.checkpoints.libraries import CASES, Case, bitnet, linears, torchao
 from tests.support.graphs.post_grad import capture
 from tests.support.producers.registry import need_package
 
@@ -89,6 +89,22 @@ def test_fine_grained_fp8_for_any_batch_and_sequence() -> None:
         out, [rewrite] = capture(layer, [x], dynamic=True)
     assert [match.family for match in rewrite.report.matches] == ["fp8_block"]
     assert models.Distance.of(out, wanted).rms < 2e-3
+
+
+def test_a_layer_of_bitnet_is_one_graph() -> None:
+    """Without ``prepare_``, Dynamo fails at its helpers."""
+    need_package("transformers")
+    layer = nn.Sequential(nn.Linear(256, 128, dtype=torch.bfloat16))
+    model = nn.Module()
+    model.model = layer
+    bitnet(model, use_rms_norm=True)
+    [line] = inductor_quant.prepare_(model).done
+    assert "bit for bit" in line.detail
+    with torch.no_grad():
+        result, [rewrite] = capture(layer, [torch.randn(2, 16, 256).bfloat16()])
+        [before] = rewrite.before(*rewrite.inputs)
+    assert torch.equal(result, before)
+    assert [match.format for match in rewrite.report.matches] == ["bitnet"]
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from inductor_quant.report import codes
@@ -18,8 +16,8 @@ def test_the_file_is_current():
     assert FILE.read_text(encoding="utf-8") == codes.markdown()
 
 
-def test_the_command_prints_a_line_for_each_code():
-    command = [sys.executable, "-m", "inductor_quant", "codes"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+def test_the_command_prints_a_line_for_each_code(forks):
+    status, printed = forks.python("inductor_quant", "codes")
+    assert status == 0
+    lines = [line.split(maxsplit=1) for line in printed.splitlines()]
     assert lines == [[code.value, meaning] for code, meaning in MEANINGS.items()]

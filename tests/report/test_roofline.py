@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inductor_quant.lowering import autotune_timing
-from inductor_quant.ops import weight_only
+from inductor_quant.ops import block_sparse, weight_only
 from inductor_quant.report import events, explain, roofline
 from inductor_quant.report.events import KernelChoice, Report
 from inductor_quant.spec.decisions import Match, Site
@@ -38,6 +38,20 @@ def test_packed_weights_count_by_their_bits(b: OperandSpec, weight_bytes: int) -
     activation, result = 2 * 16 * 512, 2 * 16 * 256
     found = roofline.gemm_bytes(spec(OperandSpec(bf16), b), 16, 256, 512)
     assert found == activation + weight_bytes + result
+
+
+def test_of_a_sparse_weight_the_stored_blocks_count() -> None:
+    found = block_sparse.make_spec(bf16, (32, 64), 7, bias=True)
+    blocks = 7 * 32 * 64
+    assert roofline.gemm_bytes(found, 16, 256, 512) == 2 * (16 * 512 + blocks + 16 * 256)
+    assert roofline.gemm_operations(found, 16, 256, 512) == 2 * 16 * blocks
+    inputs = roofline._sparse_inputs(found, 16, 256, 512, torch.device("cpu"))
+    assert len(inputs) >= 2
+    *given, dense = inputs[0]
+    assert dense is not None
+    assert block_sparse.spec_of(*given, n=256) == found  # type: ignore[arg-type]
+    assert roofline._block_sparse(*inputs[0]).isfinite().all()
+    assert roofline._dense(*inputs[0]).shape == (16, 256)
 
 
 def test_every_family_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

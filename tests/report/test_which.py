@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from inductor_quant import __main__, simulate
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels import KERNELS, dispatch
-from inductor_quant.ops import fp8, fp8_block, w8a8, weight_only
+from inductor_quant.ops import fp8, fp8_block, w4a8, w8a8, weight_only
 from inductor_quant.report import formats, which
 from inductor_quant.report.events import collect
 from inductor_quant.report.formats import Gemm
@@ -30,6 +29,8 @@ CHOSEN = [
     ("w8a8", "per_token", (8192, 14336, 4096), 100, "w8a8_mm"),
     ("w8a8", "asymmetric", (16, 4096, 4096), 90, "w8a8_mm"),
     ("w8a8", "group", (4, 4096, 4096), 90, "w8a8_mm"),
+    ("w4a8", "int4_bytes", (1, 4096, 4096), 90, "w4a8_direct"),
+    ("w4a8", "int4_channel", (256, 4096, 4096), 90, "w4a8_mm_sm90"),
     ("weight_only", "gptq", (1, 4096, 4096), 90, "weight_only_decode"),
     ("weight_only", "gptq", (16, 28672, 4096), 90, "weight_only_small_m_sm90"),
     ("weight_only", "gptq", (24, 4096, 4096), 80, "weight_only_small_m"),
@@ -39,11 +40,16 @@ CHOSEN = [
     ("weight_only", "int8", (1, 4096, 4096), 90, "weight_only_bytes"),
     ("weight_only", "nf4", (1, 4096, 4096), 90, "weight_only_direct"),
     ("weight_only", "nf4", (40, 4096, 4096), 80, "weight_only_mm"),
-    ("fp8", "rowwise", (16, 4096, 4096), 90, "fp8_mm"),
+    ("fp8", "rowwise", (16, 4096, 4096), 90, "fp8_split_k"),
+    ("fp8", "rowwise", (300, 512, 512), 90, "fp8_mm"),
     ("fp8", "tensorwise", (4096, 14336, 4096), 90, "fp8_large_m_sm90"),
     ("fp8_block", "block_128", (1, 4096, 7168), 90, "fp8_block_decode"),
     ("fp8_block", "block_128", (32, 4096, 7168), 90, "fp8_block_split_k"),
     ("fp8_block", "block_128", (4096, 4096, 7168), 90, "fp8_block_large_m_sm90"),
+    ("block_sparse", "block_32", (1, 4096, 4096), 90, "block_sparse_mm"),
+    ("block_sparse", "block_64", (256, 4096, 4096), 90, "block_sparse_mm"),
+    ("block_sparse", "block_64", (4096, 4096, 4096), 90, "block_sparse_mm_tma"),
+    ("block_sparse", "block_128", (4096, 4096, 4096), 80, "block_sparse_mm"),
 ]
 
 
@@ -86,6 +92,25 @@ def call(family: str, format: str, gemm: Gemm):
             return weight_only.op(x, list(weight), None, None, format=text, out_dtype=gemm.dtype)
 
         return fn, make
+    if family == "w4a8":
+        _, problem = formats.packed_int8(format, gemm)
+        text = problem.weight.format.encode()
+
+        def make(device):
+            a = torch.empty(m, k, dtype=torch.int8, device=device)
+            scales = torch.empty(m, 1, device=device), torch.empty(1, n, device=device)
+            tensors = problem.weight.tensors
+            return (
+                a,
+                *scales,
+                *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in tensors),
+            )
+
+        def fn(a, a_scale, b_scale, *weight):
+            operands = (a, list(weight), a_scale, b_scale, None)
+            return w4a8.op(*operands, format=text, out_dtype=gemm.dtype)
+
+        return fn, make
     scaled = formats.SCALED[family][format]
     op, options = {
         "w8a8": (w8a8.op, {}),
@@ -116,6 +141,7 @@ def call(family: str, format: str, gemm: Gemm):
     [
         ("w8a8", "per_token", (1, 4096, 4096), 90),
         ("w8a8", "group", (20, 512, 512), 80),
+        ("w4a8", "compressed_tensors", (40, 512, 512), 90),
         ("weight_only", "gptq", (16, 4096, 4096), 90),
         ("weight_only", "hqq", (300, 512, 512), 90),
         ("weight_only", "int8_group", (2, 512, 512), 89),
@@ -147,7 +173,8 @@ def test_floats_are_quantized_in_the_gemm_for_few_rows():
 def test_a_product_that_cublaslt_keeps_says_so():
     decision = which.which("fp8_block", Gemm(128, 24576, 1536))
     assert "many_rows" in decision.notes[0]
-    assert not which.which("fp8", Gemm(128, 24576, 1536)).notes
+    assert "many_rows" in which.which("fp8", Gemm(128, 24576, 1536)).notes[0]
+    assert not which.which("fp8", Gemm(128, 4096, 1536)).notes
 
 
 @pytest.mark.parametrize("family", ["weight_only", "w8a8"])
@@ -157,15 +184,11 @@ def test_sizes_that_a_format_cannot_have_are_refused(family):
         which.which(family, Gemm(1, 512, 200), format=format)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "inductor_quant", "which", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_the_command_prints_kernel_rejections_and_files():
-    done = run("weight_only", *"--m 24 --n 4096 --k 4096 --arch 80".split())  # noqa: SIM905
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_command_prints_kernel_rejections_and_files(forks):
+    gemm = "weight_only --m 24 --n 4096 --k 4096 --arch 80".split()  # noqa: SIM905
+    status, printed = forks.python("inductor_quant", "which", *gemm)
+    assert status == 0
+    lines = printed.splitlines()
     assert lines[0].startswith("gemm      (a=bf16, b=u4/128x1:bf16 zero=packed, out=bf16) on sm_80")
     assert "not       weight_only_small_m_sm90  " in lines[1]
     [kernel, module, template] = lines[-3:]

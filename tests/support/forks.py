@@ -55,6 +55,20 @@ for line in sys.stdin:
 """
 
 
+MODULE = """
+import contextlib, io, json, runpy, sys
+printed, status = io.StringIO(), 0
+name = sys.argv.pop(1)
+run = runpy.run_path if name.endswith(".py") else runpy.run_module
+try:
+    with contextlib.redirect_stdout(printed):
+        run(name, run_name="__main__")
+except SystemExit as end:
+    status = end.code or 0
+print(json.dumps([status, printed.getvalue()]))
+"""
+
+
 @dataclasses.dataclass
 class Program:
     """What a fork runs: ``text``, with ``path`` first among the folders to import from. Variables
@@ -86,6 +100,12 @@ class Forks:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._server.communicate()
+
+    def python(self, name: str, *arguments: str, **environment: str) -> tuple[int, str]:
+        """The status and the output of ``python name.py`` or ``python -m name``."""
+        [line] = self.run(Program(MODULE, (name, *arguments), environment=environment))
+        status, printed = json.loads(line)
+        return status, printed
 
     def run(self, *programs: Program) -> list[str]:
         """The last line that each program prints. They run at the same time; each must succeed."""

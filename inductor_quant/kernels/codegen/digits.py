@@ -18,12 +18,12 @@ from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import PAIR, WARP, TileDigit, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.unpack_ptx import (
     MASK_AND_FLIP,
     PLACES,
-    dequantize_e2m1,
     dequantize_pair,
+    float8_pair,
 )
 from inductor_quant.kernels.codegen.words import BYTES, WordView
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
@@ -122,7 +122,9 @@ class Uses(DigitStatements):
         element = self.format.element
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
-        narrow = self.of_e2m1() if self.codegen.is_e2m1 else self.in_16_bits()
+        if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
+            return f"({self.float8()}).to({self.codegen.x_type})"
+        narrow = self.in_16_bits()
         return narrow or f"({self.in_fp32().code}).to({self.codegen.x_type})"
 
     def in_16_bits(self) -> str:
@@ -150,14 +152,15 @@ class Uses(DigitStatements):
         place, mask = PLACES[x_dtype], (1 << field.width) - 1
         at = f"({self.index(field.offset)}) & 7"
         base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
-        halves = [self.offset_of_half(half) for half in "01"]
+        halves = [self.offset_of(half) for half in "01"]
         ats = [f"(({offset}) & 7)" for offset in halves]
 
         def both(code: str) -> str:
             low, high = (code.format(at=at) for at in ats)
             return f"({low}) | (({high}) << 16)"
 
-        none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
+        [pair] = codegen.plan.low
+        none = self.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
         x_type = codegen.x_type
         # The assembly takes registers of 32 bits, which bytes that form no words are not.
         arguments = [
@@ -174,34 +177,36 @@ class Uses(DigitStatements):
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 
-    def of_e2m1(self) -> str:
-        """W from floats of 4 bits, two at once, and a scale of x's dtype: no table is looked up."""
-        codegen = self.codegen
-        (op,) = codegen.loop_ops
-        assert isinstance(op.operand, Field)
-        none = self.assign("a", f"d_{PAIR.name} * 0.0")  # for each of two values that share a word
-        byte = f"(({self.offset_of_half('0')}) >> 3)"
+    def float8(self) -> str:
+        """Two values at once, as fp16."""
+        field = self.format.element
+        assembly, digit = float8_pair(field.float8)
+        first, second = (f"(({self.offset_of(half)}) >> 3)" for half in "01")
+        apart = 8 if digit else 4  # digits of the selector that the two bytes go to
+        selector = f"({first} << {4 * digit}) | ({second} + 4 << {4 * digit + apart})"
+        [pair] = self.codegen.plan.low
         arguments = [
-            f"{self.read(self.format.code)[0]}.to(gl.int32)",
-            f"{byte} * 0x1111 + 0x4400 + d_{PAIR.name} * 0",
-            f"({self.field(op.operand).code} + {none}).to({codegen.x_type})",
+            f"{self.read(field)[0]}.to(gl.int32)",
+            f"{selector} + d_{pair.name} * 0",
         ]
         arguments = [self.assign("a", code) for code in arguments]
-        assembly = dequantize_e2m1(codegen.x_dtype)
-        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, codegen.x_dtype)
+        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, torch.float16)
         return "pairs"
 
-    def offset_of_half(self, half: str) -> str:
-        """The bit offset of one value of each pair."""
-        digits = self.codegen.digits("d_", "n", half)
-        out = DigitStatements(self.codegen, self.stride, self.size, f"h{half}_", digits)
-        code = out.index(self.format.code.offset)
+    def offset_of(self, which: str) -> str:
+        """The bit offset of one of the values that are dequantized together: ``which`` has its
+        position along each of ``low``."""
+        digits = self.codegen.digits("d_", "n", which)
+        out = DigitStatements(self.codegen, self.stride, self.size, f"h{which}_", digits)
+        code = out.index(self.format.element.offset)
         self.lines += out.lines
         return code
 
     def in_fp32(self) -> Value:
         """W in fp32, to be rounded."""
         format, ops = self.format, self.codegen.loop_ops
+        if format.element.float8 and self.codegen.is_paired:
+            return self.apply(Value(self.float8(), 1, 1, is_float=True), ops)
         if not is_in_place(format.element):
             return self.apply(self.to_float(self.field(format.element)), ops)
         # A field under an exponent is ``2**(23 - at) + field``, times ``2**at``. One multiply-add
@@ -239,9 +244,12 @@ def power(exponent: str) -> str:
     return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
 
 
-def is_in_place(field: Field, part: int = 16) -> bool:
-    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift."""
-    if not 0 < field.width <= 8 or field.float8 or field.wrap or field.size or field.offset.is_data:
+def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
+    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift.
+    ``is_float``: of a field that is a float of eight bits too."""
+    if not 0 < field.width <= 8 or field.wrap or field.size or field.offset.is_data:
+        return False
+    if field.float8 and not is_float:
         return False
     tables = {value for _, table in field.offset.tables for value in table}
     coefs = {coef for _, coef in field.offset.linear}
@@ -265,9 +273,7 @@ class DigitCodegen(Codegen):
         self.is_warps_own = any(digit.name == WARP for digit in plan.digits)
         self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
-        self.is_e2m1 = self._is_e2m1()
-        is_table = self.format.element != self.format.code and not self.is_e2m1
-        self.table = self.format.element if is_table else None
+        self.table = self.format.element if self.format.element != self.format.code else None
         operands = [op.operand for op in self.loop_ops]
         fields = [self.format.code, *(each for each in operands if isinstance(each, Field))]
         self.loaded = list(dict.fromkeys(fields))
@@ -286,26 +292,6 @@ class DigitCodegen(Codegen):
         """Whether ``load`` leaves the field to the template."""
         return False
 
-    def _is_e2m1(self) -> bool:
-        """Whether ``Uses.of_e2m1`` takes the weight: neighbours along K share a byte, the even one
-        low, and only a scale of x's dtype follows."""
-        format, code = self.format, self.format.code
-        if format.table != "e2m1" or PAIR not in self.plan.digits or len(self.loop_ops) != 1:
-            return False
-        op, offset = self.loop_ops[0], code.offset
-        last = [digit.name for digit in self.k_digits if digit.inner > 1][-1]
-        others = [coef for name, coef in offset.linear if name != last]
-        return (
-            dict(offset.linear).get(last) == 4
-            and format.radix(last) == PAIR.inner
-            and not any(coef % 8 for coef in (*others, offset.const))
-            and not offset.tables
-            and op.kind == "mul"
-            and isinstance(op.operand, Field)
-            and not op.operand.float8
-            and self.dtypes[op.operand.source] == self.x_dtype
-        )
-
     @property
     def casts_directly(self) -> bool:
         return False  # a conversion of integers takes eight times as long as bit arithmetic
@@ -315,18 +301,21 @@ class DigitCodegen(Codegen):
 
     # digits
 
-    def digits(self, inner: str, first: str = "", pair: str = "") -> dict[str, list[str]]:
+    def digits(self, inner: str, first: str = "", low: str = "") -> dict[str, list[str]]:
         """The terms of each digit: what varies in a tile, as tensors whose names begin with
-        ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``pair``: the
-        value of PAIR, if it is known. The digits of e belong to the position of n."""
+        ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``low``: the
+        positions along the plan's ``low``, if they are known. The digits of e belong to the
+        position of n."""
+        known = dict(zip((digit.name for digit in self.plan.low), low, strict=False))
         found = {name: terms if "n" in first else [] for name, terms in self.expert().items()}
         for digit in (*self.n_digits, *self.k_digits):
-            terms = []
-            if inner and digit.inner > 1:
-                is_last = self.is_paired and digit == self.last
-                count = digit.inner // (2 if is_last else 1)
-                terms += [f"{inner}{digit.name}{' * 2' if is_last else ''}"] if count > 1 else []
-                terms += [pair or f"{inner}{PAIR.name}"] if is_last else []
+            parts = [part for part in self.plan.digits if part.digit == digit.name]
+            terms = [
+                known.get(part.name, f"{inner}{part.name}")
+                + (f" * {part.place}" if part.place > 1 else "")
+                for part in parts
+                if inner and part.inner > 1
+            ]
             if digit.outer > 1 and digit.name[0] in first:
                 terms.append(f"first_{digit.name}")
             found[digit.name] = terms
@@ -342,12 +331,7 @@ class DigitCodegen(Codegen):
 
     @property
     def is_paired(self) -> bool:
-        return PAIR in self.plan.digits
-
-    @property
-    def last(self) -> TileDigit:
-        """The digit whose lowest bit is PAIR."""
-        return [digit for digit in self.k_digits if digit.inner > 1][-1]
+        return len(self.plan.low) == 1
 
     def first_digits(self, axis: str, tile: str) -> list[str]:
         """Statements that set the first value in tile number ``tile`` of each digit."""
@@ -368,7 +352,7 @@ class DigitCodegen(Codegen):
             for axis, digit in enumerate(self.plan.digits):
                 at = f"{prefix}{digit.name}"
                 lines.append(f"{at} = {positions(name, self.plan.rank, axis, digit.inner)}")
-                radix = self.format.radix(digit.name) if digit.name[0] == "n" else 0
+                radix = self.format.radix(digit.name) if digit.digit[0] == "n" else 0
                 if radix % digit.inner:  # the last tile ends beyond N
                     first = f" - first_{digit.name}" if digit.outer > 1 else ""
                     lines.append(f"{at} = gl.minimum({at}, {radix - 1}{first})")

@@ -22,11 +22,20 @@ LINE = 128  # bytes that lanes load side by side
 
 @dataclasses.dataclass(frozen=True)
 class TileDigit:
-    """Digit ``name`` takes ``inner`` values in a tile; ``outer`` tiles share its values."""
+    """Digit ``name`` takes ``inner`` values in a tile; ``outer`` tiles share its values.
+
+    Of a dimension of the tile: it counts in steps of ``place`` through the format's digit ``of``.
+    """
 
     name: str
     inner: int
     outer: int
+    of: str = ""
+    place: int = 1
+
+    @property
+    def digit(self) -> str:
+        return self.of or self.name
 
 
 def tile_digits(
@@ -51,27 +60,29 @@ def tile_digits(
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """Who holds which part of a tile with dimensions ``digits``: those of n, those of k, and PAIR,
-    the lowest bit of k, if words hold integers.
+    """Who holds which part of a tile with dimensions ``digits``: those of n, those of k, and those
+    of the values that are dequantized together (``low``), if words hold integers.
 
     loaded  the layout in which words are loaded: neighbours in memory are neighbours in registers
-    layout  the same, but with the two values of a pair next to each other
+    layout  the same, but with the values along ``low`` next to each other
     rows    the bits of n, by significance, in the order of the bits of a row of the MMA
     depth   the bits of k likewise
+    order   the bits of k, by significance, in the order of ``digits``, the slowest first
     """
 
     digits: tuple[TileDigit, ...]
+    low: tuple[TileDigit, ...]
     loaded: Layout
     layout: Layout
     rows: tuple[int, ...]
     depth: tuple[int, ...]
+    order: tuple[int, ...]
 
     @property
     def rank(self) -> int:
         return len(self.digits)
 
 
-PAIR = TileDigit("pair", 2, 1)
 WARP = "warp"
 
 
@@ -82,46 +93,89 @@ def tile_plan(
     k: Sequence[TileDigit],
     *,
     warps: int,
-    is_paired: bool,
+    low: tuple[int, ...] = (),
     own: bool = False,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
-    A thread holds what it multiplies: W is the first operand of the MMA, 16 rows of n by 16 of k.
-    Four lanes take different k, eight different n. A thread holds two neighbours along K, their
-    neighbours 8 apart, and those 8 rows apart. Further bits are those of further MMAs.
+    A thread holds what it multiplies: W is the first operand of the MMA, 16 rows of n by 32 bytes
+    of k. Four lanes take different k, eight different n. A thread holds the values of 32 bits,
+    whose bits of k are ``low``, those 16 bytes further along K, and those 8 rows apart. Further
+    bits are those of further MMAs. Without ``low`` a pair of values is not dequantized together.
 
     own: each warp has such a tile (WARP), and k is in an order in which a thread holds all values
     of the words that it loads. Else warps have other rows, as in wgmma; k is in the order of
     memory, and lanes share words.
     """
-    *others, last = [digit for digit in (*n, *k) if digit.inner > 1]
-    if last.name[0] != "k":
+    if not [digit for digit in k if digit.inner > 1]:
         return None
-    halved = dataclasses.replace(last, inner=last.inner // 2) if is_paired else last
-    pair = [PAIR] if is_paired else []
+    others = [digit for digit in n if digit.inner > 1]
     of_warps = [TileDigit(WARP, warps, 1)] if own else []
-    dims = (*of_warps, *others, *([halved] if halved.inner > 1 else []), *pair)
+    parts, lowest, places = _split(k, low)
+    if len(lowest) < len(low):
+        return None
+    dims = (*of_warps, *others, *parts, *lowest)
     strides = word_strides(weight, code)
     itemsize = weight.tensors[code.source].dtype.itemsize
     bits: list[_Bit] = []
     for dim, digit in reversed(list(enumerate(dims))):
-        low = 1 if is_paired and digit is halved else 0
-        name = last.name if digit is PAIR else digit.name
         for bit in range(digit.inner.bit_length() - 1):
             basis = tuple(1 << bit if axis == dim else 0 for axis in range(len(dims)))
-            apart = strides.get(name, math.inf) * itemsize * (1 << bit + low)
-            position = sum(other.axis == name[0] for other in bits)
-            bits.append(_Bit(name[0], position, basis, apart))
+            apart = strides.get(digit.digit, math.inf) * itemsize * (digit.place << bit)
+            position = sum(other.axis == digit.name[0] for other in bits)
+            if digit.digit[0] == "k":
+                position = places[digit.name] + bit
+            bits.append(_Bit(digit.digit[0], position, basis, apart))
+    bits.sort(key=lambda bit: bit.position if bit.axis == "k" else math.inf)
     shape = tuple(digit.inner for digit in dims)
     for vector in VECTORS:
-        found = _assigned(bits, shape, itemsize, vector, 1 if own else warps)
+        found = _assigned(bits, shape, itemsize, vector, 1 if own else warps, low or (0,))
         if found is not None:
             loaded, rows, depth = found
-            registers = sorted(loaded.registers, key=lambda basis: is_paired and not basis[-1])
-            layout = dataclasses.replace(loaded, registers=tuple(registers))
-            return TilePlan(dims, loaded, layout, rows, depth)
+            of_low = [_unit(len(dims), -1 - i) for i in range(len(low))]
+            others_of_thread = [basis for basis in loaded.registers if basis not in of_low]
+            layout = dataclasses.replace(loaded, registers=(*of_low, *others_of_thread))
+            order = tuple(
+                places[digit.name] + bit
+                for digit in (*parts, *lowest)
+                for bit in reversed(range(digit.inner.bit_length() - 1))
+            )
+            return TilePlan(dims, tuple(lowest), loaded, layout, rows, depth, order)
     return None
+
+
+def _unit(rank: int, axis: int) -> Basis:
+    return tuple(int(other == axis % rank) for other in range(rank))
+
+
+def _split(
+    k: Sequence[TileDigit], low: Sequence[int]
+) -> tuple[list[TileDigit], list[TileDigit], dict[str, int]]:
+    """(dimensions of a tile's digits of K without the bits ``low``, one dimension for each of
+    these, slowest first; the significance in k of each one's lowest bit)."""
+    parts: list[TileDigit] = []
+    lowest: dict[int, TileDigit] = {}
+    places: dict[str, int] = {}
+    first = 0
+    for digit in reversed(k):
+        count = digit.inner.bit_length() - 1
+        runs: list[list[int]] = []
+        for bit in range(count):
+            if first + bit in low:
+                name = f"low{low.index(first + bit)}"
+                lowest[first + bit] = TileDigit(name, 2, 1, digit.name, 1 << bit)
+                places[name] = first + bit
+            elif runs and runs[-1][-1] == bit - 1:
+                runs[-1].append(bit)
+            else:
+                runs.append([bit])
+        for run in runs:
+            name = digit.name if run is runs[-1] else f"{digit.name}_{run[0]}"
+            outer = digit.outer if run is runs[-1] else 1
+            parts.insert(0, TileDigit(name, 1 << len(run), outer, digit.name, 1 << run[0]))
+            places[name] = first + run[0]
+        first += count
+    return parts, [lowest[bit] for bit in reversed(low) if bit in lowest], places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +190,12 @@ class _Bit:
 
 
 def _assigned(
-    bits: list[_Bit], shape: tuple[int, ...], itemsize: int, vector: int, warps_of_n: int
+    bits: list[_Bit],
+    shape: tuple[int, ...],
+    itemsize: int,
+    vector: int,
+    warps_of_n: int,
+    low: tuple[int, ...],
 ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
     """(layout, rows, depth) of a ``TilePlan``."""
     axes = {axis: [bit for bit in bits if bit.axis == axis] for axis in ("k", "n", WARP[0])}
@@ -144,9 +203,10 @@ def _assigned(
     count = warps_of_n.bit_length() - 1
     most = {"k": 2, "n": 3}
     room = {"k": len(axes["k"]) - most["k"], "n": len(axes["n"]) - most["n"] - count}
-    if room["k"] < 2 or room["n"] < 1:
+    if room["k"] < len(low) + 1 or room["n"] < 1:
         return None
-    first, *_ = axes["k"]
+    firsts = [bit for bit in axes["k"] if bit.position in low]
+    of_lanes = [bit.position for bit in axes["k"] if bit not in firsts][:2]
     rest = [bit for bit in bits if bit not in warp_bits]
     lanes: dict[str, list[_Bit]] = {"k": [], "n": []}
     registers: list[_Bit] = []
@@ -167,28 +227,29 @@ def _assigned(
 
     if not warp_bits:
         for k_bit in axes["k"]:
-            take(k_bit, to_lane=k_bit.position in (1, 2))
+            take(k_bit, to_lane=k_bit.position in of_lanes)
     for bit in [bit for bit in rest if bit.apart == 0]:
         take(bit, to_lane=False)
     reach = itemsize
     while reach < LINE and (near := next((bit for bit in rest if bit.apart == reach), None)):
-        if not take(near, to_lane=reach >= vector and near != first):
+        if not take(near, to_lane=reach >= vector and near not in firsts):
             break
         reach *= 2
-    if first in rest and not take(first, to_lane=False):
-        return None
+    for first in firsts:
+        if first in rest and not take(first, to_lane=False):
+            return None
     # Lanes with different words come before those that would share one.
     for bit in sorted(rest, key=lambda bit: bit.apart == 0):
         take(bit, to_lane=True)
     for bit in list(rest):
         take(bit, to_lane=False)
-    others = [bit for bit in registers if bit.axis == "k" and bit != first]
+    others = [bit for bit in registers if bit.axis == "k" and bit not in firsts]
     half, *blocks = [bit for bit in registers if bit.axis == "n"]
     rows = [*lanes["n"], half, *rest, *blocks]
-    depth = [first, *lanes["k"], *others]
+    depth = [*sorted(firsts, key=lambda bit: low.index(bit.position)), *lanes["k"], *others]
     bases = lambda part: tuple(bit.basis for bit in part)  # noqa: E731
-    of_lanes = [*lanes["k"], *lanes["n"]]
-    layout = Layout(bases(registers), bases(of_lanes), bases([*warp_bits, *rest]), shape)
+    in_lanes = [*lanes["k"], *lanes["n"]]
+    layout = Layout(bases(registers), bases(in_lanes), bases([*warp_bits, *rest]), shape)
     return layout, tuple(bit.position for bit in rows), tuple(bit.position for bit in depth)
 
 

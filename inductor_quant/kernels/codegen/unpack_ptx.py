@@ -36,10 +36,13 @@ class Assembly:
 MASK_AND_FLIP = Assembly(f"lop3.b32 $0, $1, $2, $3, {_XOR};", "=r,r,r,r", pack=1)
 
 
-def _assembly(lines: Sequence[str], registers: str, inputs: int, **sizes: int) -> Assembly:
-    """Of ``lines`` in a scope that declares ``registers``, each output and input one register."""
+def _assembly(
+    lines: Sequence[str], registers: str, inputs: int, *, bits: int = 16, **sizes: int
+) -> Assembly:
+    """Of ``lines`` in a scope that declares ``registers``, each output (of values of ``bits``) and
+    input one register."""
     text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
-    outputs = sizes["pack"] * sizes.get("count", 1) // 2
+    outputs = sizes["pack"] * sizes.get("count", 1) * bits // 32
     return Assembly(text, ",".join(["=r"] * outputs + ["r"] * inputs), **sizes)
 
 
@@ -216,34 +219,17 @@ def dequantize_pair(dtype: torch.dtype) -> Assembly:
     return _assembly(lines, "t, none", 12, pack=2)
 
 
-# (by how many bits exponent and mantissa of a float of 4 bits move up; where they are then, in both
-# halves; the float, as bits, that the tiny number is multiplied by)
-E2M1 = {
-    torch.bfloat16: (6, 0x01C001C0, 0x7E80),
-    torch.float16: (9, 0x0E000E00, 0x7400),
-}
+def float8_pair(kind: str) -> tuple[Assembly, int]:
+    """fp16 of two floats in bytes of one word or two, exactly ("e4m3", "e5m2"). Arguments: the
+    words, and the selector of the bytes for ``prmt``, twice: it brings them to where the second
+    result says, the number of its digit for the first byte; that of the other is as far up.
 
-
-def dequantize_e2m1(dtype: torch.dtype) -> Assembly:
-    """``field * c`` for two floats of 4 bits, e2m1, that share a byte, the first one low.
-
-    Arguments: the word twice, the selector of the byte (for ``prmt``, in the word and in the word
-    shifted by 4), c. Exponent and mantissa moved up make a subnormal float, or one of the smallest.
-    """
-    kind, (up, mask, times) = FMA_TYPES[dtype], E2M1[dtype]
-    lines = [
-        "shr.u32 s, $1, 4;",
-        "prmt.b32 t, $1, s, $3;",
-        "mul.lo.u32 s, t, 4096;",
-        f"mul.lo.u32 t, t, {1 << up};",
-        f"and.b32 t, t, {mask:#010x};",
-        f"lop3.b32 t, s, 0x80008000, t, {_OR};",
-        "mov.b32 none, 0x80008000;",
-        f"mov.b32 times, {_twice(times):#010x};",
-        f"fma.rn.{kind} t, t, times, none;",
-        f"fma.rn.{kind} $0, t, $5, none;",
-    ]
-    return _assembly(lines, "s, t, none, times", 5, pack=2)
+    e5m2 is the upper byte of fp16; for e4m3 there is an instruction from sm_89 on."""
+    lines = ["prmt.b32 t, $1, $2, $3;"]
+    if kind == "e5m2":
+        return _assembly([*lines, "and.b32 $0, t, 0xff00ff00;"], "t", 4, pack=2), 1
+    lines += [".reg .b16 h;", "cvt.u16.u32 h, t;", "cvt.rn.f16x2.e4m3x2 $0, h;"]
+    return _assembly(lines, "t", 4, pack=2), 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,3 +280,53 @@ def _twice(half: int) -> int:
 def _bits(value: float, dtype: torch.dtype) -> int:
     """The bits of a 16-bit float, in both halves."""
     return _twice(int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF)
+
+
+# The four bytes of a word that is given four times.
+WORD_AS_BYTES = Assembly("mov.b32 $0, $1;", "=r,r,r,r,r", pack=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quad:
+    """How four nibbles become four int8.
+
+    is_high     16 times the value, in the high half of each byte; else the value
+    is_flipped  the sign bit of each nibble is
+    subtracts   a number is subtracted from each; not with ``is_high``
+    from_words  the four are the same nibble of four words; else all are in one word
+    """
+
+    is_high: bool
+    is_flipped: bool
+    subtracts: bool = False
+    from_words: bool = False
+
+
+def unpack_quad(kind: Quad) -> Assembly:
+    """Four int8 in a register.
+
+    Arguments: the words; the selectors, for ``prmt``, of their bytes: of one word those of the word
+    with low nibbles moved into place, and of the word; of four words that of the first and that of
+    the second. Then, of four words, by how much bytes are shifted; and what is subtracted, in each
+    byte.
+    """
+    shift = "shl" if kind.is_high else "shr"
+    mask, sign = ("0xf0f0f0f0", 0x80) if kind.is_high else ("0x0f0f0f0f", 0x08)
+    if kind.from_words:
+        lines = [
+            "prmt.b32 t, $1, $2, $5;",
+            "prmt.b32 u, $3, $4, $5;",
+            "prmt.b32 t, t, u, 0x5410;",
+            f"{shift}.b32 t, t, $9;",
+        ]
+    else:
+        order = "u, $1" if kind.is_high else "$1, u"
+        lines = [f"{shift}.b32 u, $1, 4;", f"prmt.b32 t, {order}, $5;"]
+    flips = (sign if kind.is_flipped else 0) | (0x80 if kind.subtracts else 0)
+    target = "t" if kind.subtracts else "$0"
+    lines.append(f"lop3.b32 {target}, t, {mask}, {flips * 0x01010101:#010x}, {_XOR};")
+    count = 12 if kind.from_words else 8
+    if kind.subtracts:  # with the sign bits set no byte borrows from the next one
+        lines += [f"sub.u32 t, t, ${count + 1};", "xor.b32 $0, t, 0x80808080;"]
+        count += 4
+    return _assembly(lines, "t, u", count, pack=4, bits=8)

@@ -11,7 +11,8 @@ from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 BYTES = 4  # of a word
-_BYTE_TYPES = (torch.int8, torch.uint8)
+_FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_BYTE_TYPES = (torch.int8, torch.uint8, *_FLOAT8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,6 @@ def as_words(weight: Weight) -> WordView:
     if (
         tensor.dtype not in _BYTE_TYPES
         or not tensor.is_aligned
-        or code.float8
         or code.wrap
         or code.minus
         or code.high
@@ -69,6 +69,7 @@ def _split(weight: Weight, dim: int, name: str) -> Weight:
     """``weight`` with the digit ``name`` as two, the second of which chooses a byte of a word."""
     format, code = weight.format, weight.format.code
     axis, position = name[0], int(name[1:])
+    dtype = weight.tensors[code.source].dtype
 
     def renamed(digit: str) -> str:
         moves = digit[0] == axis and int(digit[1:]) > position
@@ -106,7 +107,8 @@ def _split(weight: Weight, dim: int, name: str) -> Weight:
             index=tuple(words if d == dim else index(each) for d, each in enumerate(old.index)),
             offset=offset,
             width=8 if is_whole else old.width,
-            signed=weight.tensors[code.source].dtype.is_signed if is_whole else old.signed,
+            signed=dtype.is_signed and not dtype.is_floating_point if is_whole else old.signed,
+            float8=_FLOAT8.get(dtype, "") or old.float8,
         )
 
     digits = list(format.radices(axis))

@@ -1,4 +1,4 @@
-"""Quantization of an activation inside a ``w8a8`` kernel: the constant that its template gets."""
+"""Quantization of an activation inside its GEMM's kernel: the constant that the template gets."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ _STATEMENTS = {
     "add": "scale + {!r}",
     "clamp_min": "gl.maximum(scale, {!r}, propagate_nan=tl.PropagateNan.ALL)",
     "div": "gl.div_rn(scale, {!r})",
+    "if_zero": "gl.where(scale == 0.0, {!r}, scale)",
     "mul": "scale * {!r}",
 }
+_ROUND_TO_INT8 = (
+    'gl.inline_asm_elementwise("cvt.rni.sat.s8.f32 $0, $1;", "=r,r", [{}], dtype=gl.int32, '
+    "is_pure=True, pack=1)"
+)
 _GLUON_TYPES = {torch.bfloat16: "gl.bfloat16", torch.float16: "gl.float16"}
 
 
@@ -21,34 +26,67 @@ class RowQuantization:
     """The template constant ``QUANTIZATION``. ``str`` gives its bounds, for the generated kernel;
     ``repr`` gives all of it, for the keys of caches.
 
-    scale_ops   how the scale derives from the absmax of a row; None: the scale is given
-    is_dynamic  whether the kernel computes the scale
-    low, high   bounds of the quantized values
+    scale_ops    how the scale derives from the absmax of a row; None: the scale is given
+    scale_dtype  the dtype of the scale
+    is_dynamic   whether the kernel computes the scale
+    dtype        of the quantized values: int8 or e4m3
+    low, high    their bounds, if they are int8
     """
 
     def __init__(
-        self, dtype: torch.dtype, scale_ops: Sequence[str] | None, low: int, high: int
+        self,
+        x_dtype: torch.dtype,
+        scale_ops: Sequence[str] | None,
+        low: int,
+        high: int,
+        dtype: torch.dtype,
+        *,
+        scale_dtype: torch.dtype | None = None,
     ) -> None:
         self.low, self.high, self.is_dynamic = low, high, scale_ops is not None
-        self._dtype, self._scale_ops = dtype, tuple(scale_ops or ())
+        self.dtype, self._x_dtype, self._scale_ops = dtype, x_dtype, tuple(scale_ops or ())
+        casts = [step.dtype for step in map(row_scale.parse, self._scale_ops) if step.kind == "to"]
+        self.scale_dtype = scale_dtype or [x_dtype, *casts][-1]
 
     def __str__(self) -> str:
         return repr((self.low, self.high))
 
     def __repr__(self) -> str:
-        return repr((self.low, self.high, str(self._dtype), self.is_dynamic, self._scale_ops))
+        dtypes = (str(self.dtype), str(self._x_dtype), str(self.scale_dtype))
+        return repr((self.low, self.high, dtypes, self.is_dynamic, self._scale_ops))
 
     def statements(self) -> Iterator[str]:
         """Gluon statements that turn ``scale``, a row's absmax, into its scale. All is fp32; an
         operation in another dtype rounds its result to that."""
-        dtype = self._dtype
+        dtype = self._x_dtype
         for step in map(row_scale.parse, self._scale_ops):
             value = "scale"
             if step.kind == "to":
                 dtype = step.dtype
             else:
                 value = _STATEMENTS[step.kind].format(step.number)
-            if dtype in _GLUON_TYPES:
-                value = f"({value}).to({_GLUON_TYPES[dtype]}).to(gl.float32)"
+            value = _rounded(value, dtype)
             if value != "scale":
                 yield f"scale = {value}"
+
+    def quantized(self, x: str) -> Iterator[str]:
+        """Gluon statements that set ``x`` to the quantized values of the tensor ``x``. They read
+        ``scale``, for int8 its reciprocal, the column ``inv_scale``."""
+        if self.dtype != torch.int8:
+            quotient = f"gl.div_rn({x}.to(gl.float32), scale[:, None])"
+            yield f"x = {_rounded(quotient, torch.promote_types(self._x_dtype, self.scale_dtype))}"
+            yield "x = x.to(gl.float8e4nv)"  # saturates, and keeps NaN
+            return
+        yield f"x = {_ROUND_TO_INT8.format(f'{x}.to(gl.float32) * inv_scale')}"
+        if self.low > -128:
+            yield f"x = gl.maximum(x, {self.low})"
+        if self.high < 127:
+            yield f"x = gl.minimum(x, {self.high})"
+        yield "x = x.to(gl.int8)"
+
+
+def _rounded(value: str, dtype: torch.dtype) -> str:
+    """``value``, in fp32, rounded to ``dtype``."""
+    if dtype not in _GLUON_TYPES:
+        return value
+    return f"({value}).to({_GLUON_TYPES[dtype]}).to(gl.float32)"

@@ -4,10 +4,11 @@ A table holds, for one kernel on one architecture: the configurations worth havi
 constants for each, the fastest configuration of each measured shape, and the provenance. ``rank``
 orders the configurations for any shape: that of a measured neighbour first, the rest by the model.
 
-The model: a CTA runs ``ceil(K / block_k)`` K iterations. With c CTAs per SM an iteration takes
-``step_us + c * step_us_per_cta``: latency, which neighbours hide, and throughput, which they share.
-CTAs come in rounds of ``num_sms * ctas_per_sm``; the last round may have fewer per SM. The
-constants are fitted by non-negative least squares on the relative error.
+The model: a CTA runs ``ceil(K / (block_k * split_k))`` K iterations. With c CTAs per SM an
+iteration takes ``step_us + c * step_us_per_cta``: latency, which neighbours hide, and throughput,
+which they share. CTAs come in rounds of ``num_sms * ctas_per_sm``; the last round may have fewer
+per SM. The sum of partials is part of ``fixed_us``. The constants are fitted by non-negative least
+squares on the relative error.
 """
 
 from __future__ import annotations
@@ -42,13 +43,17 @@ class MeasuredConfig:
         """(full rounds, CTAs per SM in the partial round after them, or 0)."""
         config = self.config
         tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
-        full, rest = divmod(tiles, num_sms * self.ctas_per_sm)
+        full, rest = divmod(tiles * config.split_k, num_sms * self.ctas_per_sm)
         return full, math.ceil(rest / num_sms)
+
+    def steps(self, problem: Problem) -> int:
+        """K iterations of a CTA."""
+        return math.ceil(problem.k / (self.config.block_k * self.config.split_k))
 
     def predict(self, problem: Problem, num_sms: int) -> float:
         """Microseconds; ignores the bound of the memory bandwidth."""
         full, partial = self.rounds(problem, num_sms)
-        k_iters = math.ceil(problem.k / self.config.block_k)
+        k_iters = self.steps(problem)
         time = self.fixed_us
         time += full * k_iters * (self.step_us + self.ctas_per_sm * self.step_us_per_cta)
         if partial:

@@ -35,8 +35,11 @@ def n_order(format: WeightFormat) -> list[str]:
     return sorted(format.digits("n"), key=rank)
 
 
-def plan_of(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePlan | None:
-    """How a tile is assigned to threads; None: the blocks end within a digit, or are too small."""
+def plan_of(
+    weight: Weight, config: GemmConfig, *, own: bool = False, low: tuple[int, ...] | None = None
+) -> TilePlan | None:
+    """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
+    ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
     weight = as_words(weight).weight
     format = weight.format
     n = tile_digits(format, "n", config.block_n, n_order(format))
@@ -49,10 +52,9 @@ def plan_of(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePla
         tables = {name for index in field.index for name, _ in index.tables}
         if (field.offset.digits | tables) & outer:
             return None
-    is_paired = is_in_place(format.code, 8)
-    return tile_plan(
-        weight, format.code, n, k, warps=config.num_warps, is_paired=is_paired, own=own
-    )
+    if low is None:
+        low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
+    return tile_plan(weight, format.code, n, k, warps=config.num_warps, low=low, own=own)
 
 
 def operand_rejection(
@@ -65,10 +67,10 @@ def operand_rejection(
         return refused
     if spec.a.dtype not in BASES:
         return no_kernel(f"x of {spec} does not have 16 bits")
-    return _format_rejection(rules.weight_of(problem), float8)
+    return format_rejection(rules.weight_of(problem), float8)
 
 
-def _format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejection | None:
+def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejection | None:
     format = weight.format
     if set(format.digits("k") + format.digits("n")) - format.code.digits:
         return no_kernel("quantized values are repeated")
@@ -80,7 +82,9 @@ def _format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Reject
         if sizes != (TABLE,) or len(table.index) != 1 or table.width:
             return no_kernel(f"a table of {sizes}, not of {TABLE} values")
     dtype = weight.tensors[format.code.source].dtype
-    if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) or format.code.float8:
+    code = as_words(weight).weight.format.code
+    is_read = code.float8 and is_in_place(code, 8, is_float=True)
+    if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) and not is_read:
         return no_kernel(f"quantized values in {dtype}")
     if any(index.is_data for index in (*format.code.index, format.code.offset)):
         return no_kernel("the position of a value is data")

@@ -1,10 +1,10 @@
 """Inline PTX as in our kernels, run on numpy arrays.
 
-Straight-line code on 32-bit registers: ``prmt``, ``shr``, ``and``, ``xor``, ``lop3``, ``mov``,
-``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, and rounding to a signed byte. Every
-lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes ``pack`` elements at a time,
-narrow ones packed into a register. Triton leaves open which elements those are; here they are
-neighbours.
+Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
+``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, rounding to a signed byte, and
+pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
+``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
+those are; here they are neighbours.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _fma(dtype: Any, storage: npt.DTypeLike) -> Callable[..., Array]:
 
 
 def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """``compute`` in fp64, rounded to fp32: exact for a product or a sum of two values."""
+    """``compute`` in fp64, rounded to fp32: exact for a product, quotient or sum of two values."""
 
     def run(*terms: Array) -> Array:
         wide = (np.ascontiguousarray(term).view(np.float32).astype(np.float64) for term in terms)
@@ -124,10 +124,19 @@ def _round_to_s8(x: Array) -> Array:
     return np.nan_to_num(rounded, nan=0.0).astype(np.int32).view(np.uint32)
 
 
+def _e4m3_pair(pair: Array) -> Array:
+    found = np.ascontiguousarray(pair.astype(np.uint16)).view(np.uint8)
+    halves = decode(found, tl.float8e4nv).astype(np.float16)
+    return halves.view(np.uint32)
+
+
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
+    "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "cvt.rni.sat.s8.f32": _round_to_s8,
+    "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
+    "div.rn.f32": _fp32(np.divide),
     "fma.rn.bf16x2": _fma(tl.bfloat16, np.uint16),
     "fma.rn.f16x2": _fma(tl.float16, np.float16),
     "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
@@ -137,6 +146,9 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mul.lo.u32": np.multiply,
     "mul.rn.f32": _fp32(np.multiply),
     "prmt.b32": _prmt,
+    "shl.b32": np.left_shift,
+    "shr.b32": np.right_shift,
     "shr.u32": np.right_shift,
+    "sub.u32": np.subtract,
     "xor.b32": np.bitwise_xor,
 }

@@ -38,6 +38,10 @@ def run(fn, *inputs, kernel):
         (Int8(2, 1, 1024), "8x16x1024_w8"),
         (Int8(5, 14336, 4096, a_layout="padded", b_scale="none"), "8x16x2048_w8"),
         (Int8(2, 1024, 4096), "8x16x4096_w16"),
+        (Fp8(1, 6144, 4096), "8x16x2048_w8"),
+        (Fp8(8, 4099, 1152, scale_dtype=torch.bfloat16, b_scale="tensor"), "8x16x2048_w8"),
+        (Fp8(2, 33, 128, w_dtype=fp8.e5m2, a_scale="tensor", bias=False), "8x16x512_w4"),
+        (Fp8(5, 2048, 7168, a_scale="none", fast_accum=True), "8x16x4096_w16"),
         (Fp8(1, 2112, 7168, block=BLOCK, a_scales="m"), "8x16x4096_w16"),
         (Fp8(8, 4099, 1152, block=BLOCK, scale_dtype=torch.bfloat16), "8x16x2048_w8"),
         (Fp8(2, 33, 128, block=(128, 256), w_dtype=fp8.e5m2, bias=False), "8x16x512_w4"),
@@ -49,7 +53,7 @@ def test_result_is_close_to_fp64(case, config):
     torch.manual_seed(0)
     if isinstance(case, Fp8):
         inputs = fp8.make_inputs(case, "cuda")
-        got = run(fp8.gemm(case), *inputs, kernel=f"fp8_block_decode {config}")
+        got = run(fp8.gemm(case), *inputs, kernel=f"{case.family}_decode {config}")
         assert_close(got, fp8.reference(case, inputs), case.out_dtype, slack=2)
     else:
         inputs = w8a8.make_inputs(case, "cuda")

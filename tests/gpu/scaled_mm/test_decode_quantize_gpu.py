@@ -1,4 +1,4 @@
-"""w8a8_decode_quantize on a GPU: every element against fp64."""
+"""The decode kernels that quantize x, on a GPU: every element against fp64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import inductor_quant
-from tests.support.gemms.quantizing import PLAIN, ROUNDED, Case
+from tests.support.gemms.quantizing import (
+    E4M3,
+    FLOAT_NARROW,
+    FLOAT_PLAIN,
+    FLOAT_ROUNDED,
+    PLAIN,
+    ROUNDED,
+    Case,
+)
 from tests.support.gemms.w8a8 import assert_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.usefixtures("hopper")]
@@ -40,6 +48,12 @@ def run(fn, *inputs, **options):
         Case(1, 4096, 4096, scale_ops=None),
         Case(2, 6144, 4096, scale_ops=None, low=-127),
         Case(4, 2048, 2048, scale_ops=None, per_token=True),
+        Case(1, 6144, 4096, FLOAT_ROUNDED, element=E4M3),  # few registers
+        Case(1, 4096, 14336, FLOAT_PLAIN, element=E4M3),
+        Case(2, 6144, 4096, FLOAT_ROUNDED, element=E4M3),  # x is loaded twice
+        Case(3, 4099, 1152, FLOAT_NARROW, element=E4M3, distance=8),
+        Case(4, 2048, 2048, FLOAT_PLAIN, element=E4M3, dtype=torch.float16),
+        Case(4, 2048, 2048, None, per_token=True, element=E4M3),
     ],
     ids=str,
 )
@@ -47,8 +61,25 @@ def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
     inputs = case.inputs("cuda")
     got, kernels = run(case.call(), *inputs)
-    assert kernels == [KERNEL]
+    assert kernels == [case.kernel]
     assert_close(got, case.meaning(inputs), case.dtype)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("scale_ops", [FLOAT_PLAIN, FLOAT_ROUNDED, FLOAT_NARROW])
+def test_e4m3_has_the_bits_of_eager_mode(scale_ops, m):
+    """The weight is the identity, so the result shows every quantized value."""
+    torch.manual_seed(0)
+    case = Case(m, 2048, 2048, scale_ops, has_bias=False, element=E4M3)
+    x, *_ = case.inputs("cuda")
+    # Some quotients are halfway between two numbers, where a product with the reciprocal is not.
+    x[0, 1:257] = torch.arange(256, device="cuda") / 512
+    x[0, 0] = 196
+    weight = torch.eye(2048, device="cuda").to(E4M3)
+    inputs = (x.clamp(-196, 196), weight, None, torch.ones(1, 2048, device="cuda"), None)
+    got, kernels = run(case.call(), *inputs)
+    assert kernels == ["fp8_decode_quantize"]
+    assert torch.equal(got, case.meaning(inputs).to(got.dtype))
 
 
 @pytest.mark.parametrize("config", ["8x16x4096_w16_s1_g8", "8x16x512_w4_s1_g8"])

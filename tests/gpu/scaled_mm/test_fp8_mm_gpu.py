@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import inductor_quant
+from inductor_quant.kernels.tuning import cost_model
 from tests.kernels.scaled_mm.test_fp8_mm_interpreted import BLOCKS, ROWS
 from tests.support.gemms.fp8 import Case, gemm, make_inputs, reference
 from tests.support.gemms.fp8_spellings import HAS_V2, LAID_OUT, VERSION_2_BLOCKS
@@ -28,19 +29,31 @@ LARGE = [
     Case(1, 4096, 7168, block=(128, 128)),
     Case(16, 24576, 1536, block=(128, 128), a_scales="m"),
 ]
+# fp8_split_k; the first four split K
+SPLIT = [
+    Case(1, 4096, 14336, fast_accum=True),
+    Case(48, 3584, 18944, fast_accum=True),
+    Case(16, 4096, 14336),
+    Case(200, 1536, 8960, fast_accum=True),
+    Case(16, 6144, 4096, fast_accum=True),
+    Case(33, 4304, 1152),
+    Case(100, 5120, 5120, fast_accum=True),
+    Case(256, 13824, 5120, fast_accum=True),
+    Case(40, 1000, 1000, out_dtype=torch.float32, fast_accum=True),
+]
 SMALL = [Case(64, 512, 512), Case(64, 512, 512, block=(128, 128))]
 # The bound for fp32 results too: the matrix unit of Hopper adds with 14 bits.
 HALF = torch.bfloat16
 
 
-def run(fn, *inputs):
+def run(fn, *inputs, options=OPTIONS):
     with inductor_quant.collect() as report, torch.no_grad():
-        got = torch.compile(fn, backend="inductor_quant", options=OPTIONS, dynamic=False)(*inputs)
+        got = torch.compile(fn, backend="inductor_quant", options=options, dynamic=False)(*inputs)
     [choice] = report.kernels
     return got, choice.chosen
 
 
-@pytest.mark.parametrize("case", [*ROWS, *BLOCKS, *LARGE], ids=str)
+@pytest.mark.parametrize("case", [*ROWS, *BLOCKS, *LARGE, *SPLIT], ids=str)
 def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cuda")
@@ -48,6 +61,27 @@ def test_result_is_close_to_fp64(case):
     assert kernel.startswith(case.family)
     dtype = HALF if case.out_dtype == torch.float32 else case.out_dtype
     assert_close(got, reference(case, inputs), dtype, slack=2)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize(
+    ("fast_accum", "config"),
+    [
+        (name == "fp8_split_k", entry.config)
+        for name in ("fp8_split_k", "fp8_split_k_precise")
+        for entry in cost_model.load(name, 90).configs
+    ],
+    ids=str,
+)
+def test_every_tile_of_the_tables(fast_accum, config):
+    torch.manual_seed(0)
+    rows = min(config.block_m, 128) - 3
+    case = Case(rows, 1000, 4 * config.split_k * config.block_k, fast_accum=fast_accum)
+    inputs = make_inputs(case, "cuda")
+    options = OPTIONS | {"inductor_quant.configs": (f"fp8_split_k {config}",)}
+    got, kernel = run(gemm(case), *inputs, options=options)
+    assert kernel == f"fp8_split_k {config}"
+    assert_close(got, reference(case, inputs), slack=2)
 
 
 @pytest.mark.sm90

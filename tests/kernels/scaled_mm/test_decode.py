@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms import fp8 as eight
 from tests.support.gemms import w8a8 as integers
 from tests.support.gemms.generated import generate
+from tests.support.sampling import sampled
 
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=8, n=6144, k=4096, has_aligned_rows=True)
@@ -27,10 +29,18 @@ A_BLOCKS, B_BLOCKS = ScaleSpec(FLOAT, (1, 128)), ScaleSpec(FLOAT, (128, 128))
 BLOCKS = fp8.make_spec(a_scale=A_BLOCKS, b_scale=B_BLOCKS, out_dtype=BF16, bias=False)
 
 
-KERNELS = [(decode.W8A8_DECODE, INT8), (decode.FP8_BLOCK_DECODE, BLOCKS)]
+ROWS = fp8.make_spec(a_scale=TOKEN, b_scale=CHANNEL, out_dtype=BF16, bias=True)
 
 
-@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=["w8a8", "fp8_block"])
+KERNELS = [
+    (decode.W8A8_DECODE, INT8),
+    (decode.FP8_DECODE, ROWS),
+    (decode.FP8_BLOCK_DECODE, BLOCKS),
+]
+FAMILIES = [kernel.family for kernel, _ in KERNELS]
+
+
+@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=FAMILIES)
 def test_decode_on_hopper(kernel, spec):
     assert kernel.rejection(spec, PROBLEM, H200) is None
     for config in kernel.configs(spec, PROBLEM, H200):
@@ -54,7 +64,7 @@ def test_a_step_is_shorter_than_twice_k(n, k, config):
     assert str(decode.FP8_BLOCK_DECODE.configs(BLOCKS, problem, H200)[0]) == config
 
 
-@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=["w8a8", "fp8_block"])
+@pytest.mark.parametrize(("kernel", "spec"), KERNELS, ids=FAMILIES)
 @pytest.mark.parametrize(
     "problem",
     [
@@ -77,13 +87,18 @@ def test_no_other_groups_or_devices():
     blocks = {"a_scale": ScaleSpec(FLOAT, (1, 64)), "b_scale": ScaleSpec(FLOAT, (64, 128))}
     short = fp8.make_spec(**blocks, out_dtype=BF16, bias=False)
     ampere = dataclasses.replace(H200, arch=80)
-    for (kernel, spec), other in zip(KERNELS, (grouped, short), strict=True):
+    for (kernel, spec), other in zip((KERNELS[0], KERNELS[2]), (grouped, short), strict=True):
         assert kernel.rejection(other, PROBLEM, H200) is not None
         assert kernel.rejection(spec, PROBLEM, ampere) is not None
 
 
 CASES = {
     "w8a8": (integers.Case(3, 2100, 8192), integers, "mma.sync.aligned.m16n8k32.row.col.satfinite"),
+    "fp8": (
+        eight.Case(3, 2100, 8192),
+        eight,
+        "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32",
+    ),
     "fp8_block": (
         eight.Case(1, 2112, 8192, block=(128, 128), a_scales="m"),
         eight,
@@ -94,8 +109,9 @@ CASES = {
 
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.compiles
-@pytest.mark.parametrize("family", CASES)
-@pytest.mark.parametrize("config", decode.CONFIGS[:3], ids=str)
+@pytest.mark.parametrize(
+    ("family", "config"), sampled(itertools.product(CASES, decode.CONFIGS[:3])), ids=str
+)
 def test_loads_go_to_the_lane_that_multiplies(family, config):
     case, support, instruction = CASES[family]
     with collect() as report:

@@ -11,7 +11,16 @@ from inductor_quant.kernels.scaled_mm.decode import kernel as decode
 from tests.support.gemms import fp8, w8a8
 from tests.support.gemms.generated import generate
 from tests.support.gemms.horizontal import Integers
-from tests.support.gemms.quantizing import GUARDED, PLAIN, ROUNDED, Case
+from tests.support.gemms.quantizing import (
+    E4M3,
+    FLOAT_NARROW,
+    FLOAT_PLAIN,
+    FLOAT_ROUNDED,
+    GUARDED,
+    PLAIN,
+    ROUNDED,
+    Case,
+)
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.gemms.zero_points import Zeros, meaning
 
@@ -49,6 +58,24 @@ def test_integers_are_close_to_fp64(case, config):
         f"w8a8_decode {config}",
     )
     assert_close(got, w8a8.reference(inputs))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (fp8.Case(3, 72, 640), CONFIGS[3]),
+        (fp8.Case(8, 64, 256, bias=False, a_dtype=fp8.e5m2, a_scale="tensor"), CONFIGS[2]),
+        (fp8.Case(1, 77, 2304, scale_dtype=torch.bfloat16, b_scale="tensor"), CONFIGS[1]),
+        (fp8.Case(5, 40, 512, a_scale="none", b_scale="none"), CONFIGS[3]),
+    ],
+    ids=str,
+)
+def test_rows_are_close_to_fp64(case, config):
+    torch.manual_seed(0)
+    inputs = fp8.make_inputs(case, "cpu")
+    make = lambda device: fp8.make_inputs(case, device)  # noqa: E731
+    got = run(fp8.gemm(case), make, inputs, f"fp8_decode {config}")
+    assert_close(got, fp8.reference(case, inputs))
 
 
 def test_zero_points_are_exact():
@@ -98,7 +125,7 @@ def test_blocks_are_close_to_fp64(case, config):
 
 
 def quantized(case, config, inputs):
-    generated = generate(case.call(), case.inputs, f"w8a8_decode_quantize {config}")
+    generated = generate(case.call(), case.inputs, f"{case.kernel} {config}")
     assert len(generated.kernels) == 1
     return simulate.interpret(generated, inputs)
 
@@ -128,6 +155,10 @@ def quantized(case, config, inputs):
             Case(3, 64, 640, scale_ops=None, per_token=True, low=-127, has_bias=False),
             CONFIGS[3],
         ),
+        (Case(3, 40, 1152, FLOAT_ROUNDED, element=E4M3), CONFIGS[2]),
+        (Case(4, 33, 640, FLOAT_NARROW, element=E4M3, distance=8), CONFIGS[3]),
+        (Case(2, 32, 512, FLOAT_PLAIN, element=E4M3, dtype=torch.float16), CONFIGS[3]),
+        (Case(2, 32, 512, None, per_token=True, element=E4M3), CONFIGS[3]),
     ],
     ids=str,
 )
@@ -135,6 +166,31 @@ def test_x_is_quantized_in_the_kernel(case, config):
     torch.manual_seed(0)
     inputs = case.inputs("cpu")
     assert_close(quantized(case, config, inputs), case.meaning(inputs), case.dtype)
+
+
+@pytest.mark.parametrize(
+    ("scale_ops", "scale_dtype"),
+    [
+        *((ops, torch.float32) for ops in (FLOAT_PLAIN, FLOAT_ROUNDED, FLOAT_NARROW)),
+        *((None, dtype) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_e4m3_has_the_bits_of_eager_mode(scale_ops, scale_dtype):
+    """The weight is the identity, so the result shows every quantized value."""
+    torch.manual_seed(0)
+    case = Case(3, 256, 256, scale_ops, has_bias=False, element=E4M3, scale_dtype=scale_dtype)
+    x, _, a_scale, _, _ = case.inputs("cpu")
+    # Some quotients are halfway between two numbers, where a product with the reciprocal is not.
+    x[0], x[1, :3] = torch.arange(256) / 512, torch.tensor([0.0, -0.0, 1e-30])
+    if scale_ops is None:
+        a_scale.fill_(196 / 448)
+    else:
+        x[0, 0], x[2] = 196, 0
+    inputs = (x, torch.eye(256).to(E4M3), a_scale, torch.ones(1, 256), None)
+    got = quantized(case, CONFIGS[3], inputs)
+    want = case.meaning(inputs).to(x.dtype)
+    assert torch.equal(got.nan_to_num(77.0), want.nan_to_num(77.0))
+    assert want[2].isnan().all() == (scale_ops == FLOAT_ROUNDED)  # 0 / 0
 
 
 def test_x_may_be_read_twice(monkeypatch):

@@ -1,4 +1,4 @@
-"""w8a8_decode_quantize: when it applies, where it is chosen, what it compiles to."""
+"""The decode kernels that quantize x: when it applies, where it is chosen, what it compiles to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from inductor_quant.ops import w8a8
 from inductor_quant.report.events import collect
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms.generated import generate
-from tests.support.gemms.quantizing import ROUNDED, Case
+from tests.support.gemms.quantizing import E4M3, FLOAT_PLAIN, FLOAT_ROUNDED, ROUNDED, Case
+from tests.support.sampling import sampled
 
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
 PROBLEM = Problem(m=1, n=4096, k=4096, has_aligned_rows=True, quantized_bytes=2)
@@ -71,30 +72,40 @@ def test_x_that_is_too_long_for_a_configuration():
         ),
         (["to f16", "to f32"], ["scale = (scale).to(gl.float16).to(gl.float32)"]),
         ([], []),
+        (
+            ["if_zero 0.5"],
+            ["scale = (gl.where(scale == 0.0, 0.5, scale)).to(gl.bfloat16).to(gl.float32)"],
+        ),
     ],
 )
 def test_statements_round_as_the_steps_do(scale_ops, want):
-    assert list(RowQuantization(torch.bfloat16, scale_ops, -128, 127).statements()) == want
+    assert (
+        list(RowQuantization(torch.bfloat16, scale_ops, -128, 127, torch.int8).statements()) == want
+    )
 
 
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("case", "registers"),
-    [
-        (Case(1, 6144, 4096, scale_ops=ROUNDED), 80),
-        (Case(2, 6144, 4096), 80),
-        (Case(1, 4096, 14336), 128),
-        (Case(2, 8192, 8192), 128),
-        (Case(4, 4096, 4096), 128),
-        (Case(1, 8192, 8192, dtype=torch.float32), 128),
-    ],
+    sampled(
+        [
+            (Case(1, 6144, 4096, scale_ops=ROUNDED), 80),
+            (Case(2, 6144, 4096), 80),
+            (Case(1, 8192, 8192, dtype=torch.float32), 128),
+            (Case(2, 8192, 8192), 128),
+            (Case(4, 4096, 4096), 128),
+            (Case(1, 4096, 14336), 128),
+            (Case(2, 6144, 4096, FLOAT_PLAIN, element=E4M3), 80),
+            (Case(1, 4096, 14336, FLOAT_ROUNDED, element=E4M3), 128),
+        ]
+    ),
     ids=str,
 )
 def test_nothing_spills(case, registers):
     with collect() as report:
         generated = generate(case.call(), case.inputs)
-    assert report.kernels[0].chosen.startswith(KERNEL)
+    assert report.kernels[0].chosen.startswith(case.kernel)
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
     assert compiled.spill_stores == compiled.spill_loads == 0
@@ -107,9 +118,17 @@ def layer(x, w, b_scale, bias):
     return (torch._int_mm(a, w.t()).float() * scale * b_scale + bias).to(x.dtype)
 
 
-def make(device):
-    x, w, _, b_scale, bias = Case(2, 512, 1024).inputs(device)
+def make(device, m=2):
+    x, w, _, b_scale, bias = Case(m, 512, 1024).inputs(device)
     return x, w, b_scale, bias
+
+
+def float_layer(x, w, b_scale, bias):
+    """As torchao."""
+    scale = (x.abs().amax(-1, keepdim=True) / 448).float()
+    a = (x.float() / scale).clamp(-448, 448).to(E4M3)
+    w = w.view(E4M3).t()
+    return torch._scaled_mm(a, w, scale, b_scale, bias, out_dtype=x.dtype, use_fast_accum=True)
 
 
 def stored_scale(x, w, b_scale, bias, scale):
@@ -150,6 +169,17 @@ def test_a_kernel_that_computes_the_activation_quantizes_it(fn):
     assert len(kernels) == 2
     [quantizing] = [source for source in kernels.values() if "cvt.rni.sat.s8" in source]
     assert "rsqrt(" in quantizing or "exp(" in quantizing
+
+
+@needs_gluon
+@pytest.mark.parametrize("m", [1, 4])
+def test_an_activation_is_quantized_to_e4m3_by_the_gemm(m):
+    """One row too, whose scale is one of the tensor."""
+    with collect() as report:
+        generated = generate(float_layer, lambda device: make(device, m))
+    assert [choice.chosen.partition(" ")[0] for choice in report.kernels] == ["fp8_decode_quantize"]
+    [source] = generated.kernels.values()
+    assert "gl.div_rn(x0.to(gl.float32), scale[:, None])" in source
 
 
 @needs_gluon

@@ -9,9 +9,15 @@ import torch.nn.functional as F
 from inductor_quant import simulate
 from inductor_quant._compat.group_reduce import TILE
 from inductor_quant.kernels import KERNELS
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.kernels.scaled_mm.mm.kernel import FP8_BLOCK_MM, FP8_BLOCK_SPLIT_K, FP8_MM
+from inductor_quant.kernels.scaled_mm.mm.kernel import (
+    FP8_BLOCK_MM,
+    FP8_BLOCK_SPLIT_K,
+    FP8_MM,
+    FP8_SPLIT_K,
+    is_covered,
+)
 from inductor_quant.ops import fp8_block
 from inductor_quant.ops.fp8 import make_spec
 from inductor_quant.report.events import collect
@@ -19,6 +25,7 @@ from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms.fp8 import Case, e5m2, e8m0, gemm, make_inputs
 from tests.support.gemms.generated import generate
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.compiles
 
@@ -34,6 +41,8 @@ BLOCKS = make_spec(
 )
 CASES = [
     Case(64, 512, 512),
+    Case(16, 6144, 4096, fast_accum=True),
+    Case(300, 512, 512),
     Case(64, 512, 512, fast_accum=True),
     Case(4096, 4096, 1024),
     Case(4096, 4096, 1024, fast_accum=True),
@@ -61,14 +70,14 @@ COMPILED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "arch"), COMPILED, ids=str)
+@pytest.mark.parametrize(("case", "arch"), sampled(COMPILED), ids=str)
 def test_the_matrix_unit_multiplies_and_nothing_spills(case, arch):
     """sm_80 has no FP8: operands are decoded to bf16."""
     generated, kernel = chosen(gemm(case), lambda device: make_inputs(case, device), arch)
     name, source = next(iter(generated.kernels.items()))
     compiled = simulate.compile_kernel(name, source)
     assert compiled.spill_stores == 0, kernel
-    is_small = case.m < 64 and arch in (90, 100) and not kernel.startswith("fp8_block_split_k")
+    is_small = case.m < 64 and arch in (90, 100) and "split_k" not in kernel
     wanted = "mma" if is_small else INSTRUCTION[arch]
     found = compiled.matrix_instructions()
     assert any(wanted in opcode for opcode in found), found
@@ -164,6 +173,55 @@ def test_k_is_split_until_there_are_two_ctas_an_sm(m, n, k, tile):
 
 
 @pytest.mark.parametrize(
+    ("spec", "m", "n", "k", "tile"),
+    [
+        (FAST, 1, 6144, 4096, "16x64x128_w4_s8_g8"),  # a tile an SM: the deepest pipeline
+        (FAST, 16, 13824, 5120, "16x128x128_w4_s6_g8"),
+        (FAST, 16, 4096, 14336, "16x64x128_w4_s8_g8_k2"),  # half of the SMs would be idle
+        (FAST, 64, 6144, 4096, "64x64x256_w4_s4_g8"),
+        (FAST, 256, 28672, 4096, "128x256x128_w8_s4_g8"),
+        (ROWS, 64, 6144, 4096, "64x64x128_w4_s6_g8"),
+    ],
+)
+def test_tiles_of_rows(spec, m, n, k, tile):
+    problem = Problem(m, n, k)
+    [first, *others] = FP8_SPLIT_K.configs(spec, problem, H200)
+    assert str(first) == tile
+    assert {config.split_k for config in others} <= {first.split_k}
+    assert FP8_SPLIT_K.config_rejection(spec, problem, first, H200) is None
+    swaps = FP8_SPLIT_K.constants(spec, problem, first, H200)["SWAP_AB"]
+    assert swaps == (first.block_m < 64 or first.block_n == 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem", "is_taken"),
+    [
+        ("16x64x128_w4_s6_g8", Problem(32, 4096, 4096), True),
+        ("16x64x128_w4_s6_g8", Problem(33, 4096, 4096), False),
+        ("64x64x128_w4_s6_g8", Problem(33, 4096, 4096), True),
+        ("128x64x128_w4_s6_g8", Problem(33, 4096, 4096), False),
+        ("64x64x128_w4_s6_g8_k2", Problem(64, 4096, 1024), True),
+        ("64x64x128_w4_s6_g8_k2", Problem(64, 4096, 896), False),  # parts of four steps
+        ("64x64x128_w4_s6_g8_k2", Problem(64, 6400, 4096), False),  # 100 tiles of 132 SMs
+    ],
+)
+def test_what_was_measured(config, problem, is_taken):
+    assert is_covered(parse_config(config), problem, H200) == is_taken
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(257, 4096, 4096),
+        Problem(64, 4096, 4096, m_is_static=False, m_is_bounded=False),
+    ],
+)
+def test_other_rows_are_for_other_kernels(problem):
+    assert FP8_SPLIT_K.rejection(FAST, problem, H200) is not None
+    assert FP8_SPLIT_K.rejection(FAST, Problem(16, 4096, 4096), Device(89, 142, 101376))
+
+
+@pytest.mark.parametrize(
     ("problem", "device", "says"),
     [
         (Problem(65, 8576, 4096), H200, "not small"),
@@ -180,7 +238,7 @@ def test_split_k_rejects_other_problems(problem, device, says):
 
 @pytest.mark.parametrize(
     "kernel",
-    [k for k in KERNELS if k.family != "weight_only" and k is not FP8_BLOCK_SPLIT_K],
+    [k for k in KERNELS if k.family != "weight_only" and k not in (FP8_SPLIT_K, FP8_BLOCK_SPLIT_K)],
     ids=lambda k: k.name,
 )
 def test_kernels_that_do_not_split_k_reject_such_a_pin(kernel):

@@ -16,6 +16,7 @@ from inductor_quant.report.events import collect
 from tests.support.gemms.fp8 import Case, e5m2, e8m0, gemm, make_inputs, reference
 from tests.support.gemms.generated import generate
 from tests.support.gemms.w8a8 import assert_close
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.interp
 
@@ -49,25 +50,50 @@ BLOCKS = [
 ]
 
 
-def run(case, inputs, fn=None, make=None, **options):
+def run(case, inputs, fn=None, make=None, pin=None, **options):
     with collect() as report:
         generated = generate(
-            fn or gemm(case), make or (lambda device: make_inputs(case, device)), **options
+            fn or gemm(case),
+            make or (lambda device: make_inputs(case, device)),
+            *filter(None, [pin]),
+            **options,
         )
     [choice] = report.kernels
     return simulate.interpret(generated, inputs), choice.chosen
 
 
-@pytest.mark.parametrize("case", [*ROWS, *BLOCKS], ids=str)
+@pytest.mark.parametrize("case", [*sampled(ROWS), *sampled(BLOCKS)], ids=str)
 def test_result_is_close_to_fp64(case):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     got, kernel = run(case, inputs)
-    assert kernel.split()[0] in (f"{case.family}_mm", "fp8_block_split_k", "fp8_block_decode")
+    names = [f"{case.family}_{name}" for name in ("mm", "split_k", "decode")]
+    assert kernel.split()[0] in names
     assert_close(got, reference(case, inputs))
 
 
-@pytest.mark.parametrize("case", [*ROWS[3:6], *BLOCKS[2:5], *BLOCKS[10:12]], ids=str)
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(130, 77, 57), "fp8_mm 64x64x64_w4_s4_g8"),
+        (Case(7, 50, 260, w_layout="every_second"), "fp8_mm 16x16x256_w2_s6_g8"),
+        (Case(20, 77, 600), "fp8_split_k 16x64x128_w4_s6_g8_k2"),
+        (Case(1, 200, 1030, fast_accum=True), "fp8_split_k 16x128x128_w4_s6_g8_k4"),
+        (Case(100, 140, 512, bias=False), "fp8_split_k 64x128x128_w4_s6_g8_k3"),
+        (Case(130, 70, 260, out_dtype=f16), "fp8_split_k 128x64x256_w4_s4_g8"),
+    ],
+    ids=str,
+)
+def test_pinned_tiles_are_close_to_fp64(case, config):
+    """As they are and transposed, and with K in parts, of which the last may be empty."""
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    got, kernel = run(case, inputs, pin=config)
+    assert kernel == config
+    assert_close(got, reference(case, inputs))
+
+
+@pytest.mark.parametrize("case", sampled([*ROWS[3:6], *BLOCKS[2:5], *BLOCKS[10:12]]), ids=str)
 def test_a_device_without_fp8_decodes_it(case):
     """sm_80: each of the 256 bytes has an equal in bf16."""
     torch.manual_seed(0)
@@ -169,7 +195,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.parametrize("case", sampled(SPLIT), ids=str)
 def test_small_m_and_a_long_k_are_split(case):
     """A last part of K that is shorter, and one that is empty; the bias is added once."""
     torch.manual_seed(0)
@@ -187,7 +213,7 @@ def test_small_m_and_a_long_k_are_split(case):
 
 def test_k_is_not_split_if_m_is_symbolic():
     """The partials would be fp32 [split_k, M, N], whatever M becomes."""
-    case = dataclasses.replace(SPLIT[1], m=8)
+    case = dataclasses.replace(SPLIT[1], m=8, k=1500)
 
     def make(device):
         inputs = make_inputs(case, device)

@@ -27,6 +27,7 @@ from inductor_quant.report.events import collect
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support.gemms.fp8 import Case, gemm, make_inputs
 from tests.support.gemms.generated import generate
+from tests.support.sampling import sampled
 
 CASE = Case(4096, 2112, 1536, block=(128, 128), a_scales="m")
 H200 = Device(arch=90, num_sms=132, shared_memory=232448)
@@ -92,9 +93,11 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        *((CASE, config) for config in BLOCK_CONFIGS if config.group_m == 8),
-        *((dataclasses.replace(CASE, k=1408, bias=False), config) for config in TWO_ACCUMULATORS),
-        *((ROWS, tile(columns, group_m=8)) for columns in (256, 96)),
+        *sampled((CASE, config) for config in BLOCK_CONFIGS if config.group_m == 8),
+        *sampled(
+            (dataclasses.replace(CASE, k=1408, bias=False), config) for config in TWO_ACCUMULATORS
+        ),
+        *sampled((ROWS, tile(columns, group_m=8)) for columns in (256, 96)),
         (dataclasses.replace(ROWS, fast_accum=True, bias=False), TWO_ACCUMULATORS[1]),
     ],
     ids=str,

@@ -21,6 +21,7 @@ from tests.support.gemms import w8a8, weight_only
 from tests.support.gemms.generated import device, generate
 from tests.support.gemms.horizontal import DecoderLayer, Integers, PackedLayout, words
 from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("large_groups")
 
@@ -127,15 +128,21 @@ def loads(generated):
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("group", "config", "arch"),
-    [
-        (PackedLayout(weight_only.Case("gptq", 1, 0, 2048), COLUMNS), "8x128x128_w2_s3_g8_k4", 80),
-        (
-            PackedLayout(weight_only.Case("gptq", 16, 0, 2048), COLUMNS),
-            "16x128x128_w2_s3_g8_k4",
-            90,
-        ),
-        (Integers(w8a8.Case(16, 0, 1024), COLUMNS), "64x32x256_w4_s5_g8", 90),
-    ],
+    sampled(
+        [
+            (
+                PackedLayout(weight_only.Case("gptq", 16, 0, 2048), COLUMNS),
+                "16x128x128_w2_s3_g8_k4",
+                90,
+            ),
+            (
+                PackedLayout(weight_only.Case("gptq", 1, 0, 2048), COLUMNS),
+                "8x128x128_w2_s3_g8_k4",
+                80,
+            ),
+            (Integers(w8a8.Case(16, 0, 1024), COLUMNS), "64x32x256_w4_s5_g8", 90),
+        ]
+    ),
     ids=str,
 )
 def test_a_horizontal_launch_loads_as_a_single_gemm(group, config, arch):

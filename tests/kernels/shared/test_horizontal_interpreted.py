@@ -9,6 +9,7 @@ from inductor_quant import simulate
 from tests.support.gemms import w8a8, weight_only
 from tests.support.gemms.generated import generate
 from tests.support.gemms.horizontal import Group, Integers, PackedLayout
+from tests.support.sampling import sampled
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
 
@@ -22,7 +23,7 @@ def run(group: Group, fn, inputs, config):
     return simulate.interpret(generated, inputs), launched
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sampled(FORMATS))
 def test_packed_weights_are_close_to_fp64(name):
     """Every element, with bias and per_channel scale. Without split K the kernel does all."""
     torch.manual_seed(0)
@@ -35,7 +36,7 @@ def test_packed_weights_are_close_to_fp64(name):
         weight_only.assert_close(result, want)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize("name", sampled(["gptq", "awq"]))
 def test_with_split_k_results_are_bitwise_those_of_single_gemms(name):
     torch.manual_seed(0)
     group = PackedLayout(

@@ -20,6 +20,7 @@ from inductor_quant.simulate.interpreter import ptx
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import Case, described, generate_case
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("large_groups")
 
@@ -137,12 +138,9 @@ needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("m", "n", "k", "arch"),
-    [
-        (1, 28672, 4096, 90),
-        (16, 28672, 4096, 90),
-        (1, 4096, 11008, 90),
-        (16, 6144, 4096, 80),
-    ],
+    sampled(
+        [(16, 28672, 4096, 90), (1, 28672, 4096, 90), (16, 6144, 4096, 80), (1, 4096, 11008, 90)]
+    ),
 )
 def test_packed_weights_go_from_memory_to_registers(m, n, k, arch):
     case = Case("gptq", m, n, k)

@@ -7,6 +7,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import weight_only
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
@@ -60,6 +61,12 @@ def generated_by(kernel, fn, make, config):
         (MM, Case("int8_zero_channel", 33, 64, 128), "64x64x64_w4_s4_g8"),
         (MM, Case("int8_channel", 50, 64, 128, f16), "64x64x64_w4_s4_g8"),
         (MM, Case("nf4", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        (MM, Case("fp8_row", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        (MM, Case("fp8_block", 20, 128, 128, f16), "32x64x64_w4_s4_g8"),
+        (MM, Case("e5m2_group", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        (MM, Case("fp8_words", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        # four turns in three slices
+        (MM, Case("gptq", 20, 192, 512, f16, bias=True), "32x64x64_w4_s4_g8_k3"),
     ],
     ids=str,
 )
@@ -67,6 +74,22 @@ def test_results_are_close_to_fp64(kernel, case, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize("ctas", [3, 5, 16])
+def test_ctas_that_share_tiles_add_what_others_leave_them(ctas, monkeypatch):
+    """6 tiles of 4 turns: a CTA has two tiles, or a tile has up to four CTAs."""
+    kernel, constants = type(WEIGHT_ONLY_MM_SM90), WEIGHT_ONLY_MM_SM90.own_constants
+    monkeypatch.setattr(kernel, "scratch", lambda *_: ctas * (32 * 64 + 2))
+    monkeypatch.setattr(
+        kernel, "own_constants", lambda _, *given: constants(*given) | {"NUM_CTAS": ctas}
+    )
+    torch.manual_seed(0)
+    case = Case("gptq", 40, 192, 1024, f16, bias=True)
+    inputs = make_inputs(case, "cpu")
+    config = "32x64x64_w4_s4_g8"
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
@@ -80,7 +103,7 @@ def test_results_are_close_to_fp64(kernel, case, config):
 )
 @pytest.mark.parametrize("which", range(len(NAMES)), ids=NAMES)
 def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which, monkeypatch):
-    """All codes, in 16 bits (scales of x's dtype) and in fp32."""
+    """Every third block of K, in 16 bits (scales of x's dtype) and in fp32."""
     name, dtype, m = NAMES[which], dtypes[which], int(config.partition("x")[0])
     monkeypatch.setattr(formats, "f16", dtype)
     torch.manual_seed(0)
@@ -97,7 +120,7 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which,
         return x, *weight
 
     generated = generated_by(kernel, fn, make, config)
-    for rows in torch.eye(128).to(dtype).split(m):
+    for rows in torch.eye(128).to(dtype).split(m)[::3]:
         assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
 
 

@@ -9,6 +9,7 @@ from inductor_quant import simulate
 from inductor_quant.ops import weight_only
 from tests.support.gemms.generated import generate
 from tests.support.gemms.weight_only import Case, assert_close, gemm, make_inputs, reference
+from tests.support.sampling import sampled
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
 
@@ -31,10 +32,16 @@ def run(fn, make, inputs, config):
 
 
 @pytest.mark.parametrize(
-    ("config", "layout"),
-    [(CONFIGS[0], "rows"), (CONFIGS[1], "columns"), (CONFIGS[0], "every_second")],
+    ("name", "dtype", "config", "layout"),
+    sampled(
+        (
+            (*of, *how)
+            for of in FORMATS
+            for how in ((CONFIGS[0], "rows"), (CONFIGS[1], "columns"), (CONFIGS[0], "every_second"))
+        ),
+        every=4,  # each layout, with another format
+    ),
 )
-@pytest.mark.parametrize(("name", "dtype"), FORMATS)
 def test_result_is_close_to_fp64(name, dtype, config, layout):
     torch.manual_seed(0)
     case = Case(name, 40, 256, 512, dtype, bias=True, column_scale="channel", layout=layout)
@@ -58,6 +65,7 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype):
         x, _, _, *weight = make_inputs(Case(name, 64, 128, 256, dtype), device)
         return x, *weight
 
+    generated = generate(fn, make, f"weight_only_medium_m {CONFIGS[0]}")
+    assert any("fma.rn" in source for source in generated.kernels.values())
     for rows in torch.eye(256).to(dtype).split(64)[::3]:
-        got = run(fn, make, (rows, *weight), CONFIGS[0])
-        assert torch.equal(got, fn(rows, *weight))
+        assert torch.equal(simulate.interpret(generated, (rows, *weight)), fn(rows, *weight))

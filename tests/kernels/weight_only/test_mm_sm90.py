@@ -42,13 +42,15 @@ def aligned(case):
     [
         ("awq", (17, 1024)),
         ("nibble_pairs", (17, 1024)),
-        ("hqq", (17, 256)),
-        ("int8_group", (17, 256)),
-        ("int8_channel", (17, 1024)),
-        ("nf4", (17, 128)),
+        ("hqq", (17, 512)),
+        ("int8_group", (17, 1024)),
+        ("int8_channel", (17, 4096)),
+        ("nf4", (17, 512)),
         ("uint2", (17, 1024)),
+        ("fp8_row", (17, 1024)),
+        ("fp8_block", (17, 1024)),
+        ("e5m2_group", (17, 1024)),
         ("act_order", None),  # the group of each k is data
-        ("e5m2_group", None),
         ("int8_divisor", None),
         ("int4_in_int64", None),
         ("shift_table", None),
@@ -88,7 +90,23 @@ def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
     spec, problem = aligned(Case("awq", 64, n, 8192, f16))
     config, *_ = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     ctas = -(-n // config.block_n) * -(-64 // config.block_m) * config.split_k
-    assert ctas >= 0.7 * device(90).num_sms
+    is_shared = WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0
+    assert is_shared or ctas >= 0.7 * device(90).num_sms
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "is_shared"),
+    [
+        (256, 11008, 4096, True),  # 86 tiles
+        (256, 16896, 4096, False),  # 132
+        (256, 16384, 1024, False),  # 128
+        (4096, 11008, 4096, False),
+    ],
+)
+def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, large_groups):
+    spec, problem = aligned(Case("nibble_pairs", m, n, k))
+    config = GemmConfig(256, 128, 64, 8, 4)
+    assert (WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0) == is_shared
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_configurations_do_not_spill(arch, name, rows):
     for m in rows:
         case = Case(name, m, 1024, 2048)
         spec, problem = described(case)
-        for config in hardest(WEIGHT_ONLY_SMALL_M.configs(spec, problem, device(arch))):
+        for config in hardest(WEIGHT_ONLY_SMALL_M.configs(spec, problem, device(arch)), 1):
             generated = generate_case(case, f"weight_only_small_m {config}", arch=arch)
             [source] = [s for s in generated.kernels.values() if "inline_asm" in s]
             [text] = [n for n, s in generated.kernels.items() if s is source]

@@ -19,6 +19,7 @@ from tests.support.gemms.weight_only import (
     gemm,
     make_inputs,
 )
+from tests.support.sampling import sampled
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
 
@@ -53,7 +54,9 @@ def run_case(case, config):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [(n, c) for i, n in enumerate(FORMATS) for j, c in enumerate(CONFIGS) if (i + j) % 2 == 0],
+    sampled(
+        (n, c) for i, n in enumerate(FORMATS) for j, c in enumerate(CONFIGS) if (i + j) % 2 == 0
+    ),
 )
 def test_every_format_in_every_kind_of_tile(name, config):
     m = 25 if config.startswith("32x") else 5
@@ -62,14 +65,16 @@ def test_every_format_in_every_kind_of_tile(name, config):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *(Case("gptq", m, 256, 1024, bias=True, column_scale="channel") for m in (1, 8, 9, 16)),
-        *(Case(name, 3, 256, 512, f16) for name in FORMATS),
-        *(Case("awq", 3, 256, 512, dtype, out_dtype=f32) for dtype in (bf16, f16)),
-        *(Case(name, 3, 256, 512, layout="columns") for name in FORMATS[:3]),
-        *(Case(name, 3, 256, 512, layout="every_second") for name in FORMATS[2:]),
-        Case("gptq", 3, 256, 512, column_scale="tensor"),
-    ],
+    sampled(
+        [
+            *(Case("gptq", m, 256, 1024, bias=True, column_scale="channel") for m in (1, 8, 9, 16)),
+            *(Case(name, 3, 256, 512, f16) for name in FORMATS),
+            *(Case("awq", 3, 256, 512, dtype, out_dtype=f32) for dtype in (bf16, f16)),
+            *(Case(name, 3, 256, 512, layout="columns") for name in FORMATS[:3]),
+            *(Case(name, 3, 256, 512, layout="every_second") for name in FORMATS[2:]),
+            Case("gptq", 3, 256, 512, column_scale="tensor"),
+        ]
+    ),
     ids=str,
 )
 def test_the_first_configuration_is_right(case):
@@ -83,7 +88,7 @@ def test_the_first_configuration_is_right(case):
     [*((name, bf16, CONFIGS[0]) for name in FORMATS), ("gptq", f16, CONFIGS[2])],
 )
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, config):
-    """Each k alone, in blocks of 16 rows: one product, scaled in fp32, rounded once."""
+    """Each k alone, in every third block of 16: one product, scaled in fp32, rounded once."""
     torch.manual_seed(0)
     case = Case(name, 256, 128, 256, dtype)
     _, _, _, *weight = make_inputs(case, "cpu")
@@ -99,7 +104,7 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, config):
 
     generated = generate(fn, make, f"weight_only_small_m {config}")
     assert any("inline_asm" in source for source in generated.kernels.values())
-    for rows in torch.eye(256).to(dtype).split(16):
+    for rows in torch.eye(256).to(dtype).split(16)[::3]:
         got = simulate.interpret(generated, (rows, *weight))
         assert torch.equal(got, want[rows.argmax(1)])
 

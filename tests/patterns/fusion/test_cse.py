@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections import Counter
@@ -21,6 +22,7 @@ from tests.support.gemms.generated import generate
 from tests.support.gemms.quantizers import QUANTIZERS, Int8Linear, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, EagerBackend, Rewrite, capture, count
 from tests.support.producers.real import unchanged_inductor_config
+from tests.support.sampling import sampled
 
 aten = torch.ops.aten
 K, N = 40, 24
@@ -48,8 +50,10 @@ def reductions(gm: fx.GraphModule) -> int:
     return count(gm, row_reduce.op) + count(gm, aten.amax.default) + count(gm, aten.amin.default)
 
 
-@pytest.mark.parametrize("shape", [(7, K), (1, K), (2, 3, K)], ids=str)
-@pytest.mark.parametrize("layer", QUANTIZERS)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    sampled(itertools.product(QUANTIZERS, [(7, K), (1, K), (2, 3, K)]), every=4),  # each of both
+)
 def test_q_k_v_share_one_quantization(layer: type[Int8Linear], shape: tuple[int, ...]) -> None:
     if len(shape) > 2 and layer.__name__ == "GptFastLinear":
         shape = (6, K)
@@ -107,15 +111,15 @@ def test_the_generated_code_quantizes_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_llama_of_torchao_quantizes_nine_times_for_its_fifteen_gemms() -> None:
-    """Two layers: q, k and v share one, gate and up another, o and down have their own, which
-    makes 4 a layer; one more for the head."""
+def test_a_llama_of_torchao_quantizes_five_times_for_its_eight_gemms() -> None:
+    """A layer: q, k and v share one, gate and up another, o and down have their own. One more for
+    the head."""
     pytest.importorskip("torchao")
     transformers = pytest.importorskip("transformers")
     from torchao import quantization
 
     config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(bf16).eval().requires_grad_(False)
@@ -135,10 +139,10 @@ def test_a_llama_of_torchao_quantizes_nine_times_for_its_fifteen_gemms() -> None
         ids = torch.randint(0, 128, (1, 16))
         want = logits(ids)
         got, [rewrite] = capture(logits, [ids], options=EACH_ALONE)
-    assert len(rewrite.report.matches) == count(rewrite.after, W8A8) == 15
+    assert len(rewrite.report.matches) == count(rewrite.after, W8A8) == 8
     assert not rewrite.codes
-    assert (quantizations(rewrite.before), quantizations(rewrite.after)) == (15, 9)
-    assert (reductions(rewrite.before), reductions(rewrite.after)) == (30, 9)
+    assert (quantizations(rewrite.before), quantizations(rewrite.after)) == (8, 5)
+    assert (reductions(rewrite.before), reductions(rewrite.after)) == (16, 5)
     assert (got.double() - want.double()).square().mean() < 1e-3 * want.double().square().mean()
 
 

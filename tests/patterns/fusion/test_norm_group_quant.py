@@ -18,6 +18,7 @@ from inductor_quant.patterns.fusion.norm_group_quant import fuse_norm_and_group_
 from tests.support.gemms import group_reduce as groups
 from tests.support.gemms.group_reduce import GROUP, QUANTIZATIONS, Case
 from tests.support.graphs.post_grad import count
+from tests.support.sampling import sampled
 
 aten = torch.ops.aten
 bf16 = torch.bfloat16
@@ -204,7 +205,7 @@ def drawn(seed):
     return fn, (torch.randn(4, 128).to(bf16), torch.rand(128).to(bf16), torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", sampled(range(4), every=4))
 def test_random_quantizations_behind_a_norm_keep_their_values(part):
     joined = 0
     for seed in range(part * 40, part * 40 + 40):

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch._inductor import config
 
-from inductor_quant.ops import quantize, row_reduce, w8a8_linear
+from inductor_quant.ops import fp8, quantize, quantized_linear, row_reduce
 from inductor_quant.options import Options
 from tests.support.gemms.quantizers import GptFastLinear, TenLines, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, calls, capture, count
 
 K, N = 64, 48
-LINEAR = w8a8_linear.op
+E4M3 = torch.float8_e4m3fn
+LINEAR = quantized_linear.op
 APART = Options(on_error="raise", fuse_quantization=False)
 
 
@@ -80,9 +81,100 @@ def test_steps_to_the_scale(fn, steps, bounds, m, dtype):
         steps = [step for step in steps if step != "to f32"]
     assert call.kwargs["scale_ops"] == steps
     assert (call.kwargs["low"], call.kwargs["high"]) == bounds
+    assert call.kwargs["dtype"] == torch.int8
     assert call.args[0].op == "placeholder"
     assert [count(after, op) for op in (W8A8, quantize.op, row_reduce.op)] == [0, 0, 0]
     assert torch.equal(got, rewritten(fn, x, w, options=APART)[0])
+
+
+# ------------------------------------------------------------------------------------------
+# e4m3
+
+
+def float_product(a, w, scale):
+    return (a.float() @ w.float().t()) * scale
+
+
+def clamped(x, w):
+    scale = (x.abs().amax(-1, keepdim=True) / 448).float()
+    return float_product((x.float() / scale).clamp(-448, 448).to(E4M3), w, scale)
+
+
+def unclamped(x, w):
+    scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    return float_product((x / scale).to(E4M3), w, scale)
+
+
+def narrow(x, w):
+    """As compressed-tensors: the quotient has the type of x."""
+    low, high = (reduce(x, -1, keepdim=True) for reduce in (torch.amin, torch.amax))
+    zero = torch.zeros_like(low)
+    scale = torch.maximum(torch.minimum(low, zero).abs(), torch.maximum(high, zero).abs()) / 448
+    scale = torch.where(scale == 0, x.new_full((), 0.0078125), scale)
+    quotient = torch.clamp(x.div(scale).float(), x.new_full((), -448.0), x.new_full((), 448.0))
+    return float_product(quotient.to(x.dtype).to(E4M3), w, scale.float())
+
+
+def of_all(x, w):
+    scale = (x.abs().amax() / 448).float()
+    return float_product((x.float() / scale).clamp(-448, 448).to(E4M3), w, scale)
+
+
+FLOATS = {
+    clamped: ["div 448.0", "to f32"],
+    unclamped: ["to f32", "clamp_min 1e-12", "div 448.0"],
+    narrow: ["div 448.0", "if_zero 0.0078125"],
+    of_all: ["div 448.0", "to f32"],
+}
+
+
+def float_rows(m, dtype=torch.bfloat16):
+    x, w = of_rows(m, dtype)
+    return x, (w.float() / 8).to(E4M3)
+
+
+@pytest.mark.parametrize("m", [1, 4])
+@pytest.mark.parametrize("fn", FLOATS, ids=lambda fn: fn.__name__)
+def test_steps_to_the_scale_of_e4m3(fn, m):
+    x, w = float_rows(m)
+    got, after = rewritten(fn, x, w)
+    if fn is of_all and m > 1:
+        assert not calls(after, LINEAR)
+        return
+    [call] = calls(after, LINEAR)
+    assert (call.kwargs["dtype"], call.kwargs["scale_ops"]) == (E4M3, FLOATS[fn])
+    assert count(after, row_reduce.op) == 0
+    assert torch.equal(got, rewritten(fn, x, w, options=APART)[0])
+
+
+def half_clamped(x, w):
+    scale = x.float().abs().amax(-1, keepdim=True) / 500
+    return float_product((x / scale).clamp_max(448).to(E4M3), w, scale)
+
+
+def clamped_to_less(x, w):
+    scale = x.float().abs().amax(-1, keepdim=True) / 448
+    return float_product((x / scale).clamp(-440, 440).to(E4M3), w, scale)
+
+
+def rounded_to_bf16_in_between(x, w):
+    scale = x.float().abs().amax(-1, keepdim=True) / 448
+    quotient = (x.float() / scale).clamp(-448, 448).to(torch.bfloat16)
+    return float_product(quotient.to(E4M3), w, scale)
+
+
+@pytest.mark.parametrize("fn", [half_clamped, clamped_to_less, rounded_to_bf16_in_between])
+def test_another_quantization_to_e4m3_stays(fn):
+    x, w = float_rows(4)
+    got, after = rewritten(fn, x, w)
+    assert not calls(after, LINEAR)
+    assert count(after, quantize.op) == 0
+    assert calls(after, fp8.op)
+    want = rewritten(fn, x, w, options=APART)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layer", [TorchaoLinear, GptFastLinear, TenLines])

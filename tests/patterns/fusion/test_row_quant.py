@@ -25,6 +25,14 @@ def min_max_linear(x, w, w_scale):
     return (torch._int_mm(a, w.t()).float() * a_scale * w_scale).to(x.dtype)
 
 
+def float_linear(x, w, w_scale):
+    """As torchao, in e4m3."""
+    a_scale = (x.abs().amax(-1, keepdim=True) / 448).float()
+    a = (x.float() / a_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    w, scales = w.view(a.dtype).t(), (a_scale, w_scale[None])
+    return torch._scaled_mm(a, w, *scales, out_dtype=x.dtype, use_fast_accum=True)
+
+
 def make(m, k, device, n=64):
     if device == "cuda":
         return (
@@ -44,7 +52,7 @@ def compiled(fn, m, k, **kwargs):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("fn", [linear, min_max_linear])
+@pytest.mark.parametrize("fn", [linear, min_max_linear, float_linear])
 @pytest.mark.parametrize("m", [1, 16, 256])
 def test_long_rows_are_quantized_in_one_kernel(fn, m):
     """Without our op Inductor splits the reduction at this size: three kernels before the GEMM."""

@@ -14,6 +14,7 @@ from inductor_quant.ops import quantize
 from inductor_quant.options import Options
 from tests.support.gemms.generated import generate
 from tests.support.graphs.post_grad import W8A8, capture, count
+from tests.support.sampling import sampled
 
 aten = torch.ops.aten
 K, N = 64, 48
@@ -237,7 +238,7 @@ def test_an_element_takes_a_maximum_a_product_and_a_conversion():
 
 
 @pytest.mark.interp
-@pytest.mark.parametrize("fn", TAKEN, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", sampled(TAKEN), ids=lambda fn: fn.__name__)
 def test_it_computes_what_eager_does(fn):
     torch.manual_seed(0)
     x, w = make("cpu")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from tests.support.graphs.post_grad import CAST, calls, capture
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.compiles
 
@@ -44,10 +47,16 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("x_dtype", [f32, bf16])
-@pytest.mark.parametrize("z_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("stored", [torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize(
+    ("name", "stored", "z_dtype", "x_dtype"),
+    sampled(
+        itertools.product(
+            WEIGHTS, (torch.int8, torch.uint8), (torch.int32, torch.int64), (f32, bf16)
+        ),
+        every=3,  # each weight, each pair of dtypes
+    ),
+    ids=str,
+)
 def test_the_difference_wraps_and_is_rounded_as_in_the_graph(name, stored, z_dtype, x_dtype):
     q, z, s = inputs(stored, z_dtype)
     x = torch.eye(K, dtype=x_dtype)

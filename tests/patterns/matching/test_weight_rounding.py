@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from inductor_quant.ops.dequantize import dequantize
 from inductor_quant.patterns.matching.weight_decode import Weight
 from tests.support.graphs.reading import read_weight, tensors_of
+from tests.support.sampling import sampled
 
 f64, f32, f16, bf16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CAST = torch.ops.prims.convert_element_type.default
@@ -125,9 +126,7 @@ def check(seed):
     return "reordered" if found.is_reordered else "fewer"
 
 
-@pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
-)
+@pytest.mark.parametrize("part", sampled(range(8), every=8))
 def test_a_weight_is_the_graphs_as_its_class_says(part):
-    outcomes = Counter(check(seed) for seed in range(part * 250, part * 250 + 250))
-    assert all(outcomes[name] > 10 for name in ("same", "fewer", "reordered")), outcomes
+    outcomes = Counter(check(seed) for seed in range(part * 125, part * 125 + 125))
+    assert all(outcomes[name] > 5 for name in ("same", "fewer", "reordered")), outcomes

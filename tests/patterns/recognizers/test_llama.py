@@ -33,7 +33,7 @@ FORMATS = {
     "torchao_uint3_shards": "",
     "torchao_uint5_shards": "",
     "torchao_uint6_shards": "",
-    "bitnet_packed": "",
+    "bitnet_packed": "bitnet",
     "ct_pack_int4_chan_sym": "",  # Gemma's int4
 }
 IN_CI = ("hqq_1.58b_g64_ax1_fwd",)

@@ -28,7 +28,6 @@ from tests.support.producers.registry import (
     anchors,
     capture,
     need,
-    record,
     signature,
 )
 
@@ -191,22 +190,7 @@ def test_a_group_has_as_many_values_as_its_bits_can_tell_and_two_groups_more(
 
 
 # ------------------------------------------------------------------------------------------
-# the graphs
-
-
-@every
-def test_the_graph_has_one_product_and_its_bias_where_it_should_be(producer: Producer) -> None:
-    need(producer)
-    dtype = producer.dtypes[0]
-    module = producer.make(dtype, K, N)
-    x = inputs(producer, dtype, producer.max_rows or 32)
-    result, recorded = record(module, x)
-    assert error(result, expected(producer, module, x)) < TOLERANCE[dtype]
-    [anchor] = anchors(recorded.before, producer)
-    assert (str(anchor.target) == "aten.addmm.default") == (producer.bias == "addmm")
-    added = [node for node in recorded.before.graph.nodes if str(node.target) == "aten.add.Tensor"]
-    after = [node for node in added if node > anchor]
-    assert len(after) == (producer.bias == "add")
+# the graphs (what they have in common: test_weight_only.py)
 
 
 @given

@@ -47,6 +47,10 @@ TAKEN: dict[str, tuple[Fn, str]] = {
     "a number": (lambda x, w, s, c, b: F.linear(q(x) * 0.02, w * c, b), ""),
     "no scale": (lambda x, w, s, c, b: F.linear(q(x), w.float()), ""),
     "scales behind": (lambda x, w, s, c, b: F.linear(q(x), w.float()) * s * c.t(), ""),
+    "divided by a scale": (lambda x, w, s, c, b: F.linear(q(x) / s, w * c, b), ""),
+    "divided for all rows": (lambda x, w, s, c, b: F.linear(q(x) / s[:1], w.float()) * s, ""),
+    "divided by a number": (lambda x, w, s, c, b: F.linear(q(x) / 51, w * c, b), ""),
+    "divided behind": (lambda x, w, s, c, b: F.linear(q(x), w.float()) / (c[0] * s) + b, ""),
     "one behind": (lambda x, w, s, c, b: F.linear(q(x) * s, w.float()) * c.t() + b, ""),
     "through int8": (lambda x, w, s, c, b: F.linear(q(x).to(i8).float() * s, w * c), ""),
     "a zero point": (lambda x, w, s, c, b: F.linear((q(x) - q(s * 99)) * s, w * c), "int"),
@@ -122,7 +126,9 @@ def test_what_is_not_proved_is_left(name: str) -> None:
 
 
 RIGHT_ANYHOW: dict[str, Fn] = {
-    "divided by a scale": lambda x, w, s, c, b: F.linear(q(x), w.float()) / s,
+    "divided by another behind": lambda x, w, s, c, b: F.linear(q(x) / s, w * c) / s,
+    "divided behind a bias": lambda x, w, s, c, b: F.linear(q(x), w.float(), b) / s,
+    "divided, and a zero point": lambda x, w, s, c, b: F.linear((q(x) - 3) / s, w * c),
     "divided by another": lambda x, w, s, c, b: F.linear(q(x) * s, w * c) / s,
     "a sum of columns behind": lambda x, w, s, c, b: F.linear(q(x) * s, w.float()) - s * w.sum(1),
     "a zero point behind the scale": lambda x, w, s, c, b: F.linear(q(x) * s - 3 * s, w * c),

@@ -29,6 +29,7 @@ from tests.support.graphs.post_grad import (
     printed,
 )
 from tests.support.producers.real import unchanged_inductor_config
+from tests.support.sampling import sampled
 
 aten = torch.ops.aten
 
@@ -70,15 +71,9 @@ def test_a_spelling_becomes_one_op_of_the_same_value(spelling: Spelling) -> None
     assert torch.equal(result, before)
 
 
-# What stays beside the op is seen above; each third is compiled in CI, all with ``-m slow``.
-COMPILED = [
-    pytest.param(spelling, marks=[] if i % 3 == 0 else [pytest.mark.slow], id=str(spelling))
-    for i, spelling in enumerate(SPELLINGS)
-]
-
-
+# What stays beside the op is seen above.
 @pytest.mark.compiles
-@pytest.mark.parametrize("spelling", COMPILED)
+@pytest.mark.parametrize("spelling", sampled(SPELLINGS, every=4), ids=str)
 def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
     with collect() as report:
         generated = generate(spelling.fn, lambda device: tuple(spelling.inputs(device)))

@@ -13,7 +13,7 @@ from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.spec.gemm import GATHERED
 from inductor_quant.spec.weight_format import Field, WeightFormat
 from tests.support.graphs.post_grad import Rewrite, calls, capture
-from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, need
+from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, anchors, need
 
 bf16, f16 = torch.bfloat16, torch.float16
 OP = torch.ops.inductor_quant.weight_only.default
@@ -21,6 +21,8 @@ K = N = 256
 # Of eager's error. The canonical op rounds less often, or as often. A single row is a small sample:
 # two results of equal quality differ by more there.
 MAX_ERROR = {True: 1.1, False: 1.02}
+# Relative, root of the mean square: eager rounds the weight and the result to 16 bits, some twice.
+TOLERANCE = {bf16: 5e-3, f16: 1e-3}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -52,12 +54,18 @@ def is_dynamic(lead: tuple[int, ...], bias: bool) -> bool:
 CROSS_WORDS = {"gptq_3b_g64"}
 
 
-@functools.cache
 def rewritten(
     producer: Producer, dtype: torch.dtype, lead: tuple[int, ...] = (32,), bias: bool = True
 ) -> tuple[Any, torch.Tensor, torch.Tensor, Rewrite]:
     """The layer, an input, the result of its rewritten graph, and the graph. M is symbolic for 3-D
     inputs with a bias."""
+    return _rewritten(producer, dtype, lead, bias)
+
+
+@functools.cache
+def _rewritten(
+    producer: Producer, dtype: torch.dtype, lead: tuple[int, ...], bias: bool
+) -> tuple[Any, torch.Tensor, torch.Tensor, Rewrite]:
     need(producer)
     torch.manual_seed(1)
     torch._dynamo.reset()
@@ -119,6 +127,22 @@ def test_a_layer_becomes_one_gemm_that_is_as_exact(
     want = exact(producer, module, x)
     limit = MAX_ERROR[match.m == 1]
     assert (result.double() - want).norm() <= limit * (eager.double() - want).norm()
+
+
+@pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
+def test_the_graph_has_one_product_and_its_bias_where_it_should_be(producer: Producer) -> None:
+    """Of the registry: the graph that the tests above are about is that of the layer."""
+    dtype, lead, bias = cases(producer)[0]
+    module, x, result, rewrite = rewritten(producer, dtype, lead, bias)
+    if producer.expected_matches:  # else nothing was rewritten
+        [result] = rewrite.before(*rewrite.inputs)
+    want = exact(producer, module, x)
+    assert (result.double() - want).norm() < TOLERANCE[dtype] * want.norm()
+    [anchor] = anchors(rewrite.before, producer)
+    assert (str(anchor.target) == "aten.addmm.default") == (producer.bias == "addmm")
+    added = [node for node in rewrite.before.graph.nodes if str(node.target) == "aten.add.Tensor"]
+    after = [node for node in added if node > anchor]
+    assert len(after) == (producer.bias == "add")
 
 
 @pytest.mark.parametrize("producer", MATCHED, ids=str)
@@ -236,6 +260,7 @@ def _is_stored(node: fx.Node) -> bool:
 
 
 NAMES = {
+    "bitnet_packed": "bitnet",
     "torchao_nvfp4_wo": "nvfp4",
     "ct_nvfp4_pack": "nvfp4",
     "torchao_mxfp4_dequantized": "mxfp4",

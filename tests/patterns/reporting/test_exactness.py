@@ -12,7 +12,7 @@ from inductor_quant.simulate import generate
 from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from tests.support.gemms.quantizers import QUANTIZERS
-from tests.support.graphs.post_grad import W8A8, calls, capture
+from tests.support.graphs.post_grad import W8A8, EagerBackend, calls, capture
 from tests.support.producers.registry import GIVEN, PRODUCERS, need
 
 pytestmark = pytest.mark.compiles
@@ -76,36 +76,35 @@ def test_the_weaker_classes_are_needed():
     for name, fn, dtype, expected, _ in CHAINS:
         if expected is BIT_EXACT or name in ("bias", "to bf16"):  # bias: a multiply-add, on a GPU
             continue
-        results = []
-        for seed in range(5):
-            args = operands(dtype, seed)
-            torch._dynamo.reset()
-            results.append(torch.equal(capture(fn, args)[0], fn(*args)))
-        assert not all(results), name
+        compiled = torch.compile(fn, backend=EagerBackend())
+        torch._dynamo.reset()
+        seeds = (operands(dtype, seed) for seed in range(5))
+        assert not all(torch.equal(compiled(*args), fn(*args)) for args in seeds), name
 
 
 @pytest.mark.parametrize("chain", CHAINS, ids=NAMES)
 def test_strict_is_bit_for_bit_what_eager_mode_computes(chain):
     name, fn, dtype, _, is_whole = chain
-    for seed in range(3):
-        args = operands(dtype, seed)
-        torch._dynamo.reset()
-        with config.patch(emulate_precision_casts=True):
-            result, [rewrite] = capture(fn, args, options=STRICT)
-        assert torch.equal(result, fn(*args))
-        if name in ("column, row", "two numbers"):
-            # the op takes one of the scales, the other stays
-            continue
-        if name == "product first":
-            assert [r.code for r in rewrite.report.rejections] == [RejectionCode.NUMERICS]
-            continue
-        [call] = calls(rewrite.after)
-        [match] = rewrite.report.matches
-        assert match.exactness in (BIT_EXACT, FEWER)
-        assert call.kwargs["out_dtype"] == f32
-        rest = [n for n in rewrite.after.graph.nodes if n.op == "call_function"]
-        arithmetic = [n for n in rest if n.target != W8A8 and "reshape" not in str(n.target)]
-        assert (arithmetic == []) == is_whole
+    backend = EagerBackend(STRICT)
+    compiled = torch.compile(fn, backend=backend)
+    with config.patch(emulate_precision_casts=True):
+        for seed in range(3):
+            args = operands(dtype, seed)
+            assert torch.equal(compiled(*args), fn(*args))
+    [rewrite] = backend.rewrites
+    if name in ("column, row", "two numbers"):
+        # the op takes one of the scales, the other stays
+        return
+    if name == "product first":
+        assert [r.code for r in rewrite.report.rejections] == [RejectionCode.NUMERICS]
+        return
+    [call] = calls(rewrite.after)
+    [match] = rewrite.report.matches
+    assert match.exactness in (BIT_EXACT, FEWER)
+    assert call.kwargs["out_dtype"] == f32
+    rest = [n for n in rewrite.after.graph.nodes if n.op == "call_function"]
+    arithmetic = [n for n in rest if n.target != W8A8 and "reshape" not in str(n.target)]
+    assert (arithmetic == []) == is_whole
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.__name__)

@@ -131,6 +131,37 @@ def finegrained_fp8(model: nn.Module, **options: Any) -> nn.Module:
     return replaced(model, functools.partial(stand_ins.fp8_linear, **options))
 
 
+@contextlib.contextmanager
+def uncompiled_bitnet() -> Iterator[None]:
+    """Without the library's own torch.compile, which calls a C++ compiler for each size."""
+    from transformers.integrations import bitnet as package
+
+    from tests.support.producers.real import eager
+
+    kinds = ((package, "unpack_weights"), (package.BitLinear, "activation_quant"),
+             (package.BitLinear, "post_quant_process"))  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for owner, name in kinds:
+            stack.enter_context(mock.patch.object(owner, name, eager(getattr(owner, name))))
+        yield
+
+
+def bitnet(model: nn.Module, use_rms_norm: bool = False) -> nn.Module:
+    """``BitLinear`` with random ternary weights of the layers' magnitude."""
+    from transformers.integrations.bitnet import BitLinear, pack_weights
+
+    def packed(layer: nn.Linear) -> nn.Module:
+        n, k = layer.weight.shape
+        made: Any = BitLinear(k, n, layer.bias is not None, dtype=torch.bfloat16,
+                              use_rms_norm=use_rms_norm)  # fmt: skip
+        scale = layer.weight.float().abs().mean().clamp_min(1e-5)
+        made.weight = pack_weights((layer.weight.float() / scale).round().clamp(-1, 1))
+        made.weight_scale.fill_(1 / scale)
+        return made.to(torch.bfloat16).requires_grad_(False)  # type: ignore[no-any-return]
+
+    return replaced(model, packed)
+
+
 def quanto(weights: str, activations: str, model: nn.Module) -> nn.Module:
     from optimum import quanto as package
 
@@ -224,6 +255,8 @@ CASES = [
     _fp8("128 x 128, static", "fp8_block", scheme="static"),
     _fp8("per tensor, dynamic", "fp8", block=None),
     _fp8("per tensor, static", "fp8", block=None, scheme="static"),
+    Case("1.58 bits", "bitnet", bitnet, "weight_only", "transformers", rms=_STEPS,
+         context=uncompiled_bitnet),
     Case("W8A8", "quanto", functools.partial(quanto, "qint8", "qint8"), "w8a8", "optimum.quanto",
          rms=_STEPS),
     Case("FP8, FP8", "quanto", functools.partial(quanto, "qfloat8", "qfloat8"), "fp8",

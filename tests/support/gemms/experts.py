@@ -64,7 +64,6 @@ def mxfp4(k: int, n: int) -> Packed:
         (n,),
         Field(1, (form(data=code),)),
         (DequantOp("mul", Field(3, (form(data=exponent),))),),
-        table="e2m1",
     )
 
     def read(q, lut, s, powers):  # type: ignore[no-untyped-def]

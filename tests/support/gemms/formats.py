@@ -410,6 +410,21 @@ def nf4(k: int, n: int) -> Packed:
     return Packed("nf4", format, tensors, read)
 
 
+def joined_table(k: int, n: int) -> Packed:
+    """Numbers of 6 bits, four in one tensor and two in another, index a table of each channel."""
+    high = Field(1, (form(("n0", 1)), form(("k0", 1))), form(("k1", 4), ("k2", 2)), 2)
+    code = Field(0, (form(("n0", 1)), form(("k0", 2), ("k1", 1))), form(("k2", 4)), 4, high=high)
+    element = Field(2, (form(("n0", 1)), form(data=code)))
+
+    def read(low, high, table):  # type: ignore[no-untyped-def]
+        above = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], 2).flatten(1)
+        codes = torch.stack([low & 15, low >> 4], 2).flatten(1) + 16 * above
+        return table.gather(1, codes.to(i64)).t()
+
+    tensors = (("bits", (n, k // 2), u8), ("bits", (n, k // 4), u8), ("float", (n, 64), bf16))
+    return Packed("joined_table", WeightFormat((k // 4, 2, 2), (n,), element), tensors, read)
+
+
 def act_order(k: int, n: int) -> Packed:
     """GPTQ in which a tensor lists the group of each row."""
     groups = k // GROUP
@@ -462,7 +477,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     for build in (
         *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
         *(int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group, nibble_pairs, int4_words),
-        *(uint2, uint3, int4_in_int64, nf4, act_order, shift_table),
+        *(uint2, uint3, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
 

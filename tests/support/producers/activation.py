@@ -254,6 +254,48 @@ class FakeQuantized(Int8Linear):
         return nn.functional.linear(x, weight, self.bias)
 
 
+class Decomposed(Int8Linear):
+    """The ops of PT2E and ExecuTorch as they are written, with a range of each call.
+
+    ``kind``: a symmetric scale for "tensor", or for "token" with a zero point; "plain": a symmetric
+    one for a token, by an op whose results have other dtypes than it says.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(K, N)
+        import torch.ao.quantization.fx._decomposed  # registers the ops
+
+        self.kind, self.ops = kind, torch.ops.quantized_decomposed
+        self.zeros = nn.Buffer(torch.zeros(N, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ops, ends = self.ops, (-128, 127)
+        if self.kind == "tensor":
+            scale, zero = ops.choose_qparams_symmetric.tensor(x, *ends, 1e-6, torch.int8)
+            x = ops.quantize_per_tensor.tensor(x, scale, zero, *ends, torch.int8)
+            x = ops.dequantize_per_tensor.tensor(x, scale, zero, *ends, torch.int8)
+        else:
+            is_plain = self.kind == "plain"
+            choose = ops.choose_qparams_per_token
+            choose = choose if is_plain else ops.choose_qparams_per_token_asymmetric
+            scale, zero = choose(x, torch.int8)
+            x = ops.quantize_per_token(x, scale, zero, *ends, torch.int8)
+            x = ops.dequantize_per_token(x, scale, zero, *ends, torch.int8, f32)
+        rows = self.scale.reshape(-1), self.zeros, 0
+        weight = ops.dequantize_per_channel(self.weight, *rows, *ends, torch.int8)
+        return nn.functional.linear(x, weight, self.bias.to(f32))
+
+
+def _executorch(x: Tensor) -> nn.Module:
+    """8da4w, with a group as long as K."""
+    from torchao.quantization.linear_quant_modules import Int8DynActInt4WeightLinear
+
+    layer = Int8DynActInt4WeightLinear(K, N, bias=False, groupsize=K)
+    layer.weight.copy_(torch.randint(-8, 8, (N, K)))
+    layer.scales.copy_(torch.rand(N, 1) * 0.01 + 0.005)
+    return layer
+
+
 def _of(layer: type[Int8Linear], **kwargs: Any) -> Callable[[Tensor], nn.Module]:
     def build(x: Tensor) -> nn.Module:
         return layer(K, N, dtype=x.dtype, **kwargs)
@@ -316,6 +358,15 @@ MORE = [
     *(ActivationProducer(f"smoothed_{'div' if divides else 'mul'}",
         lambda x, divides=divides: Smoothed(divides=divides), _BOTH,
         "dynamic per_token int8 symmetric, aminmax/127.5 in bf16") for divides in (True, False)),
+    ActivationProducer("decomposed_tensor", lambda x: Decomposed("tensor"),
+        "(a=i8/tensor:f32, b=i8/channel:f32 zero=float, out=f32+bias)",
+        "dynamic per_tensor int8 symmetric", dtype=f32),
+    ActivationProducer("decomposed_token", lambda x: Decomposed("token"),
+        "(a=i8/token:f32 zero=int, b=i8/channel:f32 zero=float, out=f32+bias)",
+        "dynamic per_token int8 asymmetric", dtype=f32),
+    ActivationProducer("executorch_8da4w", _executorch,
+        "(a=i8/token:f32 zero=int, b=i8/channel:f32 zero=float, out=f32)",
+        "dynamic per_token int8 asymmetric, aminmax/255 in f32", dtype=f32, **_TORCHAO),
     ActivationProducer("fake_unsigned", lambda x: FakeQuantized("unsigned"),
         "(a=i8/token:bf16 zero=int, b=i8/channel:bf16, out=bf16+bias)",
         "dynamic per_token uint8 asymmetric, aminmax/255 in bf16"),

@@ -15,7 +15,12 @@ from inductor_quant.kernels.experts.rules import ExpertsKernel, constants, mean_
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import operand_rejection
-from inductor_quant.kernels.weight_only.direct.kernel import ARCHS, TILES, WeightOnlyDirect
+from inductor_quant.kernels.weight_only.direct.kernel import (
+    ARCHS,
+    FLOAT8,
+    TILES,
+    WeightOnlyDirect,
+)
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -31,7 +36,11 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
     name = "experts_direct"
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        is_wide = not 0 < rules.weight_of(problem).format.code.width <= 4
+        weight = rules.weight_of(problem)
+        code = weight.format.code
+        is_wide = not 0 < code.width <= 4
+        if code.float8 or weight.tensors[code.source].dtype in FLOAT8:
+            return no_kernel("experts_mm is faster")
         if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else MAX_MEAN):
             return no_kernel(f"M = {problem.m}: too many rows an expert")
         if device.arch not in ARCHS:

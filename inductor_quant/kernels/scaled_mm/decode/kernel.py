@@ -1,8 +1,10 @@
-"""Kernels of ``w8a8`` and ``fp8_block`` for decode on Hopper, in Gluon: a GEMV of up to 8 rows.
+"""Kernels of ``w8a8``, ``fp8`` and ``fp8_block`` for decode on Hopper, in Gluon: a GEMV of up to 8
+rows.
 
 out = scale * (A @ B) + bias, chosen on sm_90 for static M up to 8, K a multiple of 128, aligned
-rows, and weights up to 64 MiB; larger weights stream at the same speed through the other kernels.
-``w8a8_decode_quantize`` also quantizes x to int8, for M up to 4 and weights that are small enough.
+rows, and weights up to 64 MiB (``fp8``: 32); larger weights stream at the same speed through the
+other kernels. ``w8a8_decode_quantize`` and ``fp8_decode_quantize`` also quantize x, for M up to 4
+and weights that are small enough.
 
 The time is that of reading the weight, so loads go straight to registers: no shared memory and no
 barrier before the final sum. Operands are swapped (swap_ab): a tile is 16 columns of B by 8 rows of
@@ -32,11 +34,12 @@ BLOCK_M, BLOCK_N = 8, 16  # of mma.sync, with A and B swapped
 SLICE = 128  # elements of K that a warp reads at once: a scale block, one cache line per column
 MAX_REGISTERS = 128  # a thread, so that 16 warps are resident
 MAX_WEIGHT = 2**26  # bytes
+MAX_WEIGHT_FLOAT = 2**25  # of FP8 by rows, whose other kernel streams as fast
 MAX_UNROLLED = 4
 
 # With quantization: every CTA quantizes all rows of x, padded to 1, 2 or 4; a warp keeps at most
 # MAX_X_SLICES slices of them in registers.
-MAX_WEIGHT_QUANTIZED = {1: 2**27, 2: 2**26, 4: 2**24}  # bytes, by padded M
+MAX_WEIGHT_QUANTIZED = {1: 2**27, 2: 2**26, 4: 2**24}  # bytes, by padded M; half for e4m3
 MAX_X_SLICES = 16
 # With so few registers a third CTA fits an SM. Of more slices than KEPT_X_SLICES x is read again,
 # from the L2 cache, once the scale is known: it would spill.
@@ -118,6 +121,13 @@ class W8A8Decode(Decode, Int8Kernel):
         return super().rejection(spec, problem, device) or reject_if_only_mm(spec, problem)
 
 
+class Fp8Decode(Decode, Fp8Kernel):
+    name = "fp8_decode"
+
+    def max_weight(self, problem: Problem) -> int:
+        return MAX_WEIGHT_FLOAT
+
+
 class Fp8BlockDecode(Decode, Fp8Kernel):
     name = "fp8_block_decode"
     family = "fp8_block"
@@ -126,8 +136,7 @@ class Fp8BlockDecode(Decode, Fp8Kernel):
         return super().rejection(spec, problem, device) or reject_unless_128(spec)
 
 
-class W8A8DecodeQuantize(W8A8Decode):
-    name = "w8a8_decode_quantize"
+class DecodeQuantize(Decode):
     is_horizontal = False
     quantizes = True
 
@@ -162,6 +171,19 @@ class W8A8DecodeQuantize(W8A8Decode):
             detail = f"{config} has more than {MAX_X_SLICES} slices of x a warp"
             return Rejection(RejectionCode.REGISTERS, detail)
         return None
+
+
+class W8A8DecodeQuantize(DecodeQuantize, W8A8Decode):
+    name = "w8a8_decode_quantize"
+
+
+class Fp8DecodeQuantize(DecodeQuantize, Fp8Decode):
+    """A value takes a division here, an int8 one a product with the reciprocal."""
+
+    name = "fp8_decode_quantize"
+
+    def max_weight(self, problem: Problem) -> int:
+        return super().max_weight(problem) // 2
 
 
 def padded_m(problem: Problem) -> int:
@@ -209,7 +231,7 @@ def layouts(config: GemmConfig) -> dict[str, Layout]:
 
 
 def x_layouts(problem: Problem, config: GemmConfig) -> dict[str, Layout]:
-    """Which lane quantizes which part of the rows of x, and which one reads which part of the int8
+    """Which lane quantizes which part of the rows of x, and which one reads which part of the
     result: as of A, with the rows repeated up to BLOCK_M."""
     rows = ("row", padded_m(problem))
     again = ("again", BLOCK_M // rows[1])
@@ -231,5 +253,7 @@ def _bits(name: str, size: int) -> tuple[Dim, ...]:
 
 
 W8A8_DECODE = W8A8Decode()
+FP8_DECODE = Fp8Decode()
 FP8_BLOCK_DECODE = Fp8BlockDecode()
 W8A8_DECODE_QUANTIZE = W8A8DecodeQuantize()
+FP8_DECODE_QUANTIZE = Fp8DecodeQuantize()

@@ -8,9 +8,10 @@ come from one table, measured on sm_90: its cost model accounts for the shape an
 ``config_rejection`` for the registers and shared memory of the device. FP8 takes the table of int8,
 whose operands have the same size and rate.
 
-``fp8_block_split_k`` is the variant for small M on sm_90, where whole tiles leave SMs idle: up to
-8 CTAs share a tile, each with a part of K, and the lowering adds their fp32 partials. With M below
-64 the tile is computed as its transpose (swap_ab).
+``fp8_split_k`` and ``fp8_block_split_k`` are variants for small M on sm_90, where whole tiles leave
+SMs idle: up to 8 CTAs share a tile, each with a part of K, and the lowering adds their fp32
+partials. With M below 64 the tile is computed as its transpose (swap_ab). ``fp8_split_k`` has a
+table of its own, and mostly needs no split: its tiles are small, its pipelines deep.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from inductor_quant.kernels.scaled_mm.fp8 import (
 )
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.kernels.shared.grids import tile_grid
+from inductor_quant.kernels.shared.split_k import same_split
 from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -69,8 +71,8 @@ class Fp8BlockMm(Fp8Mm):
 # ------------------------------------------------------------------------------------------
 # split K
 
-SMALL_M = 64  # any N up to this M
-MAX_M = 256  # up to this M if tiles of 128 x 128 occupy half of the SMs or fewer
+MAX_M = 256  # of blocks: if tiles of 128 x 128 occupy half of the SMs or fewer
+SMALL_M = 64  # of blocks: any N up to this M
 MAX_SPLIT_K = 8
 # K steps that each part must keep: while SMs are idle, and once all have a CTA. The sum of the
 # partials is one more kernel.
@@ -81,9 +83,7 @@ MIN_STEPS_THREE = 40
 BLOCK_N = 64
 
 
-class Fp8BlockSplitK(Fp8Kernel):
-    name = "fp8_block_split_k"
-    family = "fp8_block"
+class SplitK(Fp8Kernel):
     template = "scaled_mm/mm/fp8"
 
     @staticmethod
@@ -97,12 +97,60 @@ class Fp8BlockSplitK(Fp8Kernel):
             return found
         if device.arch not in WGMMA_ARCHS:
             return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
-        is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
-        if problem.m > SMALL_M and not (
-            problem.m <= MAX_M and problem.m_is_bounded and is_half_idle
-        ):
+        if not self.is_small(problem, device):
             return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is not small")
         return None
+
+    def is_small(self, problem: Problem, device: Device) -> bool:
+        return problem.m_is_bounded and problem.m <= MAX_M
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if config.split_k > 1 and not problem.m_is_bounded:
+            # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
+            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
+        return fp8_tile_rejection(spec, config, device)
+
+
+class Fp8SplitK(SplitK):
+    name = "fp8_split_k"
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        # wgmma takes 64 rows and 8 to 256 columns: a small M is best its columns, a side of 64 its
+        # rows.
+        swaps = config.block_n == 64 or config.block_m < 64 < config.block_n
+        return super().constants(spec, problem, config, device) | {"SWAP_AB": swaps}
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        table = cost_model.load("fp8_split_k" if spec.fast_accum else "fp8_split_k_precise", 90)
+        ranked = table.rank(problem, device, element_bytes=1)
+        return same_split([config for config in ranked if is_covered(config, problem, device)])
+
+
+def is_covered(config: GemmConfig, problem: Problem, device: Device) -> bool:
+    """Whether the measurements of the tables of ``fp8_split_k`` cover ``config`` at these sizes: no
+    more than half of a tile is empty, and K is split only if that occupies idle SMs."""
+    rows = min(max(16, 1 << (problem.m - 1).bit_length()), 128)
+    tiles = count_tiles(problem, config.block_m, config.block_n)
+    is_split_well = (
+        4 * tiles <= 3 * device.num_sms
+        and tiles * config.split_k <= 2.2 * device.num_sms
+        and problem.k >= 4 * config.split_k * config.block_k
+    )
+    return rows <= 2 * config.block_m <= 2 * rows and (config.split_k == 1 or is_split_well)
+
+
+class Fp8BlockSplitK(SplitK):
+    name = "fp8_block_split_k"
+    family = "fp8_block"
+
+    def is_small(self, problem: Problem, device: Device) -> bool:
+        """M above SMALL_M is only if whole tiles leave half of the SMs idle."""
+        is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
+        return problem.m <= SMALL_M or (super().is_small(problem, device) and is_half_idle)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Best guess first; all with one ``split_k``, which is the shape of the output."""
@@ -120,14 +168,6 @@ class Fp8BlockSplitK(Fp8Kernel):
             GemmConfig(block_m, block_n, block_k, warps, count, split_k=split)
             for block_n, warps, count in [*offered, (128, 8, 3)]
         ]
-
-    def config_rejection(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> Rejection | None:
-        if config.split_k > 1 and not problem.m_is_bounded:
-            # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
-            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
-        return fp8_tile_rejection(spec, config, device)
 
 
 def _split_k(problem: Problem, block_m: int, tiles: int, steps: int, device: Device) -> int:
@@ -147,4 +187,5 @@ def _split_k(problem: Problem, block_m: int, tiles: int, steps: int, device: Dev
 W8A8_MM = W8A8Mm()
 FP8_MM = Fp8Mm()
 FP8_BLOCK_MM = Fp8BlockMm()
+FP8_SPLIT_K = Fp8SplitK()
 FP8_BLOCK_SPLIT_K = Fp8BlockSplitK()

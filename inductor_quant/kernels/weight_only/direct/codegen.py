@@ -21,6 +21,12 @@ REGISTERS = 65536
 
 
 class DirectCodegen(DigitCodegen):
+    """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
+    one; sums are of ``acc_type``."""
+
+    x = x_base = "X"
+    x_packs, acc_type = 1, "gl.float32"
+
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
     ) -> None:
@@ -33,15 +39,21 @@ class DirectCodegen(DigitCodegen):
         w: Dim = ("w", self.warps)
         self.warp_dims = (w,)
         self.row_dims: tuple[Dim, ...] = (("b", self.block_m // G[1]), G)
-        t = [ks[bit] for bit in plan.depth[1:3]]
+        width = 4 // tile.x_dtype.itemsize  # neighbours along K in a register
+        in_register = width.bit_length() - 1
+        self.lane_dims = tuple(ks[bit] for bit in plan.depth[in_register : in_register + 2])
+        loaded = self.k_dims[: len(ks) - (self.x_packs.bit_length() - 1)]
+        self.of_tile_k_dims = tuple(ks[bit] for bit in plan.order)
         partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
         self.layouts |= {
-            "X_READ": layout(((w,), self.row_dims, self.k_dims), lanes=(*t, G), warps=(w,)),
+            "X_READ": layout(
+                (self.warp_dims, self.row_dims, loaded), lanes=(*self.lane_dims, G), warps=(w,)
+            ),
             "PARTIALS": partials,
             "STORED": stored,
             "MMA": f"gl.NVMMADistributedLayout([2, 0], [{self.warps}, 1, 1], [1, 16, 8])",
-            "W_MMA": "gl.DotOperandLayout(0, MMA, 2)",
-            "X_MMA": "gl.DotOperandLayout(1, MMA, 2)",
+            "W_MMA": f"gl.DotOperandLayout(0, MMA, {width})",
+            "X_MMA": f"gl.DotOperandLayout(1, MMA, {width})",
             # Free of bank conflicts for what the MMA leaves and for a row of columns.
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
@@ -53,16 +65,21 @@ class DirectCodegen(DigitCodegen):
             [
                 f"x_rows = gl.minimum({first} + {positions('X_READ', 3, 1, self.block_m)}, {last})",
                 f"x_warps = {positions('X_READ', 3, 0, self.warps)}",
-                f"x_columns = {positions('X_READ', 3, 2, self.tile_k)}",
-                f"x_at = X + x_rows.to(INDEX_DTYPE) * {stride_m} + x_columns",
+                f"x_columns = {positions('X_READ', 3, 2, self.tile_k // self.x_packs)}",
+                f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",
+                "x_at = x_at + x_columns",
             ]
         )
+
+    def x_elements(self, count: str) -> str:
+        """How many elements are loaded for ``count`` of x."""
+        return count if self.x_packs == 1 else f"({count} // {self.x_packs})"
 
     def load_x(self, k_iter: str) -> str:
         """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
-        how = "" if self.is_even else f", mask={at} < slices, other=0.0"
-        return f"gl.load(x_at + (first_slice + {at}) * {self.tile_k}{how})"
+        how = "" if self.is_even else f", mask={at} < slices, other={self.zero}"
+        return f"gl.load(x_at + (first_slice + {at}) * {self.tile_k // self.x_packs}{how})"
 
     def load_w(self, k_iter: str, stride: Hook, size: Hook) -> str:
         """Statements that load the words of an iteration; beyond K, the last ones."""
@@ -71,12 +88,16 @@ class DirectCodegen(DigitCodegen):
             tile = f"gl.minimum({tile}, {self.slices - 1})"
         return f"tile = {tile}\n{self.load('tile', stride, size)}"
 
-    def x_operand(self) -> str:
+    @property
+    def zero(self) -> str:
+        return "0.0" if self.x_dtype.is_floating_point else "0"
+
+    def x_operand(self, x: str = "x") -> str:
         """``x`` [warps, BLOCK_M, slice of K] as the second operand."""
         dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
         target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
         shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
-        code = self.dialect.reordered("x", dims, target, shape)
+        code = self.dialect.reordered(x, dims, target, shape)
         return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
 
     @property
@@ -96,12 +117,24 @@ class DirectCodegen(DigitCodegen):
         """Statements that keep what was loaded while the next words are loaded."""
         return "\n".join(f"{self.used(i, 0)} = {kept(i)}" for i in range(len(self.loaded)))
 
-    def dequantized(self, stride: Hook, size: Hook) -> str:
-        """Statements that leave in ``w`` the first operand, of what was loaded."""
+    @property
+    def sums_shape(self) -> str:
+        return f"[{self.warps}, BLOCK_N, BLOCK_M]"
+
+    def sums(self) -> str:
+        """The sums before the loop."""
+        return f"gl.full({self.sums_shape}, {self.zero}, {self.acc_type}, MMA)"
+
+    def multiplied(self, stride: Hook, size: Hook) -> str:
+        """Statements that add to ``acc`` the product of what was loaded with ``x``."""
         out = Uses(self, stride, size)
-        dims = (*self.warp_dims, *self.column_dims, *self.k_dims)
+        w = self.w_operand(out.dequantized())
+        return "\n".join([*out.lines, f"acc = mma_v2({w}, {self.x_operand()}, acc)"])
+
+    def w_operand(self, code: str) -> str:
+        """``code``, a tile of W, as the first operand."""
+        dims = (*self.warp_dims, *self.column_dims, *self.of_tile_k_dims)
         target = (*self.warp_dims, *self.mma_dims, *self.mma_k_dims)
         shape = f"[{self.warps}, {self.block_n}, {self.tile_k}]"
-        code = self.dialect.reordered(out.dequantized(), dims, target, shape)
-        code = f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"
-        return "\n".join([*out.lines, f"w = {code}"])
+        code = self.dialect.reordered(code, dims, target, shape)
+        return f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -68,46 +69,62 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        slice_k = config.block_k // config.num_warps
-        if problem.k % slice_k or problem.k < config.split_k * config.block_k:
-            return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
-        if config.num_stages > 1 or config.block_m not in (8, 16) or problem.m > config.block_m:
-            return bad_blocks(f"{config} does not cover M={problem.m}")
-        refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES)
-        if refused is not None:
-            return refused
-        if plan_of(rules.weight_of(problem), config, own=True) is None:
+        refused = tile_misfit(problem, config, device, MAX_VALUES)
+        if refused is None and plan_of(rules.weight_of(problem), config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-        return tile_rejection(
-            GemmConfig(16, config.block_n, 128, config.num_warps, 1),
-            device,
-            element_bytes=2,
-            shared_bytes=config.num_warps * config.block_m * config.block_n * 4,
-        )
+        return refused
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        block_m = max(8, 1 << (problem.m - 1).bit_length())
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
         tiles = list(TILES[0 if is_narrow else 1])
         in_word = as_words(weight).weight.format.code.offset.digits
         if in_word and all(name[0] == "n" for name in in_word):
             tiles.sort(key=lambda tile: tile[0] != 64)
-        found = []
-        for block_n, slice_k in tiles:
-            listed = [
-                GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
-                for warps in _WARPS
-                for split in _SPLITS
-            ]
-            listed.sort(key=lambda config: _cost(problem, config, device))
-            fitting = (
-                config
-                for config in listed
-                if self.config_rejection(spec, problem, config, device) is None
-            )
-            found += list(itertools.islice(fitting, 1))
-        return split_k.same_split(found)
+        return direct_configs(
+            problem,
+            tiles,
+            lambda config: _cost(problem, config, device),
+            lambda config: self.config_rejection(spec, problem, config, device),
+        )
+
+
+def tile_misfit(
+    problem: Problem, config: GemmConfig, device: Device, most: int
+) -> Rejection | None:
+    """Why warps that share K cannot have such tiles, of at most ``most`` values a thread."""
+    slice_k = config.block_k // config.num_warps
+    if problem.k % slice_k or problem.k < config.split_k * config.block_k:
+        return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
+    if config.num_stages > 1 or config.block_m not in (8, 16) or problem.m > config.block_m:
+        return bad_blocks(f"{config} does not cover M={problem.m}")
+    return rules.reject_if_too_many_unpacked(config, most) or tile_rejection(
+        GemmConfig(16, config.block_n, 128, config.num_warps, 1),
+        device,
+        element_bytes=2,
+        shared_bytes=config.num_warps * config.block_m * config.block_n * 4,
+    )
+
+
+def direct_configs(
+    problem: Problem,
+    tiles: Sequence[tuple[int, int]],
+    cost: Callable[[GemmConfig], float],
+    reject: Callable[[GemmConfig], Rejection | None],
+) -> list[GemmConfig]:
+    """The cheapest configuration of each of ``tiles``, (columns, k) of a warp, that is not
+    rejected."""
+    block_m = max(8, 1 << (problem.m - 1).bit_length())
+    found: list[GemmConfig] = []
+    for block_n, slice_k in tiles:
+        listed = [
+            GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
+            for warps in _WARPS
+            for split in _SPLITS
+        ]
+        listed.sort(key=cost)
+        found += list(itertools.islice((c for c in listed if reject(c) is None), 1))
+    return split_k.same_split(found)
 
 
 def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:

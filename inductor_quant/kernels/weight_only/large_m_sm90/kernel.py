@@ -120,6 +120,8 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         found: list[tuple[float, GemmConfig]] = []
+        if rules.has_idle_rows(problem):
+            return []
         blocks = next(blocks for most, blocks in _BLOCKS.items() if problem.m <= most)
         for (block_m, block_n, block_k, warps, stages), cycles in blocks:
             for split in SPLITS:

@@ -130,6 +130,8 @@ class WeightOnlyMediumMSm90(rules.WeightOnlyKernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        if rules.has_idle_rows(problem):
+            return []
         wide, narrow = next(blocks for most, blocks in _BLOCKS.items() if problem.m <= most)
         found = []
         for block in wide if problem.n >= WIDE_N else narrow:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
-from inductor_quant.kernels.codegen.tile_digits import PAIR, TileDigit, TilePlan, word_strides
+from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan, word_strides
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
 
@@ -48,8 +48,8 @@ class WordBox:
         return " + ".join(terms) or "0"
 
 
-def word_box(weight: Weight, plan: TilePlan, digits: Sequence[TileDigit]) -> WordBox | None:
-    """The box of a tile with these ``digits``; None if its words are no box."""
+def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
+    """The box of a tile; None if its words are no box."""
     code = weight.format.code
     tensor = weight.tensors[code.source]
     found = word_strides(weight, code)
@@ -58,15 +58,10 @@ def word_box(weight: Weight, plan: TilePlan, digits: Sequence[TileDigit]) -> Wor
     if any(index.const or index.is_data for index in code.index) or not tensor.is_aligned:
         return None
     strides = {name: int(stride) for name, stride in found.items()}
-    last = [digit for digit in digits if digit.name[0] == "k" and digit.inner > 1][-1]
-    is_paired = PAIR in plan.digits
     apart: dict[tuple[int, int], int] = {}
     for axis, digit in enumerate(plan.digits):
-        name, low = (last.name, 0) if digit == PAIR else (digit.name, 0)
-        if is_paired and digit.name == last.name:
-            low = 1
         for bit in range(digit.inner.bit_length() - 1):
-            apart[axis, bit] = strides.get(name, 0) << bit + low
+            apart[axis, bit] = strides.get(digit.digit, 0) * digit.place << bit
     bits = sorted((stride, bit) for bit, stride in apart.items() if stride)
     columns = 1
     while bits[columns.bit_length() - 1 :] and bits[columns.bit_length() - 1][0] == columns:

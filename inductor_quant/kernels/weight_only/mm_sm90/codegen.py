@@ -18,33 +18,46 @@ from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.spec.weight_format import Field
 
 T: Dim = ("t", 4)
+PAIR_OF_M: Dim = ("pair", 2)
 
 
 class MMSm90Codegen(DigitCodegen):
+    """``x`` is the activation's name."""
+
     box: WordBox
+    x = "X"
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
     ) -> None:
         super().__init__(tile, view, plan, n_order)
-        box = word_box(tile.weight, plan, (*self.n_digits, *self.k_digits))
+        box = word_box(tile.weight, plan)
         assert box is not None
         self.box = box
         self.packed_type = self.dialect.type(self.dtypes[self.format.code.source])
         self.packed_bytes = box.rows * box.columns * self.dtypes[self.format.code.source].itemsize
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
-        m: tuple[Dim, ...] = (("m", self.block_m // 8), T, ("pair", 2))
+        m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
+        # Sums in an order in which each thread has four neighbours, and a warp 128.
+        self.sum_dims = (*self.mma_dims, *m)
+        others = (m[0], *rows[:3:-1], *rows[2::-1], T)
+        self.exchanged_dims = (*others, rows[3], PAIR_OF_M)
         self.layouts |= {
             "STORED": layout((m, self.column_dims), **placed),
+            "EXCHANGED": layout((self.exchanged_dims,), **placed),
             "MMA": "gl.NVMMADistributedLayout("
-            f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, 16])",
-            "W_MMA": "gl.DotOperandLayout(0, MMA, 2)",
+            f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
+            "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
             "X_SHARED": self._shared([self.block_m, self.block_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
         }
+
+    @property
+    def x_bytes(self) -> int:
+        return self.x_dtype.itemsize
 
     def _shared(self, shape: list[int], type: str) -> str:
         return f"gl.NVMMASharedLayout.get_default_for({shape}, {type})"
@@ -95,11 +108,40 @@ class MMSm90Codegen(DigitCodegen):
     def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
         """Statements that leave in ``w`` the first operand, of what was loaded."""
         out = Uses(self, stride, size, slot)
+        code = self.w_operand(out.dequantized())
+        return "\n".join([*out.lines, f"w = {code}"])
+
+    def w_operand(self, code: str) -> str:
+        """``code``, a tile of W, as the first operand."""
         k: Dim = ("k", self.block_k)
         dims, target = (*self.column_dims, k), (*self.mma_dims, k)
-        code = self.dialect.reordered(out.dequantized(), dims, target, "[BLOCK_N, BLOCK_K]")
-        operand = f"w = gl.convert_layout({code}, W_MMA, assert_trivial=True)"
-        return "\n".join([*out.lines, operand])
+        code = self.dialect.reordered(code, dims, target, "[BLOCK_N, BLOCK_K]")
+        return f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"
+
+    def sums(self) -> str:
+        """Statements before the loop."""
+        return "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)"
+
+    def multiplied(self, x: str) -> str:
+        """Statements that start the product of ``w`` with ``x`` and wait for the one before."""
+        start = f"acc = warpgroup_mma(w, {x}, acc, is_async=True)"
+        return f"{start}\nacc = warpgroup_mma_wait(1, deps=(acc,))"
+
+    def finished(self) -> str:
+        """Statements that wait for the last product."""
+        return "acc = warpgroup_mma_wait(0, deps=(acc,))"
+
+    def exchanged(self, sums: str) -> str:
+        """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""
+        return self.dialect.reordered(
+            sums, self.sum_dims, self.exchanged_dims, "[BLOCK_N * BLOCK_M]"
+        )
+
+    def received(self, sums: str) -> str:
+        """The inverse of ``exchanged``."""
+        return self.dialect.reordered(
+            sums, self.exchanged_dims, self.sum_dims, "[BLOCK_N, BLOCK_M]"
+        )
 
     def is_in_16_bits(self) -> bool:
         """Whether W is dequantized in 16 bits: about half as many instructions."""

@@ -5,16 +5,21 @@ are a box of a matrix (``box``), while W written once and a product of the libra
 
 swap_ab, with wgmma, warp-specialised and persistent as ``weight_only_large_m_sm90``, but the
 statements that read and dequantize W follow from the digits of the format. W goes from shared
-memory to the registers of wgmma's first operand and is never written. K may be split; the lowering
-adds the partials.
+memory to the registers of wgmma's first operand and is never written.
+
+Where tiles would leave SMs idle, K is split and the lowering adds the partials, or the K iterations
+of all tiles are divided evenly among the CTAs, which add what others leave them (stream-K).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits
+from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
@@ -41,41 +46,53 @@ REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of cons
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
 _BLOCKS = (
-    ((32, 64, 64, 4, 8), (314, 492), (440, 750)),
-    ((32, 64, 128, 4, 4), (578, 824), (760, 1250)),
-    ((32, 128, 64, 4, 8), (470, 671), (800, 1350)),
-    ((64, 64, 64, 4, 8), (321, 606), (510, 900)),
-    ((64, 64, 128, 4, 4), (603, 1119), (760, 1500)),
-    ((64, 128, 64, 4, 8), (564, 867), (850, 1500)),
-    ((64, 128, 64, 8, 8), (512, 0), (752, 0)),
-    ((128, 64, 64, 4, 5), (502, 883), (577, 1108)),
-    ((128, 128, 64, 8, 6), (750, 0), (1100, 0)),
-    ((256, 64, 64, 4, 4), (1000, 0), (1100, 0)),
-    ((256, 128, 64, 8, 4), (1300, 0), (1550, 0)),
+    ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
+    ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
+    ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
+    ((64, 64, 64, 4, 8), (321, 650), (510, 820)),
+    ((64, 64, 128, 4, 4), (650, 1190), (860, 1420)),
+    ((64, 128, 64, 4, 8), (640, 1090), (850, 1450)),
+    ((64, 128, 64, 8, 8), (580, 0), (790, 0)),
+    ((128, 64, 64, 4, 5), (560, 1130), (600, 1140)),
+    ((128, 128, 64, 8, 6), (780, 0), (900, 0)),
+    ((256, 64, 64, 4, 4), (1000, 0), (1250, 0)),
+    ((256, 128, 64, 8, 4), (1320, 0), (1450, 0)),
 )
 MAX_VARYING = 4096  # values of a tile if each has a scale of its own
 LOOKED_UP = 1.15  # times as many cycles if values come from a table
-SPLITS = (1, 2, 4)
+SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
 TILE_CYCLES, SPLIT_CYCLES = 800, 2500  # of a tile, and of partials, beside what grows with them
+# Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
+# iteration takes longer for each BLOCK_M of M, since CTAs that read the same W do so at different
+# times.
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 9000, 9, 0.04
+SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
 # slower by this model.
-COMPETING_M, MARGIN = MEDIUM_M // 2, 0.93
-BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 2200, 205_000, 3500
+COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
+BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 2200, 205_000, 9000
 
 
-def unrolled(problem: Problem, config: GemmConfig) -> int:
-    """K iterations in the loop's body; 0: K is no multiple."""
-    k = problem.k // config.split_k
-    return next((n for n in UNROLLED if k % (n * config.block_k) == 0), 0)
+def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
+    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
+    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
+    return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
+
+
+def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+    """A CTA for each tile and slice of K, at most ``NUM_CTAS``; so many to share tiles."""
+    if sizes[-1]["SHARES_TILES"]:
+        return (sizes[-1]["NUM_CTAS"], 1, 1)
+    return split_k.persistent_grid(*sizes, cdiv=cdiv, min=min)
 
 
 class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     name = "weight_only_mm_sm90"
     template = "weight_only/mm_sm90/template"
-    grid = staticmethod(split_k.persistent_grid)
+    grid = staticmethod(grid)
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -99,78 +116,159 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         tile = rules.tile_of(spec, view.weight, config)
         return MMSm90Codegen(tile, view, found[0], n_order(view.weight.format))
 
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        shares = self.scratch(spec, problem, config, device) > 0
+        return {**super().constants(spec, problem, config, device), "SHARES_TILES": shares}
+
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
-        ctas_per_sm = _ctas_per_sm(config)
-        return {
-            "UNROLLED": unrolled(problem, config),
-            "NUM_CTAS": ctas_per_sm * device.num_sms,
-            "MAX_REGISTERS": REGISTERS // (ctas_per_sm * THREADS) if ctas_per_sm > 1 else 0,
-        }
+        return constants_of(problem, config, device, ctas_per_sm(config))
+
+    def scratch(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        costs = self._costs(spec, problem, config, device)
+        if costs.shared(config) >= costs.whole(config):
+            return 0
+        ctas = ctas_per_sm(config) * device.num_sms
+        return ctas * (config.block_m * config.block_n + SIGNAL // 4)
+
+    def _costs(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> _Costs:
+        is_narrow = self.codegen(spec, problem, config).is_in_16_bits()
+        return _Costs(problem, device, is_narrow)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if not unrolled(problem, config) or problem.k % (config.split_k * config.block_k):
-            return bad_blocks(f"{config} does not divide K={problem.k}")
-        refused = split_k.reject_if_unbounded(problem, config)
-        if refused is not None:
-            return refused
-        is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
-        if not is_tile or config.block_n % (16 * config.num_warps) or config.block_k % 64:
-            return bad_blocks(f"{config} is no tile of wgmma")
-        found = boxed(rules.weight_of(problem), config)
-        if found is None or config.num_stages < 3:
-            return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-        words = found[1].rows * found[1].columns
-        view = as_words(rules.weight_of(problem)).weight
-        packed = words * view.tensors[view.format.code.source].dtype.itemsize
-        stage = 2 * config.block_m * config.block_k + packed
-        return rules.reject_if_too_many_accumulators(config, MAX_ACCUMULATORS) or tile_rejection(
-            config,
-            device,
-            element_bytes=2,
-            shared_bytes=_ctas_per_sm(config) * (config.num_stages * stage + BARRIERS),
+        weight = rules.weight_of(problem)
+        return tile_misfit(
+            problem, config, device, boxed(weight, config), x_bytes=2, ctas=ctas_per_sm(config)
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        legal: list[tuple[GemmConfig, list[tuple[int, int]]]] = []
         is_varying = bool(varying(rules.weight_of(problem).format))
-        for block, *cycles in _BLOCKS:
-            for split in SPLITS:
-                config = GemmConfig(*block, split_k=split)
-                if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
-                    continue
-                if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
-                    continue
-                if is_varying and config.block_n * config.block_k > MAX_VARYING:
-                    continue
-                if self.config_rejection(spec, problem, config, device) is None:
-                    legal.append((config, cycles))
+        legal = []
+        for block, split in itertools.product((block for block, *_ in _BLOCKS), SPLITS):
+            config = GemmConfig(*block, split_k=split)
+            if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
+                continue
+            if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+                continue
+            if is_varying and config.block_n * config.block_k > MAX_VARYING:
+                continue
+            if self.config_rejection(spec, problem, config, device) is None:
+                legal.append(config)
         if not legal:
             return []
-        kind = 0 if self.codegen(spec, problem, legal[0][0]).is_in_16_bits() else 1
-        costs = {config: _cost(problem, config, each[kind], device) for config, each in legal}
+        costs = self._costs(spec, problem, legal[0], device)
         most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
-        order = sorted(costs, key=costs.__getitem__)
-        return split_k.same_split([config for config in order if costs[config] < most])
+        cost = {config: min(costs.whole(config), costs.shared(config)) for config in legal}
+        order = sorted(cost, key=cost.__getitem__)
+        return split_k.same_split([config for config in order if cost[config] < most])
 
 
-def _ctas_per_sm(config: GemmConfig) -> int:
+def tile_misfit(
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    found: tuple[TilePlan, WordBox] | None,
+    *,
+    x_bytes: int,
+    ctas: int,
+    sums: int = 1,
+    offered: Sequence[int] = UNROLLED,
+) -> Rejection | None:
+    """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
+    accumulators for each output; ``offered``: K iterations in the loop's body."""
+    if not unrolled(problem, config, offered):
+        return bad_blocks(f"{config} does not divide K={problem.k}")
+    refused = split_k.reject_if_unbounded(problem, config)
+    if refused is not None:
+        return refused
+    is_tile = config.num_warps in (WARPGROUP, 2 * WARPGROUP) and config.block_m <= 256
+    if not is_tile or config.block_n % (16 * config.num_warps) or config.block_k % 64:
+        return bad_blocks(f"{config} is no tile of wgmma")
+    if found is None or config.num_stages < 3:
+        return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+    words = found[1].rows * found[1].columns
+    view = as_words(rules.weight_of(problem)).weight
+    packed = words * view.tensors[view.format.code.source].dtype.itemsize
+    stage = x_bytes * config.block_m * config.block_k + packed
+    most = MAX_ACCUMULATORS // sums
+    return rules.reject_if_too_many_accumulators(config, most) or tile_rejection(
+        config,
+        device,
+        element_bytes=2,
+        shared_bytes=ctas * (config.num_stages * stage + BARRIERS),
+    )
+
+
+def constants_of(
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    ctas: int,
+    offered: Sequence[int] = UNROLLED,
+) -> dict[str, Any]:
+    """The template's constants, for ``ctas`` an SM."""
+    return {
+        "UNROLLED": unrolled(problem, config, offered),
+        "NUM_CTAS": ctas * device.num_sms,
+        "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
+    }
+
+
+def ctas_per_sm(config: GemmConfig) -> int:
     return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
 
 
-def _cost(problem: Problem, config: GemmConfig, cycles: tuple[int, int], device: Device) -> float:
+@dataclasses.dataclass(frozen=True)
+class _Costs:
     """Cycles of the GEMM."""
-    format = rules.weight_of(problem).format
-    split = config.split_k
-    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n) * split
-    partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
-    k_iters = problem.k // (split * config.block_k)
-    factor = LOOKED_UP if format.element != format.code else 1
-    alone, paired = (k_iters * each * factor + TILE_CYCLES for each in cycles)
-    pairs, rest = divmod(math.ceil(tiles / device.num_sms), _ctas_per_sm(config))
-    loop = pairs * (paired if _ctas_per_sm(config) > 1 else alone) + rest * alone
-    return loop + (partials if split > 1 else 0)
+
+    problem: Problem
+    device: Device
+    is_narrow: bool  # W is dequantized in 16 bits
+
+    def _cycles(self, config: GemmConfig) -> tuple[float, float]:
+        """Of a K iteration: of a CTA alone on its SM, and of two."""
+        cycles = {GemmConfig(*block): cycles for block, *cycles in _BLOCKS}
+        listed = cycles.get(dataclasses.replace(config, split_k=1), [(1, 1), (1, 1)])
+        alone, paired = listed[not self.is_narrow]
+        format = rules.weight_of(self.problem).format
+        factor = LOOKED_UP if format.element != format.code else 1
+        return alone * factor, paired * factor
+
+    def _tiles(self, config: GemmConfig) -> int:
+        rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
+        return math.ceil(rows) * math.ceil(columns)
+
+    def whole(self, config: GemmConfig) -> float:
+        """If a CTA computes whole tiles, or slices of K of ``split_k``."""
+        split, most = config.split_k, ctas_per_sm(config)
+        k_iters = math.ceil(self.problem.k / (split * config.block_k))
+        alone, paired = (k_iters * each + TILE_CYCLES for each in self._cycles(config))
+        each_sm = math.ceil(self._tiles(config) * split / self.device.num_sms)
+        pairs, rest = divmod(each_sm, most)
+        loop = pairs * (paired if most > 1 else alone) + rest * alone
+        partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
+        return loop + (SPLIT_CYCLES + partials if split > 1 else 0)
+
+    def shared(self, config: GemmConfig) -> float:
+        """If all CTAs have the same number of K iterations."""
+        most = ctas_per_sm(config)
+        tiles, ctas = self._tiles(config), most * self.device.num_sms
+        turn = unrolled(self.problem, config)
+        turns = tiles * self.problem.k // (turn * config.block_k)
+        if config.split_k > 1 or turns < 2 * ctas:
+            return math.inf
+        apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
+        loop = turn * math.ceil(turns / ctas) * self._cycles(config)[most - 1] * apart
+        sums = math.ceil(ctas / tiles) * config.block_m * config.block_n
+        return loop + TILE_CYCLES + SHARED_CYCLES + sums / SUMS_PER_CYCLE
 
 
 def _cost_of_library(problem: Problem) -> float:
@@ -181,16 +279,13 @@ def _cost_of_library(problem: Problem) -> float:
     return written + max(size * 2 / BYTES_PER_CYCLE, size * problem.m / MADS_PER_CYCLE)
 
 
-def boxed(weight: Weight, config: GemmConfig) -> tuple[TilePlan, WordBox] | None:
-    """How a tile is assigned to threads, and the box of its words."""
-    plan = plan_of(weight, config)
-    if plan is None:
-        return None
-    view = as_words(weight).weight
-    n = tile_digits(view.format, "n", config.block_n, n_order(view.format)) or ()
-    k = tile_digits(view.format, "k", config.block_k) or ()
-    box = word_box(view, plan, (*n, *k))
-    return (plan, box) if box is not None else None
+def boxed(
+    weight: Weight, config: GemmConfig, plan: TilePlan | None = None
+) -> tuple[TilePlan, WordBox] | None:
+    """How a tile is assigned to threads, by default for 16-bit x, and the box of its words."""
+    plan = plan or plan_of(weight, config)
+    box = word_box(as_words(weight).weight, plan) if plan is not None else None
+    return (plan, box) if plan is not None and box is not None else None
 
 
 WEIGHT_ONLY_MM_SM90 = WeightOnlyMMSm90()

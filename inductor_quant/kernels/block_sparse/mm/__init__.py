@@ -1,0 +1,1 @@
+"""The general kernel: fp16 and bf16, every block, every M."""

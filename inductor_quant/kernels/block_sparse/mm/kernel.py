@@ -1,0 +1,167 @@
+"""``block_sparse_mm`` and ``block_sparse_mm_tma``: x [M, K] times a block-sparse W, in Triton.
+
+Blocks of 16, 32, 64 and 128, square or not, fp16 and bf16, every M, from sm_80 on. A CTA reads the
+blocks of its row of blocks and the columns of x that they multiply; for a block that is not stored
+nothing is read or multiplied. Triton pipelines the gathered loads: the columns of a later step are
+loaded while x and W of an earlier one are on their way.
+
+``block_sparse_mm`` reads x by pointers, in steps of several narrow blocks or a part of a wide one.
+``block_sparse_mm_tma`` is for many rows on sm_90: TMA brings the columns of x of one block, or of a
+part of it. The rate is then bound by what L2 delivers of x, which a block of few rows uses little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+
+from inductor_quant.kernels.config import GemmConfig, shared_memory, tile_rejection
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, MEDIUM_M, Device, Problem
+from inductor_quant.kernels.shared import split_k
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.gemm import BlockSpec, QuantGemmSpec
+
+MIN_ARCH = 80  # bf16, cp.async
+DTYPES = (torch.bfloat16, torch.float16)
+TMA_ARCHS = (INTERPRETER_ARCH, 90)
+# TMA: the least of a block, of M by the rows of a block, and, of blocks of 64, of tiles an SM. A
+# CTA makes its descriptor in the time of several steps.
+MIN_TMA_BLOCK = 32
+MIN_TMA_M = {32: 65, 64: 257, 128: 257}
+MIN_TMA_TILES = {64: 8}
+MAX_TMA_K = 64  # 128 bytes, the longest row of a box
+MAX_M_OF_64 = 64  # up to so many rows a tile has 64
+
+
+class BlockSparseMM(Kernel):
+    name = "block_sparse_mm"
+    family = "block_sparse"
+    template = "block_sparse/mm/template"
+    x_by_tma: ClassVar[bool] = False
+
+    grid = staticmethod(split_k.grid)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if 0 < device.arch < MIN_ARCH:
+            return Rejection(RejectionCode.DEVICE, f"sm_{device.arch} has no bf16 and cp.async")
+        if spec.a.dtype not in DTYPES:
+            return Rejection(RejectionCode.NO_KERNEL, f"{spec}: no blocks of fp16 or bf16")
+        return None
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        block = blocks_of(spec)
+        return {
+            "N": problem.n,
+            "BN": block.n,
+            "BK": block.k,
+            "SPLIT_K": config.split_k,
+            "STAGES": config.num_stages,
+            "X_BY_TMA": self.x_by_tma,
+            "MASK_M": problem.has_masked_rows(config.block_m),
+            "HAS_BIAS": spec.bias,
+            "ACC_TYPE": "tl.float32",  # of the value that the template stores
+        }
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        block = blocks_of(spec)
+        if block.n % config.block_n:
+            detail = f"{config}: BLOCK_N must divide the {block.n} rows of a block"
+            return Rejection(RejectionCode.BLOCK_SHAPE, detail)
+        # x and W wait for their columns: Triton gives half of the stages to loads of these.
+        buffers = dataclasses.replace(config, num_stages=(config.num_stages + 1) // 2 + 1)
+        return split_k.reject_if_unbounded(problem, config) or tile_rejection(
+            config, device, element_bytes=2, shared_bytes=shared_memory(buffers, 2)
+        )
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Best guess first. A CTA that has an SM for itself has more warps."""
+        block = blocks_of(spec)
+        narrow, wide = min(block.n, 32), min(block.n, 64)
+        if problem.m <= DECODE_M:
+            listed = [
+                GemmConfig(16, narrow, 128, 4, 7),
+                GemmConfig(16, narrow, 128, 2, 7),
+                GemmConfig(16, narrow, 64, 2, 9),
+            ]
+            is_few = problem.n // narrow <= 2 * device.num_sms
+            first = (1 if narrow == 16 else 0) if is_few else 2
+            listed.insert(0, listed.pop(first))
+        elif problem.m <= MAX_M_OF_64:
+            listed = [
+                GemmConfig(64, narrow, 128, 4, 5),
+                GemmConfig(64, narrow, 64, 4, 7),
+                GemmConfig(64, wide, 64, 4, 7),
+            ]
+            listed = listed[::-1] if block.n == 64 else listed
+        else:
+            listed = [GemmConfig(128, wide, 64, 4, 7), GemmConfig(64, wide, 64, 4, 7)]
+            is_few = tiles(problem, listed[0]) < 2 * device.num_sms
+            listed = [*(listed[::-1] if is_few else listed), GemmConfig(256, wide, 64, 8, 5)]
+        listed = list(dict.fromkeys([*listed, GemmConfig(16, 16, 64, 4, 3)]))
+        return [c for c in listed if not self.config_rejection(spec, problem, c, device)]
+
+
+class BlockSparseMMTma(BlockSparseMM):
+    name = "block_sparse_mm_tma"
+    x_by_tma = True
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device):
+            return found
+        block, detail = blocks_of(spec), ""
+        if device.arch not in TMA_ARCHS:
+            detail = f"its tiles are those of sm_90, not {device}"
+        elif min(block.n, block.k) < MIN_TMA_BLOCK:
+            detail = f"blocks of {block.n} x {block.k} are too narrow for TMA"
+        elif problem.m < MIN_TMA_M[block.n]:
+            detail = f"M = {problem.m}: {MIN_TMA_M[block.n]} is the least where TMA is faster"
+        elif not problem.has_aligned_rows:
+            detail = "TMA cannot read x: its rows are not contiguous or aligned"
+        least = MIN_TMA_TILES.get(block.n, 0) * device.num_sms
+        if not detail and tiles(problem, _tall(block)) < least:
+            detail = f"fewer than {least} tiles"
+        return Rejection(RejectionCode.NO_KERNEL, detail) if detail else None
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if config.block_k > min(blocks_of(spec).k, MAX_TMA_K):
+            detail = f"{config}: a step is within one block, and {MAX_TMA_K} columns at most"
+            return Rejection(RejectionCode.BLOCK_SHAPE, detail)
+        return super().config_rejection(spec, problem, config, device)
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        block = blocks_of(spec)
+        tall = _tall(block)
+        listed = [tall, dataclasses.replace(tall, block_m=128, block_n=min(block.n, 64))]
+        short = dataclasses.replace(listed[1], block_m=64, num_stages=7)
+        if problem.m <= MEDIUM_M:
+            is_few = tiles(problem, listed[1]) < 3 * device.num_sms
+            listed = [short, listed[1]] if is_few else [listed[1], short]
+        listed = list(dict.fromkeys([*listed, short]))
+        return [c for c in listed if not self.config_rejection(spec, problem, c, device)]
+
+
+def _tall(block: BlockSpec) -> GemmConfig:
+    """The tile for many rows."""
+    return GemmConfig(256 if block.n == 32 else 128, block.n, min(block.k, MAX_TMA_K), 4, 5)
+
+
+def tiles(problem: Problem, config: GemmConfig) -> int:
+    return -(-problem.m // config.block_m) * (problem.n // config.block_n)
+
+
+def blocks_of(spec: QuantGemmSpec) -> BlockSpec:
+    assert spec.b.blocks is not None
+    return spec.b.blocks
+
+
+BLOCK_SPARSE_MM_TMA = BlockSparseMMTma()
+BLOCK_SPARSE_MM = BlockSparseMM()

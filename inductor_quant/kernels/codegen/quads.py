@@ -1,0 +1,149 @@
+"""Gluon statements that make int8 of the nibbles that a thread loaded, four at a time.
+
+``DigitCodegen`` with a plan whose ``low`` are the two bits of k within a register of the MMA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from inductor_quant.kernels.codegen.base import Hook
+from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
+from inductor_quant.kernels.codegen.tile_digits import TileDigit
+from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.ops import w4a8
+from inductor_quant.spec.weight_format import Field, WeightFormat
+
+SIGN = 8
+EACH_BYTE = 0x01010101
+# int32 sums that start here are, as the bits of fp32 numbers, ``MAGIC`` plus the sum, which must be
+# below 2**22: a conversion of integers takes eight times as long as an addition.
+MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
+MAX_MAGIC_K = (1 << 22) // (128 * 128)
+
+
+def zero_of(format: WeightFormat) -> int | None:
+    """The number that is subtracted from a nibble with values 0 to 15; None: it is data."""
+    element, (integers, _) = format.element, w4a8.split(format)
+    total = (SIGN if element.signed else 0) - element.add
+    for op in integers:
+        if op.kind != "mul":
+            if isinstance(op.operand, Field):
+                return None
+            total += int(op.operand) * (1 if op.kind == "sub" else -1)
+    return total
+
+
+def shift_of(format: WeightFormat) -> int:
+    """What is unpacked is the weight's nibble, with its zero point, shifted to the left by this."""
+    return 4 if zero_of(format) == SIGN else 0
+
+
+def times_of(format: WeightFormat) -> int:
+    """The factor of the integers."""
+    factors = [op.operand for op in w4a8.split(format)[0] if op.kind == "mul"]
+    return math.prod(int(each) for each in factors if not isinstance(each, Field))
+
+
+class Quads(Uses):
+    """Computes with what was loaded into ``kept``."""
+
+    def unpacked(self) -> str:
+        """The nibbles less their zero points, as int8, shifted by ``shift_of``."""
+        codegen, field = self.codegen, self.format.element
+        zero = zero_of(self.format)
+        low = [part.digit for part in codegen.plan.low]
+        of_words = [name for name in low if any(name in i.digits for i in field.index)]
+        kind = Quad(
+            is_high=zero == SIGN,
+            is_flipped=field.signed != (zero == SIGN),
+            subtracts=zero not in (0, SIGN),
+            from_words=bool(of_words),
+        )
+        at = [self.offset_of(f"{i >> 1}{i & 1}") for i in range(4)]
+        if kind.from_words:
+            byte = f"(({at[0]}) >> 3)"
+            arguments = [f"{byte} | ({byte} + 4 << 4)"]
+            arguments.append(f"{'4 - ' if kind.is_high else ''}(({at[0]}) & 4)")
+        else:
+            places = [f"(((({o}) >> 3) + (({o}) & 4)) << {4 * i})" for i, o in enumerate(at)]
+            arguments = [" | ".join(places)]
+        if kind.subtracts:
+            arguments.append(f"({self._subtrahend()}) * {EACH_BYTE}")
+        # for each of the four, though they share a register
+        none = " + ".join(f"d_{part.name}" for part in codegen.plan.low)
+        arguments[0] = f"({arguments[0]}) + ({none}) * 0"
+        names = [self.assign("a", code) for code in arguments]
+        words = f"{self.read(field)[0]}.to(gl.int32)"
+        assembly = unpack_quad(kind)
+        lines = self.dialect.inline_asm(assembly, ["quads"], [words, *names], w4a8.INT8)
+        self.lines += lines
+        return "quads"
+
+    def _subtrahend(self) -> str:
+        field, (integers, _) = self.format.element, w4a8.split(self.format)
+        total, terms = (SIGN if field.signed else 0) - field.add, []
+        for op in integers:
+            if op.kind == "mul":
+                continue
+            sign = 1 if op.kind == "sub" else -1
+            if isinstance(op.operand, Field):
+                value = self.field(op.operand)
+                total += sign * value.bias
+                terms.append(f"{'-' if sign < 0 else ''}({value.code})")
+            else:
+                total += sign * int(op.operand)
+        return " + ".join([*terms, str(total)])
+
+    def group_scale(self) -> str:
+        """The scales of the tile's groups in fp32, for the sums of what is unpacked."""
+        _, scale = w4a8.split(self.format)
+        assert scale is not None
+        value = self.to_float(self.field(scale)).code
+        factor = times_of(self.format) / (1 << shift_of(self.format))
+        return self.assign("f", f"{value} * {factor!r}")
+
+
+QUAD = (0, 1)  # the bits of k within a register of the MMA
+
+
+def is_quad(format: WeightFormat, low: Sequence[TileDigit]) -> bool:
+    """Whether the four nibbles are in one word, or have the same place in four."""
+    code, (first, second) = format.code, (part.digit for part in low)
+    in_index = [any(name in index.digits for index in code.index) for name in (first, second)]
+    in_word = [name in code.offset.digits for name in (first, second)]
+    return in_index != in_word and in_index[0] == in_index[1] and in_word[0] == in_word[1]
+
+
+class QuadCodegen(DigitCodegen):
+    """A ``DigitCodegen`` that unpacks to int8. A tile is within one group along K."""
+
+    x = "A"
+
+    @property
+    def has_groups(self) -> bool:
+        return w4a8.split(self.format)[1] is not None
+
+    @property
+    def shift(self) -> int:
+        return shift_of(self.format)
+
+    @property
+    def times(self) -> int:
+        return times_of(self.format)
+
+    def unpacked(self, stride: Hook, size: Hook, slot: int = 0) -> tuple[Quads, str]:
+        out = Quads(self, stride, size, slot)
+        return out, out.unpacked()
+
+    def of_columns(self, code: str) -> str:
+        """``code``, the same for all k of a tile, for each column [warps with a tile of their own,
+        BLOCK_N], as the MMA has them."""
+        shape = [1 if part.digit[0] == "k" else part.inner for part in self.plan.digits]
+        code = f"gl.broadcast({code}, gl.full({shape}, 0.0, gl.float32, TILE))[0]"
+        own: tuple[Dim, ...] = (("w", self.warps),) if self.is_warps_own else ()
+        sizes = [*(size for _, size in own), self.block_n]
+        dims, target = (*own, *self.column_dims), (*own, *self.mma_dims)
+        return self.dialect.reordered(code, dims, target, str(sizes))

@@ -1,0 +1,86 @@
+"""``w4a8_direct``: int8 A [M, K] @ int4 W [K, N] for few rows, in Gluon.
+
+Chosen for M <= 16 and A whose rows are aligned, on sm_80, 86, 89 and 90.
+
+``weight_only_direct`` with int8 operands of mma.sync: words of nibbles go straight to the registers
+of the lane that multiplies them, which unpacks four at once.
+"""
+
+from __future__ import annotations
+
+import math
+
+from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import DECODE_M, Device, Problem
+from inductor_quant.kernels.w4a8 import rules
+from inductor_quant.kernels.w4a8.direct.codegen import W4A8DirectCodegen
+from inductor_quant.kernels.weight_only.digit_tiles import n_order
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
+from inductor_quant.kernels.weight_only.direct.kernel import ARCHS, direct_configs, tile_misfit
+from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 16 rows
+# (columns, k) of a warp's tile, best first: for few rows, and for more, whose A is read less often.
+FEW_ROWS = 8
+_WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
+# The model of a configuration's time, in us, see README.md: bytes of W in a us if all warps that
+# fit are there; the part that does not depend on how many are; a further turn of CTAs; the sum of
+# partials.
+BYTES_PER_US, FIXED, TURN, SPLIT = 3.3e6, 0.68, 0.6, 1.5
+
+
+class W4A8Direct(rules.W4A8Kernel):
+    name = "w4a8_direct"
+    template = "w4a8/direct/template"
+    is_gluon = True
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if problem.m > DECODE_M or not problem.m_is_bounded:
+            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if device.arch not in ARCHS:
+            return no_kernel(f"never run on {device}")
+        return rules.quad_rejection(spec, problem, device)
+
+    def codegen(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+    ) -> W4A8DirectCodegen:
+        weight = rules.weight_of(problem)
+        plan = rules.quad_plan(weight, config, own=True)
+        assert plan is not None
+        view = as_words(weight)
+        return W4A8DirectCodegen(
+            rules.tile_of(spec, view.weight, config), view, plan, n_order(view.weight.format)
+        )
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if rules.has_inexact_partials(spec, problem, config):
+            return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
+        refused = tile_misfit(problem, config, device, MAX_VALUES)
+        if refused is None and rules.quad_plan(rules.weight_of(problem), config, own=True) is None:
+            return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+        return refused
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        tiles = ((16, 256), *_WIDE) if problem.m <= FEW_ROWS else _WIDE
+        return direct_configs(
+            problem,
+            tiles,
+            lambda config: _cost(problem, config, device),
+            lambda config: self.config_rejection(spec, problem, config, device),
+        )
+
+
+def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
+    ctas = math.ceil(problem.n / config.block_n) * config.split_k
+    fill = ctas * config.num_warps / (device.num_sms * MAX_WARPS)
+    loop = problem.n * problem.k / 2 / BYTES_PER_US * (FIXED + (1 - FIXED) / min(1.0, fill))
+    partials = SPLIT + 8 * config.split_k * problem.m * problem.n / BYTES_PER_US
+    return loop + TURN * (math.ceil(fill) - 1) + (partials if config.split_k > 1 else 0)
+
+
+W4A8_DIRECT = W4A8Direct()

@@ -1,0 +1,171 @@
+"""``w4a8_mm_sm90``: int8 A [M, K] @ int4 W [K, N] in Gluon with TMA.
+
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64), if the
+packed words of a tile are a box of a matrix.
+
+``weight_only_mm_sm90`` with int8 operands of wgmma: W goes from shared memory to the registers of
+the first operand, four nibbles unpacked at once. With groups along K each product of a tile is
+scaled and added in fp32 while the next one runs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
+from inductor_quant.kernels.shared import split_k
+from inductor_quant.kernels.w4a8 import rules
+from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
+from inductor_quant.kernels.weight_only.digit_tiles import n_order
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
+    UNROLLED,
+    WARPGROUP,
+    boxed,
+    constants_of,
+    tile_misfit,
+)
+from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+Block = tuple[int, int, int, int, int]
+# (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
+# of two that share it (0: they do not); the same with groups (None: not timed). README.md says what
+# was measured.
+_BLOCKS: tuple[tuple[Block, tuple[int, int], tuple[int, int] | None], ...] = (
+    ((64, 64, 128, 4, 6), (520, 680), (585, 995)),
+    ((128, 64, 128, 4, 4), (650, 880), None),
+    ((128, 128, 128, 8, 5), (860, 0), None),
+)
+SPLITS = (1, 2, 4)
+MIN_K_ITERS = 8  # of a split
+TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
+PARTIALS_PER_CYCLE = 150
+PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
+MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
+# Beyond, the int8 weight is written once; with groups, kernels of weight_only take fewer rows and
+# more.
+MAX_M, GROUPED_M = 1024, (SMALL_M + 1, 64)
+
+
+class W4A8MMSm90(rules.W4A8Kernel):
+    name = "w4a8_mm_sm90"
+    template = "w4a8/mm_sm90/template"
+    grid = staticmethod(split_k.persistent_grid)
+    is_gluon = True
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if device.arch not in WGMMA_ARCHS:
+            return no_kernel(f"written for sm_90, this is sm_{device.arch}")
+        least, most = GROUPED_M if spec.group_size else (DECODE_M + 1, MAX_M)
+        if problem.m > most or not problem.m_is_bounded or problem.m < least:
+            return no_kernel(f"M = {problem.m} has no bound, or is not within {least} to {most}")
+        if not problem.has_weight_descriptors:
+            return no_kernel("A or the packed weights have no TMA descriptor")
+        return rules.quad_rejection(spec, problem, device)
+
+    def codegen(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+    ) -> W4A8MMSm90Codegen:
+        weight = rules.weight_of(problem)
+        plan = rules.quad_plan(weight, config)
+        assert plan is not None
+        view = as_words(weight)
+        tile = rules.tile_of(spec, view.weight, config)
+        return W4A8MMSm90Codegen(tile, view, plan, n_order(view.weight.format))
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
+        own = constants_of(problem, config, device, *shared)
+        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": False}
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if rules.has_inexact_partials(spec, problem, config):
+            return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
+        if config.block_m > MAX_BLOCK_M:
+            return bad_blocks(f"{config}: more than {MAX_BLOCK_M} rows")
+        weight = rules.weight_of(problem)
+        plan = rules.quad_plan(weight, config)
+        found = boxed(weight, config, plan) if plan is not None else None
+        return tile_misfit(
+            *(problem, config, device, found),
+            x_bytes=1,
+            ctas=_ctas_per_sm(spec, config),
+            sums=_sums(spec),
+            offered=_unrolls(spec, config),
+        )
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        costs: dict[GemmConfig, float] = {}
+        for block, *cycles in _BLOCKS:
+            for split in SPLITS:
+                config = GemmConfig(*block, split_k=split)
+                each = cycles[1 if spec.group_size else 0]
+                if each is None or (split > 1 and not _may_split(problem, config, device)):
+                    continue
+                if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+                    continue
+                if self.config_rejection(spec, problem, config, device) is None:
+                    costs[config] = _cost(spec, problem, config, each, device)
+        return split_k.same_split(sorted(costs, key=costs.__getitem__))
+
+
+def _tiles(problem: Problem, config: GemmConfig) -> int:
+    rows = math.ceil(problem.m / config.block_m)
+    return rows * math.ceil(problem.n / config.block_n) * config.split_k
+
+
+def _may_split(problem: Problem, config: GemmConfig, device: Device) -> bool:
+    """Whether SMs without a tile get one, and K iterations enough."""
+    k_iters = problem.k // (config.split_k * config.block_k)
+    return k_iters >= MIN_K_ITERS and _tiles(problem, config) <= device.num_sms
+
+
+def _sums(spec: QuantGemmSpec) -> int:
+    """Accumulators for each output."""
+    return 2 if spec.group_size else 1
+
+
+def _accumulators(spec: QuantGemmSpec, config: GemmConfig) -> int:
+    """Of a thread."""
+    return _sums(spec) * config.block_m * config.block_n // (32 * config.num_warps)
+
+
+def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
+    is_small = _accumulators(spec, config) <= PAIRED
+    return 2 if config.num_warps == WARPGROUP and is_small else 1
+
+
+def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
+    """K iterations in the loop's body: the scales of each take registers."""
+    if not spec.group_size:
+        return UNROLLED
+    return (2, 1) if _accumulators(spec, config) <= PAIRED else (1,)
+
+
+def _cost(
+    spec: QuantGemmSpec,
+    problem: Problem,
+    config: GemmConfig,
+    cycles: tuple[int, int],
+    device: Device,
+) -> float:
+    """Cycles of the GEMM."""
+    split = config.split_k
+    k_iters = problem.k // (split * config.block_k)
+    alone, paired = (k_iters * each + TILE_CYCLES for each in cycles)
+    ctas = _ctas_per_sm(spec, config)
+    pairs, rest = divmod(math.ceil(_tiles(problem, config) / device.num_sms), ctas)
+    loop = pairs * (paired if ctas > 1 else alone) + rest * alone
+    partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
+    return loop + (partials if split > 1 else 0)
+
+
+W4A8_MM_SM90 = W4A8MMSm90()

@@ -1,0 +1,128 @@
+"""What the kernels of the ``w4a8`` family share: checks, and their base class."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+from inductor_quant.kernels.codegen.base import WeightTile
+from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
+from inductor_quant.kernels.codegen.digits import is_in_place
+from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, is_quad, zero_of
+from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
+from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.shared import split_k
+from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, plan_of
+from inductor_quant.kernels.weight_only.rules import no_kernel, reject_if_unaligned_rows
+from inductor_quant.ops import w4a8
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.gemm import QuantGemmSpec, dtype_name
+from inductor_quant.spec.weight_format import Field
+
+MIN_ARCH = 80
+MIN_GROUP = 128  # elements along K; smaller ones have not been timed
+EXACT_IN_FP32 = 1 << 24
+
+
+class W4A8Kernel(Kernel):
+    """A kernel of the family; a subclass writes ``codegen`` and says when it applies."""
+
+    family = "w4a8"
+    grid = staticmethod(split_k.grid)
+
+    @abstractmethod
+    def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> Any:
+        """The template constant ``CODEGEN``: writes the statements that depend on the weight."""
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        """Those that depend on what the op is given are ``W4A8Call.gemm``'s."""
+        return {
+            "CODEGEN": self.codegen(spec, problem, config),
+            "SPLIT_K": config.split_k,
+            "STAGES": config.num_stages,
+            "MASK_M": problem.has_masked_rows(config.block_m) and problem.m * problem.n > 1,
+            "ACC_TYPE": "tl.float32",  # of the value that the template stores
+            "IS_INTEGER": True,
+            "BLOCK_SCALED": False,
+            "SUM_B": False,
+            "A_SCALE_GROUPED": False,
+            "B_SCALE_GROUPED": False,
+            "HAS_B_ZERO_POINT": False,
+            "EXACT_B_ZERO": False,
+        }
+
+
+def weight_of(problem: Problem) -> Weight:
+    assert problem.weight is not None
+    return problem.weight
+
+
+def tile_of(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> WeightTile:
+    """The ops that the loop applies; the last may be the scale of a group."""
+    return WeightTile(weight, config, spec.a.dtype, weight.format.dequant_ops)
+
+
+def quad_plan(weight: Weight, config: GemmConfig, *, own: bool = False) -> TilePlan | None:
+    """How a tile is assigned to threads that unpack four values of a register at once; None: it
+    suits no such plan, or scales or zero points change within it."""
+    format = as_words(weight).weight.format
+    tile_k = config.block_k // (config.num_warps if own else 1)
+    if w4a8.split(format)[1] is not None and tile_k > MAX_MAGIC_K:
+        return None
+    fields = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    if any(rows > 0 and rows % tile_k for rows, _ in map(format.block, fields)):
+        return None
+    plan = plan_of(weight, config, own=own, low=QUAD)
+    return plan if plan is not None and is_quad(format, plan.low) else None
+
+
+def quad_rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    """Rejects what the kernels that unpack four values at once do not take."""
+    refused = (
+        rejection(spec, problem, device)
+        or reject_if_unaligned_rows(problem)
+        or format_rejection(weight_of(problem), ())
+    )
+    if refused is not None:
+        return refused
+    if not is_in_place(as_words(weight_of(problem)).weight.format.code, 4):
+        return no_kernel("a value is not one half of a byte")
+    return _group_rejection(spec, weight_of(problem)) if spec.group_size else None
+
+
+def _group_rejection(spec: QuantGemmSpec, weight: Weight) -> Rejection | None:
+    """Rejects groups for which kernels of weight_only may be faster."""
+    view = as_words(weight).weight
+    if spec.group_size % MIN_GROUP:
+        return no_kernel(f"groups are no multiples of {MIN_GROUP} along K")
+    if zero_of(view.format) is None:
+        return no_kernel("a zero point of each group")
+    strides = word_strides(view, view.format.code)
+    if min((s for name, s in strides.items() if name[0] == "n"), default=0) == 1:
+        return no_kernel("groups of words that are neighbours along N")
+    return None
+
+
+def has_inexact_partials(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> bool:
+    """Whether the sum of integer partials may exceed what fp32 holds exactly."""
+    if config.split_k == 1 or spec.group_size:
+        return False
+    weight = weight_of(problem)
+    ends = w4a8.bounds(weight.format, [tensor.dtype for tensor in weight.tensors])
+    return ends is None or problem.k * max(map(abs, ends)) * 128 > EXACT_IN_FP32
+
+
+def rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+    """What no kernel of the family takes."""
+    if 0 < device.arch < MIN_ARCH:
+        detail = f"sm_{device.arch} has no int8 matrix unit that Triton uses"
+        return Rejection(RejectionCode.DEVICE, detail)
+    if problem.weight is None or spec.out_dtype not in TRITON_TYPES:
+        detail = f"no packed weight, or an output in {dtype_name(spec.out_dtype)}"
+        return Rejection(RejectionCode.NO_KERNEL, detail)
+    return None

@@ -1,0 +1,65 @@
+"""Lowering of ``inductor_quant::block_sparse``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_quant import fallback
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.problem import Problem
+from inductor_quant.lowering.select import lower_gemm, lowering_of
+from inductor_quant.lowering.split_k_sum import sum_partials
+from inductor_quant.ops import block_sparse
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@fallback.lowering(block_sparse.op)
+def lower(
+    x: Any, values: Any, crow: Any, col: Any, place: Any, order: Any, bias: Any, *, n: int
+) -> Any:
+    (m, k), device, dtype = x.get_size(), x.get_device(), x.get_dtype()
+    if compat.known_int(m) == 0:
+        return lowering_of(aten.full.default)([m, n], 0, dtype=dtype, device=device)
+
+    def finished(out: Any) -> Any:
+        """The op's value from the sums over k."""
+        if bias is not None:
+            addend = lowering_of(prims.convert_element_type.default)(bias, torch.float32)
+            out = lowering_of(aten.add.Tensor)(out, addend)
+        return lowering_of(prims.convert_element_type.default)(out, dtype)
+
+    count = compat.known_int(col.get_size()[0])
+    if count == 0 or compat.known_int(k) == 0:
+        zeros = lowering_of(aten.full.default)([m, n], 0, dtype=torch.float32, device=device)
+        return finished(zeros)
+    given = [compat.realize(t) for t in (x, values, crow, col, place, order, bias) if t is not None]
+    block_n, block_k = map(compat.known_int, values.get_size()[-2:])
+    result = None
+    if count is not None and block_n is not None and block_k is not None:
+        spec = block_sparse.make_spec(dtype, (block_n, block_k), count, bias=bias is not None)
+        hint_m, hint_k = compat.size_hints((m, k))
+        problem = Problem(
+            hint_m,
+            n,
+            hint_k,
+            m_is_static=compat.known_int(m) is not None,
+            m_is_bounded=compat.limit(m) is not None,
+            has_aligned_rows=compat.may_make_descriptors() and compat.has_aligned_rows(given[0], 0),
+        )
+        *outer, column = map(compat.known_int, given[1].get_stride())
+        constants = {
+            "HAS_PLACE": place is not None,
+            "HAS_ORDER": order is not None,
+            "IN_PLACE": len(outer) == 3,
+            "ROW": len(outer) - 1,
+            "IS_WIDE": column == 1 and all(s is not None and s % 8 == 0 for s in outer),
+        }
+        layout = compat.FixedLayout(device, dtype, [m, n])
+        result = lower_gemm("block_sparse", spec, problem, given, layout, constants)
+    if result is None:
+        eager = compat.fallback_handler(block_sparse.op, add_to_fallback_set=False)
+        return eager(x, values, crow, col, place, order, bias, n=n)
+    return result if len(result.get_size()) == 2 else sum_partials(result, finished)

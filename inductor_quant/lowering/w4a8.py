@@ -1,0 +1,189 @@
+"""Lowering of ``inductor_quant::w4a8``: a kernel of the family, or what was there without it.
+
+Groups, which only a product of floats has, run as ``weight_only``, with the int8 activation in
+bf16; so do few rows, where bf16 loses nothing. Else the int8 weight is written once, as the graph
+of an ``aten._int_mm`` does, and ``w8a8`` multiplies. So it is with a zero point whose sums of the
+weight are not given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from inductor_quant import fallback
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels import dispatch
+from inductor_quant.kernels.problem import DECODE_M
+from inductor_quant.lowering import w8a8, weight_only
+from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice
+from inductor_quant.lowering.split_k_sum import sum_partials
+from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
+from inductor_quant.ops import w4a8 as op
+from inductor_quant.ops import w8a8 as integers
+from inductor_quant.options import Options
+from inductor_quant.spec.weight_format import WeightFormat
+
+aten, prims = torch.ops.aten, torch.ops.prims
+EXACT_IN_FP32 = 1 << 24
+# A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
+# of weight_only then takes less time than writing the int8 weight.
+MAX_M_OF_ZEROS = 128
+
+
+@fallback.lowering(op.op)
+def lower(*args: Any, **kwargs: Any) -> Any:
+    call = W4A8Call(*args, **kwargs)
+    m, (_, n) = call.a.get_size()[0], call.parsed.shape
+    device = call.a.get_device()
+    if compat.known_int(m) == 0:
+        return lowering_of(aten.full.default)([m, n], 0, dtype=call.out_dtype, device=device)
+    gemm = call.gemm()
+    if not call.has_zero or call.b_sum is not None:
+        layout = compat.FixedLayout(device, call.out_dtype, [m, n])
+        inputs = [*gemm.shared, *gemm.own]
+        result = lower_gemm("w4a8", gemm.spec, gemm.problem, inputs, layout, gemm.constants)
+        if result is not None:
+            return call.finished(result)
+    in_16_bits = call.is_grouped or (
+        gemm.problem.m_is_bounded
+        and gemm.problem.m <= (MAX_M_OF_ZEROS if gemm.spec.a.zero else DECODE_M)
+        and call.is_exact_in_16_bits
+    )
+    choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_W8A8
+    report_choice("w4a8", gemm.spec, gemm.problem, (choice,))
+    return call.in_16_bits() if in_16_bits else call.unpacked()
+
+
+@dataclasses.dataclass(frozen=True)
+class W4A8Call:
+    """The arguments of the op, as IR."""
+
+    a: Any
+    weight: list[Any]
+    a_scale: Any
+    b_scale: Any
+    bias: Any
+    a_zero_point: Any = None
+    b_sum: Any = None
+    _: dataclasses.KW_ONLY
+    format: str
+    alpha: float = 1.0
+    a_zero: int = 0
+    out_dtype: torch.dtype
+
+    @functools.cached_property
+    def parsed(self) -> WeightFormat:
+        return op.decode(self.format)
+
+    @functools.cached_property
+    def _evaluator(self) -> LoweredEvaluator:
+        return LoweredEvaluator(self.parsed, self.weight, self.a.get_device())
+
+    @property
+    def has_zero(self) -> bool:
+        return self.a_zero_point is not None or self.a_zero != 0
+
+    def gemm(self) -> Gemm:
+        """The call as kernels see it."""
+        spec = op.make_spec(
+            self.parsed,
+            [t.get_dtype() for t in self.weight],
+            a_scale=w8a8.scale_spec(self.a_scale, (1, -1), dim=0),
+            b_scale=w8a8.scale_spec(self.b_scale, (-1, 1), dim=1),
+            out_dtype=self.out_dtype,
+            bias=self.bias is not None,
+            a_zero=integers.zero_kind(
+                None if self.a_zero_point is None else self.a_zero_point.get_dtype(), self.a_zero
+            ),
+        )
+        scales = (self.a_scale, self.b_scale)
+        [a, *weight] = map(compat.realize, (self.a, *self.weight))
+        operands = (*scales, self.bias, self.a_zero_point, self.b_sum)
+        inputs = [compat.realize(t) for t in operands if t is not None]
+        is_exact = spec.a.zero in ("const", "int") and not spec.group_size
+        constants = {
+            "ALPHA": self.alpha,
+            "A_ZERO": self.a_zero,
+            "HAS_A_ZERO_POINT": self.a_zero_point is not None,
+            "A_ZERO_PER_TOKEN": w8a8.is_long(self.a_zero_point, 0),
+            "EXACT_A_ZERO": is_exact
+            and self.b_sum is not None
+            and self.b_sum.get_dtype() == torch.int32,
+            "HAS_B_SUM": self.b_sum is not None,
+            "HAS_A_SCALE": self.a_scale is not None,
+            "A_SCALE_PER_TOKEN": w8a8.is_long(self.a_scale, 0),
+            "HAS_B_SCALE": self.b_scale is not None,
+            "B_SCALE_PER_CHANNEL": w8a8.is_long(self.b_scale, 1),
+            "HAS_BIAS": self.bias is not None,
+        }
+        problem = describe_packed(a, self.parsed, weight)
+        return Gemm(spec, problem, shared=[a], own=[*weight, *inputs], constants=constants)
+
+    def finished(self, result: Any) -> Any:
+        """The op's value from a kernel's output: that output, or the sum of its split-K partials,
+        scaled."""
+        return result if len(result.get_size()) == 2 else sum_partials(result, self._epilogue)
+
+    @property
+    def is_grouped(self) -> bool:
+        return op.split(self.parsed)[1] is not None
+
+    @property
+    def is_exact_in_16_bits(self) -> bool:
+        """Whether fp32 sums of bf16 operands are the sums of the integers."""
+        zero = self.a_zero_point
+        is_strict = (fallback.active_options() or Options()).numerics == "strict"
+        if is_strict or (zero is not None and zero.get_dtype() != torch.int8):
+            return False
+        low, high = op.bounds(self.parsed, [t.get_dtype() for t in self.weight]) or (0, 0)
+        most = max(-low, high) * (255 if self.has_zero else 128)
+        return self.parsed.shape[0] * most <= EXACT_IN_FP32
+
+    def in_16_bits(self) -> Any:
+        """A kernel of ``weight_only``, which reads the packed weight too, of ``a`` less its zero
+        point: nothing is left of that, and no sums of the weight are needed."""
+        convert, zero = self._evaluator.convert, self.a_zero_point
+        x = convert(self.a, torch.float32)
+        if self.has_zero:
+            zero = self.a_zero if zero is None else convert(zero, torch.float32)
+            x = lowering_of(aten.sub.Tensor)(x, zero)
+        x = convert(x, torch.bfloat16)
+        options = {"format": self.format, "out_dtype": torch.float32}
+        out = weight_only.lower(x, self.weight, None, None, **options)
+        plain = dataclasses.replace(self, a_zero_point=None, a_zero=0, b_sum=None)
+        return plain._epilogue(out)
+
+    def unpacked(self) -> Any:
+        """The int8 weight written once, and ``w8a8``."""
+        q, _ = op.unpacked(self._evaluator)
+        # contiguous along K, as its matrix units read it
+        rows = lowering_of(aten.clone.default)(_transposed(q))
+        compat.realize(rows)
+        options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
+        operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
+        return w8a8.lower(self.a, _transposed(rows), *operands, **options)
+
+    def _epilogue(self, out: Any) -> Any:
+        """What the kernels do to the sum over k, which is in fp32."""
+        convert = self._evaluator.convert
+        subtract, multiply = lowering_of(aten.sub.Tensor), lowering_of(aten.mul.Tensor)
+        if self.has_zero:
+            zero = self.a_zero if self.a_zero_point is None else self.a_zero_point
+            zero = zero if isinstance(zero, int) else convert(zero, torch.float32)
+            out = subtract(out, multiply(convert(self.b_sum, torch.float32), zero))
+        if self.alpha != 1.0:
+            out = multiply(out, self.alpha)
+        for scale in (self.a_scale, self.b_scale):
+            if scale is not None:
+                out = multiply(out, convert(scale, torch.float32))
+        if self.bias is not None:
+            out = lowering_of(aten.add.Tensor)(out, convert(self.bias, torch.float32))
+        return convert(out, self.out_dtype)
+
+
+def _transposed(matrix: Any) -> Any:
+    return lowering_of(aten.permute.default)(matrix, [1, 0])

@@ -1,0 +1,153 @@
+"""``torch.ops.inductor_quant.block_sparse``: a product with a weight of stored blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from inductor_quant.errors import SpecError
+from inductor_quant.ops.checks import check, differ
+from inductor_quant.ops.registration import define
+from inductor_quant.ops.w8a8 import scaled
+from inductor_quant.spec.gemm import BlockSpec, OperandSpec, QuantGemmSpec
+
+SCHEMA = (
+    "block_sparse(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? place, Tensor? order, "
+    "Tensor? bias, *, int n) -> Tensor"
+)
+DTYPES = (torch.bfloat16, torch.float16)
+BIAS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INDEX_DTYPES = (torch.int32, torch.int64)
+BLOCK_SIZES = (16, 32, 64, 128)
+# The most of a weight that may be stored where we are faster than the dense product, by the
+# smaller side of a block, for up to MAX_ROWS rows (kernels/block_sparse/README.md).
+MAX_ROWS = (16, 64, 256, math.inf)
+MAX_SHARE = {
+    16: (0.40, 0.18, 0.09, 0.07),
+    32: (0.65, 0.40, 0.27, 0.27),
+    64: (0.65, 0.45, 0.45, 0.45),
+    128: (0.65, 0.45, 0.42, 0.65),
+}
+
+
+def reference(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    crow: torch.Tensor,
+    col: torch.Tensor,
+    place: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    n: int,
+) -> torch.Tensor:
+    """``out[m, r BN + i] = (sum over p in crow[r] .. crow[r + 1] - 1 of the sum over j of
+    block_p[i, j] * x[m, col[p] BK + j]) + bias[r BN + i]``: x @ W^T with W [N, K] in BSR.
+
+    Shapes and dtypes:
+        x       [M, K]                        bf16 or fp16
+        values  [P, BN, BK]                   of x's dtype: block_p = values[place[p]]; or
+                [N / BN, K / BK, BN, BK]      block_p = values[r, col[p]], in place in a dense W
+        crow    [N / BN + 1]                  int32 or int64, ascending from 0 to ``len(col)``
+        col     [count]                       the same; 0 <= col[p] < K / BK
+        place   [count]                       the same, for values of 3 dimensions; None: p
+        order   [N / BN]                      the same: in which order a kernel takes the rows of
+                                              blocks, a permutation; it does not change the result
+        bias    [N]                           fp32, bf16 or fp16; None: 0
+    BN and BK are 16, 32, 64 or 128. Any strides. Returns [M, N] in x's dtype, contiguous.
+
+    Sums and bias are fp32, rounded once (the reference adds in fp64). A row without blocks is the
+    bias. What is not stored takes no part: an infinity of x at a column without blocks is not seen,
+    where the dense product has a NaN. A column that is listed twice in a row counts twice. Indices
+    that are out of range, or descend in ``crow``, are undefined behaviour.
+
+    Raises SpecError for other shapes or dtypes.
+    """
+    spec_of(x, values, crow, col, place, order, bias, n=n)
+    block_n, block_k = values.shape[-2:]
+    count = crow.diff().long()
+    row = torch.repeat_interleave(
+        torch.arange(len(count), device=x.device), count, output_size=len(col)
+    )
+    if values.dim() == 4:
+        blocks = values[row, col.long()]
+    else:
+        blocks = values if place is None else values[place.long()]
+    wide = x.double().view(len(x), -1, block_k).transpose(0, 1)[col.long()]
+    parts = torch.bmm(wide, blocks.double().transpose(1, 2))
+    out = parts.new_zeros(n // block_n, len(x), block_n).index_add_(0, row, parts)
+    return scaled(out.transpose(0, 1).reshape(len(x), n).float(), None, None, bias, x.dtype)
+
+
+def fake(x: torch.Tensor, *tensors: Any, n: int) -> torch.Tensor:
+    spec_of(x, *tensors, n=n)
+    return torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
+
+
+def spec_of(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    crow: torch.Tensor,
+    col: torch.Tensor,
+    place: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    n: int,
+) -> QuantGemmSpec:
+    """The spec of a call. Raises SpecError for arguments that form no such product.
+
+    Symbolic sizes are not checked: that would add a guard.
+    """
+    if x.dim() != 2 or values.dim() not in (3, 4) or x.dtype not in DTYPES:
+        shapes = f"x is {x.dtype} {list(x.shape)}, values {list(values.shape)}"
+        raise SpecError(f"block_sparse takes x [M, K] and blocks in fp16 or bf16; {shapes}")
+    k, (block_n, block_k) = x.shape[1], values.shape[-2:]
+    if block_n not in BLOCK_SIZES or block_k not in BLOCK_SIZES or n % block_n:
+        raise SpecError(f"block_sparse: blocks of {block_n} x {block_k} in N = {n}")
+    if isinstance(k, int) and k % block_k:
+        raise SpecError(f"block_sparse: blocks of {block_n} x {block_k} in K = {k}")
+    rows, count = n // block_n, col.shape[0]
+    in_place = (rows, k // block_k, block_n, block_k)
+    if values.dim() == 4 and (place is not None or differ(values.shape, in_place)):
+        raise SpecError(f"block_sparse: values are {list(values.shape)}, not {list(in_place)}")
+    if values.dim() == 3 and place is None and differ(values.shape[:1], (count,)):
+        raise SpecError(f"block_sparse: {values.shape[0]} blocks for {count} columns")
+    check(
+        "block_sparse",
+        {
+            "values": (values, (tuple(values.shape),), (x.dtype,)),
+            "crow": (crow, ((rows + 1,),), INDEX_DTYPES),
+            "col": (col, ((count,),), INDEX_DTYPES),
+            "place": (place, ((count,),), INDEX_DTYPES),
+            "order": (order, ((rows,),), INDEX_DTYPES),
+            "bias": (bias, ((n,),), BIAS_DTYPES),
+        },
+    )
+    return make_spec(x.dtype, (block_n, block_k), count, bias=bias is not None)
+
+
+def make_spec(
+    dtype: torch.dtype, block: tuple[int, int], count: int, *, bias: bool
+) -> QuantGemmSpec:
+    """``count`` stored blocks of shape ``block`` (n, k)."""
+    return QuantGemmSpec(
+        a=OperandSpec(dtype),
+        b=OperandSpec(dtype, blocks=BlockSpec(*block, count)),
+        out_dtype=dtype,
+        bias=bias,
+    )
+
+
+def prefers_dense(m: int | None, n: int, k: int, spec: QuantGemmSpec) -> bool:
+    """Whether the dense product of M rows is faster, by ``MAX_SHARE``; M None: unknown, so not."""
+    blocks = spec.b.blocks
+    assert blocks is not None
+    limits = MAX_SHARE[min(blocks.n, blocks.k)]
+    share = next(share for most, share in zip(MAX_ROWS, limits, strict=True) if (m or 1) <= most)
+    return blocks.stored_share(n, k) > share
+
+
+op = define(SCHEMA, reference, fake, flexible_layout=True)

@@ -1,0 +1,399 @@
+"""Where each element of a weight comes from, if ops only move it: the blocks of a sparse weight.
+
+A weight that is put together from stored blocks (``index_put``, ``scatter``, a gather from a table
+of blocks), or of which a mask keeps some blocks, is read by running its ops on numbers: those on
+tables as they are, for their values are constants of the graph, and those on the stored tensor on
+the number of each of its elements, where 0 stands for a zero that the graph makes. So the spelling
+does not matter, and what an index has to satisfy is checked on the indices themselves: out of range
+raises, and a position that is written twice is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.ops.block_sparse import BLOCK_SIZES
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+
+from .. import fx_utils
+from ..fx_utils import aten
+
+MAX_ELEMENTS = 2**30  # of a weight, which is 4 bytes each while it is read
+_MAX_STEPS = 100
+_SAME = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+_VIEWS = (
+    *(*fx_utils.RESHAPES, aten.permute.default, aten.t.default, aten.transpose.int),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default),
+    *(aten.slice.Tensor, aten.select.int),
+)
+_FILLS = (aten.full.default, aten.full_like.default)
+# The names of what may compute a table: integers and 0 or 1, so the device does not matter.
+_TABLE_OPS = frozenset(
+    [
+        "full",
+        "full_like",
+        "iota",
+        "add",
+        "sub",
+        "rsub",
+        "mul",
+        "floor_divide",
+        "remainder",
+        "cumsum",
+        "searchsorted",
+        "bucketize",
+        "index",
+        "gather",
+        "index_select",
+        "cat",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "minimum",
+        "maximum",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "bitwise_not",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "where",
+        "convert_element_type",
+        "repeat_interleave",
+        "diff",
+        "div",
+    ]
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """W [N, K] as blocks of the tensor ``source``, in order of their rows.
+
+    block_p [BN, BK] has its element (i, j) at ``start[p] + i * strides[0] + j * strides[1]`` of the
+    memory of a contiguous ``source``, in row ``row[p]`` and column ``column[p]`` of blocks. int64.
+    """
+
+    source: fx.Node
+    shape: tuple[int, int]
+    row: torch.Tensor
+    column: torch.Tensor
+    start: torch.Tensor
+    strides: tuple[int, int]
+    nodes: tuple[fx.Node, ...]
+
+
+class Unread(Exception):
+    """Why a weight is not read. Never leaves this module."""
+
+    def __init__(self, detail: str, node: fx.Node) -> None:
+        super().__init__(detail)
+        self.rejection = Rejection(RejectionCode.BLOCK_PLACES, detail, node.name)
+
+
+def read_blocks(weight: fx.Node) -> Blocks | Rejection:
+    """The blocks of a weight [K, N]."""
+    reader = _Reader()
+    try:
+        if not reader.is_placed(weight):
+            return Rejection(RejectionCode.NOT_QUANTIZED, "", weight.name)
+        if fx_utils.value(weight).numel() > MAX_ELEMENTS:
+            raise Unread("the weight is too large", weight)
+        with compat.real_tensors(), torch.no_grad():
+            return _blocks(reader.numbers(weight).t(), reader, weight)
+    except Unread as reason:
+        return reason.rejection
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.source: fx.Node | None = None
+        self._numbers: dict[fx.Node, torch.Tensor] = {}
+        self._values: dict[fx.Node, torch.Tensor] = {}
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        read = {*self._numbers, *self._values} - {self.source}
+        return tuple(sorted(node for node in read if node.op == "call_function"))
+
+    def is_placed(self, weight: fx.Node) -> bool:
+        """Whether a table decides what the weight has where: nothing is computed for others."""
+        todo, seen = [weight], {weight}
+        while todo and len(seen) < _MAX_STEPS:
+            node = todo.pop()
+            if _tables_of(node):
+                return True
+            for item in _moved(node):
+                if item not in seen:
+                    seen.add(item)
+                    todo.append(item)
+        return False
+
+    # -- elements of the stored tensor ----------------------------------------------------
+
+    def numbers(self, node: fx.Node) -> torch.Tensor:
+        """1 + the number of each element's origin in the stored tensor, or 0: int32."""
+        if node not in self._numbers:
+            try:
+                self._numbers[node] = self._number(node)
+            except (IndexError, RuntimeError) as error:
+                detail = str(error).partition("\n")[0]
+                raise Unread(detail, node) from error
+        return self._numbers[node]
+
+    def _number(self, node: fx.Node) -> torch.Tensor:
+        handler = _HANDLERS.get(node.target)
+        if handler is not None and (node.target not in _TABLED or _tables_of(node)):
+            return handler(self, node)
+        if self.source not in (None, node):
+            detail = f"elements of {self.source} and {node}"
+            raise Unread(detail, node)
+        self.source = node
+        shape = _static_shape(node)
+        if math.prod(shape) >= 2**31 - 1:
+            raise Unread("the stored tensor is too large", node)
+        return torch.arange(1, math.prod(shape) + 1, dtype=torch.int32).view(shape)
+
+    # -- tables ---------------------------------------------------------------------------
+
+    def values(self, node: fx.Node) -> torch.Tensor:
+        """The values of a table, on the CPU."""
+        if node not in self._values:
+            self._values[node] = self._value(node)
+        return self._values[node]
+
+    def _value(self, node: fx.Node) -> torch.Tensor:
+        if node.op == "get_attr" and fx_utils.has_fixed_values(node):
+            tensor = fx_utils.attribute(node)
+            if tensor is not None:
+                return tensor.cpu()
+        if node.op != "call_function" or not _computes_table(node):
+            detail = f"{node.name} has no values when compiling; see Options.read_tables"
+            raise Unread(detail, node)
+        _static_shape(node)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values)
+        kwargs = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory")}
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return _target(node)(*args, **kwargs)
+
+
+def _blocks(numbers: torch.Tensor, reader: _Reader, weight: fx.Node) -> Blocks:
+    if reader.source is None:
+        raise Unread("nothing is stored", weight)
+    n, k = numbers.shape
+    stored = int(numbers.count_nonzero())
+    for block_n, block_k in _candidates(_static_shape(reader.source)):
+        if n % block_n or k % block_k:
+            continue
+        tiles = numbers.view(n // block_n, block_n, k // block_k, block_k).permute(0, 2, 1, 3)
+        row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
+        if len(row) * block_n * block_k != stored:
+            continue
+        blocks = tiles[row, column] - 1
+        start, strides = blocks[:, 0, 0], (block_k, 1)
+        if len(blocks):
+            strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
+        i, j = torch.arange(block_n)[:, None], torch.arange(block_k)
+        within = (i * strides[0] + j * strides[1]).int()
+        if torch.equal(blocks, start[:, None, None] + within):
+            places = row, column, start.long()
+            return Blocks(reader.source, (block_n, block_k), *places, strides, reader.nodes)
+    detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
+    raise Unread(detail, weight)
+
+
+def _candidates(shape: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Shapes of blocks in a stored tensor: its last dimensions; in a matrix any, large first."""
+    if len(shape) > 2:
+        ends = [(shape[-2], shape[-1]), (shape[-1], shape[-2])]
+        return [pair for pair in dict.fromkeys(ends) if {*pair} <= {*BLOCK_SIZES}]
+    pairs = [(n, k) for n in BLOCK_SIZES for k in BLOCK_SIZES]
+    return sorted(pairs, key=math.prod, reverse=True)
+
+
+# ------------------------------------------------------------------------------------------
+# ops
+
+Handler = Callable[[_Reader, fx.Node], torch.Tensor]
+
+
+def _fill(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    number = _args(node)[1]
+    if number != 0:
+        raise Unread(f"it fills in {number}", node)
+    return torch.zeros(_static_shape(node), dtype=torch.int32)
+
+
+def _view(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    _static_shape(node)
+    first, *rest = _args(node)
+    target = aten.reshape.default if node.target in fx_utils.RESHAPES else _target(node)
+    return target(reader.numbers(first), *rest, **node.kwargs)
+
+
+def _same(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    return reader.numbers(_args(node)[0])
+
+
+def _cat(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    parts, *rest = _args(node)
+    return aten.cat.default([reader.numbers(part) for part in parts], *rest, **node.kwargs)
+
+
+def _index(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    base, tables = _args(node)
+    given = [None if table is None else reader.values(table) for table in tables]
+    return aten.index.Tensor(reader.numbers(base), given)
+
+
+def _index_put(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    base, tables, source = _args(node)[:3]
+    given = [None if table is None else reader.values(table) for table in tables]
+    whole = reader.numbers(base)
+    sizes = [size for size, table in zip(whole.shape, given, strict=False) if table is not None]
+    known = torch.broadcast_tensors(*(table for table in given if table is not None))
+    if any(table.dtype == torch.bool for table in known):
+        raise Unread("a mask as an index", node)
+    place = torch.zeros_like(known[0], dtype=torch.int64)
+    for table, size in zip(known, sizes, strict=True):
+        place = place * size + table % size
+    _check_distinct(place.flatten(), 0, node)
+    return aten.index_put.default(whole, given, reader.numbers(source))
+
+
+def _scatter(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    base, dim, table, source = _args(node)
+    index = reader.values(table)
+    _check_distinct(index, dim, node)
+    whole, moved = reader.numbers(base), reader.numbers(source)
+    return torch.scatter(whole, dim, index, moved)
+
+
+def _check_distinct(index: torch.Tensor, dim: int, node: fx.Node) -> None:
+    """Raises if a position comes twice along ``dim``: which value stays is then not defined."""
+    if bool((index.sort(dim).values.diff(dim=dim) == 0).any()):
+        raise Unread("it writes to a position twice", node)
+
+
+def _where(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    condition, yes, no = _args(node)
+    chosen = reader.values(condition)
+    return torch.where(chosen, reader.numbers(yes), reader.numbers(no))
+
+
+def _masked(reader: _Reader, node: fx.Node) -> torch.Tensor:
+    """``weight * mask``, of zeros and ones."""
+    [mask] = _tables_of(node)
+    [weight] = [item for item in _args(node) if item is not mask]
+    kept = reader.values(mask)
+    if bool(((kept != 0) & (kept != 1)).any()):
+        raise Unread("it is multiplied by more than 0 and 1", mask)
+    return reader.numbers(weight) * (kept != 0)
+
+
+_HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(_FILLS, _fill),
+    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys(_SAME, _same),
+    aten.cat.default: _cat,
+    aten.index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten.scatter.src: _scatter,
+    aten.where.self: _where,
+    aten.mul.Tensor: _masked,
+}
+# These move elements only if tables say where.
+_TABLED = (
+    *(aten.index.Tensor, aten.index_put.default, aten.scatter.src, aten.where.self),
+    aten.mul.Tensor,
+)
+
+
+def _tables_of(node: fx.Node) -> list[fx.Node]:
+    """The tables by which ``node`` places elements of another tensor."""
+    if node.target not in _TABLED or not fx_utils.is_tensor_node(node):
+        return []
+    args = _args(node)
+    if node.target == aten.mul.Tensor:
+        nodes = [item for item in args if isinstance(item, fx.Node)]
+        found = [item for item in nodes if _is_table(item) and _is_mask(item)]
+        return found if len(nodes) == 2 and len(found) == 1 else []
+    given = {aten.scatter.src: 2, aten.where.self: 0}.get(node.target, 1)
+    tables = args[given] if isinstance(args[given], (list, tuple)) else [args[given]]
+    found = [table for table in tables if table is not None]
+    return found if all(map(_is_table, found)) else []
+
+
+def _moved(node: fx.Node) -> list[fx.Node]:
+    """The inputs of ``node`` whose elements it moves."""
+    return node.all_input_nodes if node.target in _HANDLERS and node.target not in _TABLED else []
+
+
+def _is_table(node: fx.Node) -> bool:
+    """Whether ``node`` is computed from indices or masks alone."""
+    todo, seen = [node], {node}
+    is_table = False
+    while todo and len(seen) < _MAX_STEPS:
+        item = todo.pop()
+        if item.op in ("placeholder", "get_attr"):
+            if not fx_utils.is_tensor_node(item):
+                return False
+            is_table = True
+            if fx_utils.value(item).dtype not in (torch.bool, torch.int32, torch.int64):
+                return False
+        elif not _computes_table(item):
+            return False
+        is_table |= item.target == torch.ops.prims.iota.default
+        inputs = [source for source in item.all_input_nodes if source not in seen]
+        seen.update(inputs)
+        todo += inputs
+    return is_table and not todo
+
+
+def _is_mask(table: fx.Node) -> bool:
+    """Not an int32 weight that waits for its values: what multiplies is a mask, or is known."""
+    todo, seen = [table], {table}
+    while todo:
+        item = todo.pop()
+        if item.op == "placeholder" and fx_utils.value(item).dtype != torch.bool:
+            return False
+        inputs = [source for source in item.all_input_nodes if source not in seen]
+        seen.update(inputs)
+        todo += inputs
+    return True
+
+
+def _computes_table(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    is_moving = node.target in (*_VIEWS, *_SAME)
+    return is_moving or (schema is not None and schema.name.partition("::")[2] in _TABLE_OPS)
+
+
+def _args(node: fx.Node) -> tuple[Any, ...]:
+    return node.args
+
+
+def _target(node: fx.Node) -> Any:
+    return node.target
+
+
+def _static_shape(node: fx.Node) -> tuple[int, ...]:
+    shape = tuple(fx_utils.value(node).shape)
+    if any(map(fx_utils.is_symbolic, shape)):
+        raise Unread("a symbolic size", node)
+    return shape

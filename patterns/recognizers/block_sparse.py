@@ -1,0 +1,169 @@
+"""Float products with a weight of which only some blocks are stored, or kept by a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.ops import block_sparse as op
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.exactness import Exactness
+
+from .. import fx_utils
+from ..fx_utils import aten
+from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
+from ..matching.block_places import Blocks, read_blocks
+from ..matching.matmul_ops import reject_bias
+from ..matching.operands import reject_mutated, reject_operands, transposed
+
+FAMILY = "block_sparse"
+TORCHAO = "blocksparse.addmm.default"
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``anchor``: ``mm``, ``addmm``, or torchao's ``blocksparse.addmm``."""
+    if str(anchor.target) == TORCHAO:
+        return _recognize_op(anchor)
+    bias = None
+    if anchor.target == aten.addmm.default:
+        bias, x, w = fx_utils.arguments(anchor, "self", "mat1", "mat2")
+        if refused := reject_bias(anchor, bias):
+            return refused
+    else:
+        x, w = fx_utils.arguments(anchor, "self", "mat2")
+    if not fx_utils.is_tensor_node(x) or not fx_utils.is_tensor_node(w):
+        return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    blocks = read_blocks(w)
+    if isinstance(blocks, Rejection):
+        return blocks
+    rejection = reject_mutated(blocks.nodes) or reject_operands((x, blocks.source, bias), anchor)
+    rejection = rejection or _reject_dtype(x)
+    if rejection is not None:
+        return rejection
+    with compat.real_tensors():
+        return _assemble(anchor, x, bias, blocks)
+
+
+def _reject_dtype(x: fx.Node) -> Rejection | None:
+    dtype = fx_utils.value(x).dtype
+    return None if dtype in op.DTYPES else Rejection(RejectionCode.ACTIVATION, f"{dtype}", x.name)
+
+
+def _recognize_op(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``addmm(x [K, M], crow, col, values, N, K, None) -> [N, M]``, and the transposition of the
+    result. That crow and col are those of a BSR matrix is a condition of the op."""
+    given = ("x_padded", "crow_indices", "col_indices", "values", "M", "K", "bias")
+    x, crow, col, values, n, k, bias = fx_utils.arguments(anchor, *given)
+    end = fx_utils.single_user(anchor)
+    is_transposed = end is not None and end.target == aten.permute.default
+    shape = tuple(fx_utils.value(values).shape)
+    is_static = not any(map(fx_utils.is_symbolic, (*shape, n, k)))
+    if not is_transposed or not is_static or len(shape) != 3 or bias is not None:
+        return None
+    assert end is not None
+    rejection = reject_operands((x, crow, col, values), anchor) or _reject_dtype(x)
+    if rejection is not None:
+        return rejection
+    if not {*shape[1:]} <= {*op.BLOCK_SIZES}:
+        detail = f"blocks of {shape[1]} x {shape[2]}"
+        return Rejection(RejectionCode.BLOCK_PLACES, detail, values.name)
+    spec = op.make_spec(fx_utils.value(x).dtype, shape[1:], shape[0], bias=False)
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=spec,
+        anchor=anchor,
+        end=end,
+        interior=(anchor, end),
+        op=op.op,
+        args=(transposed(x), values, crow, col, None, None, None),
+        kwargs={"n": n},
+        m=fx_utils.size_name(fx_utils.value(end).shape[0]),
+        n=n,
+        k=k,
+        weight_class=Exactness.SAME_WEIGHT_ROUNDING,
+    )
+
+
+def _assemble(
+    anchor: fx.Node, x: fx.Node, bias: fx.Node | None, blocks: Blocks
+) -> RecognizedGemm | Rejection:
+    m, n = fx_utils.value(anchor).shape
+    k = fx_utils.value(x).shape[-1]
+    stored = _stored(blocks, n, k)
+    if isinstance(stored, Rejection):
+        return stored
+    values, place = stored
+    counts = torch.bincount(blocks.row, minlength=n // blocks.shape[0])
+    crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    order = counts.argsort(descending=True, stable=True)
+    dtype = fx_utils.value(x).dtype
+    spec = op.make_spec(dtype, blocks.shape, len(blocks.row), bias=bias is not None)
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=spec,
+        anchor=anchor,
+        end=anchor,
+        interior=(*blocks.nodes, anchor),
+        op=op.op,
+        args=(
+            x,
+            values,
+            _table(crow),
+            _table(blocks.column),
+            None if place is None else _table(place),
+            _table(order),
+            bias and Operand(bias, (-1,)),
+        ),
+        kwargs={"n": n},
+        m=fx_utils.size_name(m),
+        n=n,
+        k=k,
+        too_many_rows=op.prefers_dense(fx_utils.size_hint(m), n, k, spec),
+        weight_class=Exactness.SAME_WEIGHT_ROUNDING,
+    )
+
+
+def _stored(blocks: Blocks, n: int, k: int) -> tuple[Any, torch.Tensor | None] | Rejection:
+    """The op's ``values`` and ``place``."""
+    (block_n, block_k), start = blocks.shape, blocks.start
+    size = block_n * block_k
+    source, elements = blocks.source, fx_utils.value(blocks.source).numel()
+    is_whole = elements % size == 0 and not bool((start % size).any())
+    if is_whole and blocks.strides in ((block_k, 1), (1, block_n)):
+        place = start // size
+        count = elements // size
+        is_in_order = len(start) == count and torch.equal(place, torch.arange(count))
+        if blocks.strides == (block_k, 1):
+            values: Any = Operand(source, (count, block_n, block_k))
+        else:
+            swapped = Operand(source, (count, block_k, block_n))
+            values = Derived(aten.permute.default, (swapped, [0, 2, 1]))
+        return values, None if is_in_order else place
+    grid = n // block_n, k // block_k
+    if blocks.strides == (k, 1) and elements == n * k:
+        at = blocks.row * (block_n * k) + blocks.column * block_k
+        split = Operand(source, (grid[0], block_n, grid[1], block_k))
+        dims = [0, 2, 1, 3]
+    else:
+        at = blocks.row * block_n + blocks.column * (block_k * n)
+        split = Operand(source, (grid[1], block_k, grid[0], block_n))
+        dims = [2, 0, 3, 1]
+    if elements != n * k or blocks.strides not in ((k, 1), (1, n)) or not torch.equal(at, start):
+        detail = f"blocks lie in {source.name} neither one after the other nor as in the weight"
+        return Rejection(RejectionCode.BLOCK_PLACES, detail, source.name)
+    return Derived(aten.permute.default, (split, dims)), None
+
+
+def _table(values: torch.Tensor) -> Constant:
+    return Constant(values.to(torch.int32).numpy().tobytes(), torch.int32)
+
+
+PATTERN = Pattern(
+    name="block_sparse",
+    family=FAMILY,
+    anchors=(aten.mm.default, aten.addmm.default, TORCHAO),
+    recognize=recognize,
+)

@@ -1,0 +1,270 @@
+"""W4A8: an int8 activation times an int4 weight that the graph unpacks.
+
+``aten._int_mm`` of a weight that is made int8 before it, and a product of floats whose operands are
+both quantized and dequantized: as ``w8a8`` and ``qdq``, with a weight that ``weight_decode`` finds
+in bit fields of 4 bits. Its integers may be functions of the nibble that are linear (shifted into
+the high half of a byte, sign-extended, less a zero point); groups along K may have a float scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant._compat import inductor as compat
+from inductor_quant.errors import SpecError
+from inductor_quant.ops import w4a8 as op
+from inductor_quant.ops.w8a8 import SCALE_DTYPES, max_k
+from inductor_quant.ops.weight_only import check_format
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+
+from .. import fx_utils
+from ..fx_utils import aten
+from ..match import Constant, Pattern, RecognizedGemm
+from ..matching.epilogue import Epilogue
+from ..matching.fake_quantized import FakeQuantized, Vector
+from ..matching.lookup_table import Source
+from ..matching.matmul_ops import Matmul
+from ..matching.operands import reject_mutated, reject_operands
+from ..matching.weight_decode import Weight, attempt, decode
+from ..symbolic import Reader, arithmetic
+from ..symbolic.index import Unsupported
+from . import qdq, w8a8
+
+FAMILY = "w4a8"
+CODES = 1 << op.BITS
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4Weight:
+    """``q * group_scale * scale[n] * alpha``: ``format`` has q and the scale of the groups, as the
+    op takes it."""
+
+    format: WeightFormat
+    sources: tuple[Source, ...]
+    scale: Vector | None = None  # its axis is "column" or "tensor"
+    alpha: float = 1.0
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return [source for source in self.sources if isinstance(source, fx.Node)]
+
+    def matrix(self) -> Source:
+        return self.sources[self.format.code.source]
+
+    def zero_point(self) -> tuple[None, str]:
+        return None, ""
+
+    def sums(self) -> None:
+        return None
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        return [fx_utils.described(source).dtype for source in self.sources]
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """None: the weight is no such one, and another pattern may recognize the product."""
+    if anchor.target == aten._int_mm.default:
+        return _of_integers(anchor)
+    return qdq.recognize_as(anchor, read_int4, _assemble)
+
+
+def read_int4(weight: Weight) -> Int4Weight | None:
+    """The weight as the op takes it; None: it has another form."""
+    linear = _linear(weight)
+    if linear is None:
+        return None
+    format, found = linear, Int4Weight(linear, weight.sources)
+    integers: list[DequantOp] = []
+    group: DequantOp | None = None
+    for step in format.dequant_ops:
+        operand = step.operand
+        if not isinstance(operand, Field):
+            is_integer = group is None and found.scale is None and found.alpha == 1
+            if is_integer and float(operand).is_integer() and step.kind in ("add", "sub"):
+                integers.append(step)
+            elif step.kind == "mul":
+                found = dataclasses.replace(found, alpha=found.alpha * operand)
+            elif step.kind == "div":
+                found = dataclasses.replace(found, alpha=found.alpha / operand)
+            elif operand != 0:
+                return None
+        elif step.kind == "mul" and format.block(operand)[0] == -1:
+            vector = qdq.vector_of(operand, weight)
+            is_float = vector and fx_utils.value(vector.node).dtype in SCALE_DTYPES
+            if vector is None or not is_float or found.scale is not None:
+                return None
+            found = dataclasses.replace(found, scale=vector)
+        elif step.kind == "mul" and group is None:
+            group = step
+        elif step.kind in ("add", "sub") and not (group or found.scale) and found.alpha == 1:
+            integers.append(step)
+        else:
+            return None
+    ops = (*integers, *([group] if group else []))
+    return _pruned(dataclasses.replace(found, format=dataclasses.replace(format, dequant_ops=ops)))
+
+
+def _linear(weight: Weight) -> WeightFormat | None:
+    """The format with the nibble as its element, if a table of its codes is linear."""
+    format = weight.format
+    if format.element == format.code:
+        return format
+    table, at = weight.sources[format.element.source], AffineIndex(fields=((format.code, 1),))
+    if not isinstance(table, Constant) or format.element != Field(format.element.source, (at,)):
+        return None
+    if format.code.width != op.BITS or format.code.signed or format.code.add:
+        return None
+    with compat.real_tensors():
+        values = table.tensor().double().tolist()
+    if len(values) != CODES:
+        return None
+    for signed in (False, True):
+        half = CODES // 2
+        number = [code - CODES if signed and code >= half else code for code in range(CODES)]
+        step, first = values[1] - values[0], values[0]
+        if not step or [step * each + first for each in number] != values:
+            continue
+        zero = -first / step
+        if step.is_integer() and zero.is_integer():
+            ops = [DequantOp("sub", zero)] if zero else []
+            ops += [DequantOp("mul", step)] if step != 1 else []
+            code = dataclasses.replace(format.code, signed=signed)
+            return dataclasses.replace(
+                format, element=code, dequant_ops=(*ops, *format.dequant_ops)
+            )
+    return None
+
+
+def _pruned(found: Int4Weight) -> Int4Weight | None:
+    """``found`` without the tensors that its format no longer reads; None: the op does not take
+    it."""
+    used = sorted({field.source for field in found.format.fields()})
+
+    def moved(item: Any) -> Any:
+        if isinstance(item, Field):
+            item = dataclasses.replace(item, source=used.index(item.source))
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            parts = {
+                part.name: moved(getattr(item, part.name))
+                for part in dataclasses.fields(item)
+                if part.name not in ("source", "size")
+            }
+            return dataclasses.replace(item, **parts)
+        return tuple(map(moved, item)) if isinstance(item, tuple) else item
+
+    sources = tuple(found.sources[i] for i in used)
+    found = dataclasses.replace(found, format=moved(found.format), sources=sources)
+    if any(not isinstance(source, (fx.Node, Constant)) for source in sources):
+        return None
+    types = tuple(
+        (dtype, tuple(fx_utils.described(source).shape))
+        for dtype, source in zip(found.dtypes, sources, strict=True)
+    )
+    try:
+        check_format(found.format, types)
+    except SpecError:
+        return None
+    is_finite = math.isfinite(found.alpha) and found.alpha
+    return None if op.problem_of(found.format, found.dtypes) or not is_finite else found
+
+
+# ------------------------------------------------------------------------------------------
+# a product of integers
+
+
+def _of_integers(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    _, b = fx_utils.arguments(anchor, "self", "mat2")
+    if not fx_utils.is_tensor_node(b) or fx_utils.is_stored(b):
+        return None
+    try:
+        found = attempt(lambda reader: _read_integers(b, reader), lambda found: found is not None)
+    except RecursionError:
+        return None
+    if found is None:
+        return None
+    weight, nodes = found
+    product = w8a8.recognize(anchor)
+    if isinstance(product, Rejection):
+        return product
+    rejection = reject_operands(weight.nodes, anchor) or reject_mutated(nodes)
+    if rejection is not None:
+        return rejection
+    return _replaced(product, weight)
+
+
+def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node]] | None:
+    """The weight that ``b`` [K, N] holds, and the nodes that compute it."""
+    shape = fx_utils.value(b).shape
+    if any(map(fx_utils.is_symbolic, shape)):
+        return None
+    k, n = shape
+    try:
+        place = (reader.space.variable("k", k), reader.space.variable("n", n))
+        expr = arithmetic.cast(reader.read(b, place), torch.float32)
+    except Unsupported:
+        return None
+    weight = decode(reader, expr, b)
+    found = read_int4(weight) if isinstance(weight, Weight) else None
+    if found is None or found.scale is not None or op.split(found.format)[1] is not None:
+        return None
+    if found.alpha != 1:
+        # a factor of the integers: their range is checked again
+        times = DequantOp("mul", found.alpha)
+        format = dataclasses.replace(found.format, dequant_ops=(*found.format.dequant_ops, times))
+        found = dataclasses.replace(found, format=format, alpha=1.0)
+        if op.problem_of(format, found.dtypes):
+            return None
+    return found, [node for node in reader.nodes() if node.op == "call_function"]
+
+
+def _replaced(product: RecognizedGemm, weight: Int4Weight) -> RecognizedGemm | Rejection:
+    """``product``, a call of ``w8a8`` without a zero point of its weight, with this one."""
+    a, _, a_scale, b_scale, bias, *zeros = product.args
+    a_zero, _, b_sum = (*zeros, None, None, None)[:3]
+    spec = op.make_spec(
+        weight.format,
+        weight.dtypes,
+        a_scale=product.spec.a.scale,
+        b_scale=product.spec.b.scale,
+        out_dtype=product.spec.out_dtype,
+        bias=product.spec.bias,
+        a_zero=product.spec.a.zero,
+    )
+    longest = max_k(product.spec.a.zero, "")
+    if op.summed_k(weight.format) > longest:
+        return Rejection(RejectionCode.K_TOO_LONG, f"the most is {longest}", product.anchor.name)
+    args = (a, list(weight.sources), a_scale, b_scale, bias)
+    return dataclasses.replace(
+        product,
+        family=FAMILY,
+        spec=spec,
+        op=op.op,
+        args=args if a_zero is None and b_sum is None else (*args, a_zero, b_sum),
+        kwargs=product.kwargs | {"format": weight.format.encode()},
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# a product of floats
+
+
+def _assemble(
+    product: Matmul, x: FakeQuantized, weight: Int4Weight, found: Epilogue
+) -> RecognizedGemm | Rejection:
+    gemm = qdq.assemble(product, x, weight, found)
+    return gemm if isinstance(gemm, Rejection) else _replaced(gemm, weight)
+
+
+PATTERN = Pattern(
+    name="int4_int8",
+    family=FAMILY,
+    anchors=(aten._int_mm.default, *qdq.ANCHORS),
+    recognize=recognize,
+)

@@ -1,0 +1,143 @@
+"""block_sparse on a GPU: every configuration, fusion, guards on the tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
+from inductor_quant.lowering.select import describe_device
+from inductor_quant.report.events import collect
+from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs, reference
+from tests.support.gemms.weight_only import assert_close
+
+pytestmark = pytest.mark.gpu
+
+f16 = torch.float16
+OPTIONS = {"inductor_quant.on_error": "raise"}
+
+
+@pytest.fixture(autouse=True)
+def _no_caches(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+
+
+def compiled(fn, *configs):
+    torch._dynamo.reset()
+    options = OPTIONS | {"inductor_quant.configs": tuple(map(str, configs))}
+    return torch.compile(fn, backend="inductor_quant", options=options)
+
+
+def check(case, kernel=None, config=None):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    pins = [] if config is None else [f"{kernel.name} {config}"]
+    with collect() as report:
+        got = compiled(gemm(case), *pins)(*inputs)
+    [choice] = report.kernels
+    assert kernel is None or choice.chosen.startswith(f"{kernel.name} ")
+    assert_close(got, reference(case, inputs))
+
+
+CASES = [
+    *(
+        Case(m, 768, 1024, (m_block, m_block), 0.8, bias=True, order=True)
+        for m, m_block in ((1, 16), (1, 128), (16, 32), (63, 64), (200, 128), (1000, 32))
+    ),
+    Case(1000, 768, 1024, (16, 16), 0.9, f16),
+    Case(300, 768, 1024, (64, 32), 0.8),
+    Case(40, 768, 1024, (16, 128), 0.8, f16),
+    Case(5, 768, 1024, zeros=0.7, values="placed", index_dtype=torch.int64),
+    Case(300, 768, 1024, zeros=0.7, values="placed"),
+    Case(5, 768, 1024, (128, 64), 0.7, values="in_place"),
+    Case(300, 768, 1024, (128, 64), 0.7, values="in_place"),
+    Case(40, 512, 512, layout="columns"),
+    Case(300, 512, 512, layout="every_second"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_result_is_close_to_fp64(case):
+    check(case)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300])
+@pytest.mark.parametrize("kernel", [BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA], ids=lambda k: k.name)
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_every_configuration(size, kernel, m):
+    """With N so large that TMA is offered."""
+    case = Case(m, 32768 if size == 64 else 2048, 512, (size, size), 0.8)
+    device = describe_device(torch.device("cuda"))
+    spec, problem = described(case)
+    if kernel.rejection(spec, problem, device):
+        pytest.skip("not offered")
+    for config in kernel.configs(spec, problem, device):
+        check(case, kernel, config)
+
+
+class SparseLinear(nn.Module):
+    """W [1024, 1024] in blocks of 32, 80 % zero, built in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        mask = torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.2
+        row, col = mask.nonzero(as_tuple=True)
+        self.register_buffer("values", (torch.randn(len(row), 32, 32) * 0.1).half())
+        self.register_buffer("crow", F.pad(mask.sum(1).cumsum(0), (1, 0)).int())
+        self.register_buffer("col", col.int())
+        self.register_buffer("bias", torch.randn(1024).half())
+
+    def rows(self):
+        place = torch.arange(self.values.shape[0], device=self.values.device)
+        return torch.searchsorted(self.crow[1:], place, right=True)
+
+    def forward(self, x):
+        w = x.new_zeros(32, 32, 32, 32).index_put((self.rows(), self.col), self.values)
+        return F.linear(x, w.permute(0, 2, 1, 3).reshape(1024, 1024), self.bias)
+
+    def exact(self, x):
+        w = torch.zeros(32, 32, 32, 32, dtype=torch.float64, device=x.device)
+        w[self.rows(), self.col.long()] = self.values.double()
+        return x.double() @ w.permute(0, 2, 1, 3).reshape(1024, 1024).t() + self.bias.double()
+
+
+@pytest.mark.parametrize("m", [1, 256, 4096])
+def test_a_sparse_linear_is_one_kernel(m):
+    module = SparseLinear().cuda()
+    x, residual = (torch.randn(m, 1024, device="cuda").half() for _ in range(2))
+
+    def fn(x, residual):
+        return F.gelu(module(x)) + residual
+
+    with torch.no_grad(), collect() as report:
+        got, [code] = run_and_get_code(compiled(fn), x, residual)
+    [match] = report.matches
+    assert match.family == "block_sparse"
+    assert code.count(".run(") == 1
+    want = F.gelu(module.exact(x)) + residual.double()
+    assert_close(got, want.cpu(), 1.5)
+
+
+def test_a_table_that_is_written_to_is_seen():
+    module, x = SparseLinear().cuda(), torch.randn(16, 1024, device="cuda").half()
+    run = compiled(module)
+    with torch.no_grad():
+        assert_close(run(x), module.exact(x).cpu(), 1.5)
+        module.col.copy_(31 - module.col)
+        assert_close(run(x), module.exact(x).cpu(), 1.5)
+
+
+def test_replay_in_a_cuda_graph():
+    case = Case(16, 1024, 1024, zeros=0.8, bias=True)
+    inputs = make_inputs(case, "cuda")
+    run = compiled(gemm(case))
+    run(*inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(*inputs)
+    inputs[0].copy_(torch.randn_like(inputs[0]))
+    graph.replay()
+    assert_close(got, reference(case, inputs))

@@ -1,0 +1,72 @@
+"""One graph for every M on a GPU: each range is compiled once, and right, also as CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from inductor_quant import collect
+from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.producers.packed import Gptq
+
+pytestmark = pytest.mark.gpu
+
+bf16 = torch.bfloat16
+K, N = 1024, 1536
+ROWS = (16, 3, 40, 300, 100, 1000, 2, 16, 40)  # of calls that follow each other
+
+
+class Block(nn.Module):
+    """Two GEMMs of one activation, and one whose activation a kernel computes."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.gate, self.up, self.down = layer(K, N), layer(K, N), layer(N, K)
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+LAYERS = {
+    "w8a8": lambda k, n: TorchaoLinear(k, n, bias=False),
+    "gptq": lambda k, n: Gptq(bf16, k, n, False),
+}
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_size_is_right_with_one_graph(layer, mode):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Block(LAYERS[layer]).eval()
+        inputs = {m: torch.randn(m, K, dtype=bf16) for m in set(ROWS)}
+    counters.clear()
+    options = {"inductor_quant.on_error": "raise", "inductor_quant.row_buckets": True}
+    if mode is not None:
+        options["triton.cudagraphs"] = True
+    compiled = torch.compile(model, backend="inductor_quant", options=options)
+    ranges = []
+    with torch.no_grad():
+        for m in ROWS:
+            x = inputs[m].clone()
+            torch._dynamo.mark_dynamic(x, 0)
+            with collect() as report:
+                out = compiled(x).clone()
+            ranges += [bucket.rows for bucket in report.buckets]
+            want = model(inputs[m]).double()
+            error = (out.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
+            assert error < 0.02, (m, error)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(ranges) == len({bucket_of(m, ranges) for m in ROWS})
+
+
+def bucket_of(m, ranges):
+    """The range that has m."""
+    for name in ranges:
+        low, _, high = name.partition("..")
+        if int(low) <= m <= (int(high) if high else m if ".." in name else int(low)):
+            return name
+    return None

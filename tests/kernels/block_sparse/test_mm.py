@@ -1,0 +1,119 @@
+"""Block-sparse products on virtual GPUs: which kernel, what it fuses, machine code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inductor_quant import simulate
+from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
+from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.report.events import collect
+from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs
+from tests.support.gemms.generated import device, generate, hardest
+
+f16 = torch.float16
+ARCHS = (80, 89, 90, 100)
+BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 16), (16, 64)]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_block_has_legal_configurations_for_every_m(arch, block):
+    for m in (1, 17, 64, 65, 1000, 8192):
+        spec, problem = described(Case(m, 4096, 4096, block, 0.8))
+        found = list(candidates("block_sparse", spec, problem, device(arch)))
+        assert len(found) >= 2
+        assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "block", "kernel"),
+    [
+        (64, 4096, 32, BLOCK_SPARSE_MM),
+        (65, 4096, 32, BLOCK_SPARSE_MM_TMA),
+        (1024, 4096, 64, BLOCK_SPARSE_MM),
+        (4096, 4096, 64, BLOCK_SPARSE_MM_TMA),
+        (256, 14336, 128, BLOCK_SPARSE_MM),
+        (257, 4096, 128, BLOCK_SPARSE_MM_TMA),
+        (4096, 4096, 16, BLOCK_SPARSE_MM),
+    ],
+)
+def test_tma_where_it_is_faster(m, n, block, kernel):
+    spec, problem = described(Case(m, n, 4096, (block, block), 0.8))
+    chosen, _ = next(candidates("block_sparse", spec, problem, device(90)))
+    assert chosen is kernel
+
+
+CASES = [
+    Case(1, 1024, 1024, zeros=0.8),
+    Case(40, 1024, 1024, (64, 64), 0.8, f16),
+    pytest.param(Case(300, 1024, 1024, (128, 128), 0.8), marks=pytest.mark.slow),
+    pytest.param(Case(300, 1024, 1024, zeros=0.8), marks=pytest.mark.slow),
+    pytest.param(Case(4096, 1024, 1024, (16, 16), 0.9), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_configuration_spills(case, arch):
+    spec, problem = described(case)
+    kernel = next(candidates("block_sparse", spec, problem, device(arch)))[0]
+    for config in hardest(kernel.configs(spec, problem, device(arch)), 2):
+        pin = f"{kernel.name} {config}"
+        [item] = generate(
+            gemm(case), lambda d: make_inputs(case, d), pin, arch=arch
+        ).kernels.items()
+        compiled = simulate.compile_kernel(*item)
+        assert compiled.spill_stores == 0
+        # Loads are asynchronous and wide: a gathered column of x is known to be contiguous.
+        assert "cp.async.cg.shared.global" in compiled.ptx
+        has_wgmma = any("wgmma" in name for name in compiled.matrix_instructions())
+        assert has_wgmma == (arch == 90 and config.block_m >= 64)
+
+
+def places(device):
+    """Three blocks in each of 16 rows: (crow, col)."""
+    place = torch.arange(48, device=device)
+    return torch.arange(17, device=device) * 3, place % 3 * 2 + place // 3 % 2
+
+
+def sparse_linear(x, values, bias, residual):
+    """From plain PyTorch: W [512, 256] in blocks of 32, whose rows are found from ``crow``."""
+    crow, col = places(x.device)
+    place = torch.arange(values.shape[0], device=x.device)
+    row = torch.searchsorted(crow[1:], place, right=True)
+    w = x.new_zeros(16, 8, 32, 32).index_put((row, col), values)
+    out = F.linear(x, w.permute(0, 2, 1, 3).reshape(512, 256), bias)
+    return F.gelu(out) + residual
+
+
+def linear_inputs(device):
+    shapes = (5, 256), (48, 32, 32), (512,), (5, 512)
+    return tuple(torch.randn(shape, device=device).to(f16) for shape in shapes)
+
+
+@pytest.mark.compiles
+def test_a_sparse_linear_and_what_follows_are_one_kernel():
+    with collect() as report:
+        generated = generate(sparse_linear, linear_inputs)
+    [match] = report.matches
+    assert (match.family, match.format) == ("block_sparse", "bsr 32x32, 62% zero")
+    [(name, source)] = generated.kernels.items()
+    assert "block_sparse" in name
+    assert "extern_kernels." not in generated.wrapper
+    assert "erf" in source
+
+
+@pytest.mark.interp
+def test_a_sparse_linear_has_the_values_of_its_graph():
+    torch.manual_seed(0)
+    x, values, bias, residual = linear_inputs("cpu")
+    got = simulate.interpret(generate(sparse_linear, linear_inputs), (x, values, bias, residual))
+    w = torch.zeros(16, 8, 32, 32, dtype=torch.float64)
+    _, col = places("cpu")
+    w[torch.arange(48) // 3, col] = values.double()
+    want = x.double() @ w.permute(0, 2, 1, 3).reshape(512, 256).t() + bias.double()
+    torch.testing.assert_close(got.double(), F.gelu(want) + residual.double(), rtol=2e-3, atol=2e-2)

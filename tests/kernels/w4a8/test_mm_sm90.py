@@ -1,0 +1,88 @@
+"""What ``w4a8_mm_sm90`` takes, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
+from tests.support.gemms import formats
+from tests.support.gemms.generated import device
+from tests.support.gemms.w4a8 import Case, described, generate_case
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+
+@pytest.fixture(autouse=True)
+def large_groups(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "rows"),
+    [
+        ("nibble_pairs", True, (33, 64)),
+        ("nibble_pairs", False, (17, 1024)),
+        ("int4_words", False, (17, 1024)),
+        ("gptq", True, None),
+        ("shift_table", False, None),
+    ],
+)
+def test_it_takes_the_rows_at_which_it_was_faster(name, groups, rows):
+    taken = []
+    for m in (1, 16, 17, 32, 33, 64, 65, 256, 1024, 1025, 4096):
+        spec, problem = described(Case(name, m, 8192, 8192, groups=groups))
+        if W4A8_MM_SM90.rejection(spec, problem, device(90)) is None:
+            taken.append(m)
+            assert W4A8_MM_SM90.configs(spec, problem, device(90))
+    assert ((taken[0], taken[-1]) if taken else None) == rows
+
+
+def test_m_must_be_bounded_the_card_sm90_and_operands_aligned():
+    spec, problem = described(Case("nibble_pairs", 64, 1024, 4096))
+    assert W4A8_MM_SM90.rejection(spec, problem, device(90)) is None
+    assert W4A8_MM_SM90.rejection(spec, problem, device(80)) is not None
+    for change in ("m_is_bounded", "has_aligned_rows", "has_weight_descriptors"):
+        other = dataclasses.replace(problem, **{change: False})
+        assert W4A8_MM_SM90.rejection(spec, other, device(90)) is not None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "groups", "config"),
+    [
+        (64, 8192, 8192, False, "64x64x128_w4_s6_g8"),
+        (64, 6144, 4096, True, "64x64x128_w4_s6_g8"),
+        (256, 8192, 8192, False, "128x128x128_w8_s5_g8"),
+        (64, 4096, 14336, False, "64x64x128_w4_s6_g8_k2"),  # half of the SMs have no tile
+    ],
+)
+def test_the_tile_is_the_one_that_was_fastest(m, n, k, groups, config):
+    spec, problem = described(Case("nibble_pairs", m, n, k, groups=groups))
+    assert str(W4A8_MM_SM90.configs(spec, problem, device(90))[0]) == config
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case("nibble_pairs", 64, 1024, 4096), "64x64x128_w4_s6_g8"),
+        *(
+            pytest.param(case, config, marks=pytest.mark.slow)
+            for case, config in (
+                (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x128x128_w8_s5_g8"),
+                (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x64x128_w4_s4_g8"),
+                (Case("int4_words", 64, 1024, 4096), "64x64x128_w4_s6_g8"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_no_configuration_spills_or_waits_for_its_products(case, config):
+    generated = generate_case(case, f"{W4A8_MM_SM90.name} {config}")
+    named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
+    kernel = simulate.compile_kernel(*named)
+    assert kernel.spill_stores == 0
+    assert not kernel.is_serialized
+    assert all("s32.s8.s8" in name for name in kernel.matrix_instructions())
