@@ -177,7 +177,7 @@ class _Linear:
     def prepacked(self) -> PrepackedLinear | None:
         """None if the layout is the fastest already, or if none fits."""
         element, scaling = self.format.element, _scaling(self.format.dequant_ops)
-        if self._is_fast() or scaling is None or element != self.format.code:
+        if self._is_fast() or scaling is None or any(index.is_data for index in element.index):
             return None
         if element.float8 or element.minus or element.high:
             return None

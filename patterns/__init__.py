@@ -15,6 +15,7 @@ if __name__ != "inductor_quant.patterns":
 from .match import Pattern, RecognizedGemm
 from .recognizers import (
     block_sparse,
+    experts,
     fp8_custom_ops,
     fp8_dequantized,
     qdq,
@@ -34,6 +35,7 @@ BUILT_IN: tuple[Pattern, ...] = (
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
     block_sparse.PATTERN,
+    experts.PATTERN,
     weight_only.PATTERN,
 )
 _patterns: list[Pattern] = list(BUILT_IN)

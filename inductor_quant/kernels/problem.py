@@ -61,6 +61,15 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
+class Groups:
+    """Each row belongs to one of ``experts`` weights; with ``is_sorted`` the rows of each are
+    neighbours."""
+
+    experts: int
+    is_sorted: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """One GEMM ``[M, K] x [K, N]``. A symbolic size has its value in the call being compiled, or,
     if the graph is compiled for a range of sizes, its largest."""
@@ -76,6 +85,8 @@ class Problem:
     m_is_bounded: bool = True
     # Takes the place of b [K, N].
     weight: Weight | None = None
+    # Then ``weight`` is a stack.
+    groups: Groups | None = None
     # Both operands (the activation alone where there is ``weight``) are contiguous along K, and
     # their rows begin at multiples of 16 bytes, whatever the symbolic sizes: TMA requires it.
     has_aligned_rows: bool = False

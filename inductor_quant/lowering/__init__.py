@@ -2,6 +2,7 @@
 
 from inductor_quant.lowering import (  # noqa: F401
     block_sparse,
+    experts,
     fp8,
     group_reduce,
     horizontal,

@@ -6,6 +6,7 @@ without Inductor: eager, ``aot_eager``, any device.
 
 from inductor_quant.ops import (
     block_sparse,
+    experts,
     fp8,
     fp8_block,
     group_reduce,
@@ -21,6 +22,7 @@ from inductor_quant.ops import (
 
 __all__ = [
     "block_sparse",
+    "experts",
     "fp8",
     "fp8_block",
     "group_reduce",

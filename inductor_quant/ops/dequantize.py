@@ -28,16 +28,20 @@ _OPS = {
 
 
 def dequantize(
-    format: WeightFormat, weight: Sequence[torch.Tensor], dtype: torch.dtype = torch.float32
+    format: WeightFormat,
+    weight: Sequence[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    expert: int | None = None,
 ) -> torch.Tensor:
-    """``W[k, n] = dequant_ops(element[k, n])``, [K, N] in ``dtype``, contiguous.
+    """``W[k, n] = dequant_ops(element[k, n])``, [K, N] in ``dtype``, contiguous; of a stack
+    [E, K, N], or W[expert].
 
     Integers (elements, bit fields, indices, offsets) are int64; a shift below 0 or beyond the word
     gives its sign, as in torch. The element and all operands are converted to ``dtype``, and the
     ops are applied in order in that dtype, each rounded. With fp64 the result is exact for all
     formats in use. ``weight_only.check_format`` checks that ``format`` fits the tensors.
     """
-    evaluator = Evaluator(format, weight, weight[0].device)
+    evaluator = Evaluator(format, weight, weight[0].device, expert=expert)
     return evaluator.weight(dtype).contiguous()
 
 
@@ -49,6 +53,7 @@ class Evaluator:
     """Evaluates a format's fields and ops; each value is as small as broadcasting to [K, N] allows.
 
     weight   the tensors that the fields' ``source`` counts, or IR nodes if ``call`` makes IR
+    expert   which weight of a stack; None: all, values are [E, K, N]
     call     (op, *args, **kwargs) -> the op's result
     table    (table, digit) -> ``table[digit]``, int64
     """
@@ -59,19 +64,24 @@ class Evaluator:
         weight: Sequence[Any],
         device: torch.device,
         call: Callable[..., Any] = call_eagerly,
+        expert: int | None = None,
     ) -> None:
         self.format = format
+        self.expert = expert
         self.sources = weight
         self.device = device
         self.call = call
+        self.shape = [*format.shape]
+        if format.e and expert is None:
+            self.shape.insert(0, format.experts)
         self._digits: dict[str, Any] = {}
         self._fields: dict[Field, Any] = {}
 
     def weight(self, dtype: torch.dtype) -> Any:
-        """W [K, N] in ``dtype``, not necessarily contiguous."""
+        """W [K, N], or [E, K, N], in ``dtype``, not necessarily contiguous."""
         value = self.convert(self.field(self.format.element), dtype)
         value = self.apply(value, self.format.dequant_ops, dtype)
-        return self.call(aten.expand.default, value, list(self.format.shape))
+        return self.call(aten.expand.default, value, self.shape)
 
     def apply(self, value: Any, ops: Sequence[DequantOp], dtype: torch.dtype) -> Any:
         """``ops`` applied to ``value``, all in ``dtype``."""
@@ -141,7 +151,7 @@ class Evaluator:
         return call(aten.where.self, is_outside, self._full(_SIGN), amount)
 
     def index(self, index: AffineIndex) -> Any:
-        """The value of an index, int64, two-dimensional."""
+        """The value of an index, int64, of as many dimensions as W."""
         call = self.call
         terms = [call(aten.mul.Tensor, self.digit(name), coef) for name, coef in index.linear]
         terms += [self.table(table, self.digit(name)) for name, table in index.tables]
@@ -152,11 +162,13 @@ class Evaluator:
         return value
 
     def digit(self, name: str) -> Any:
-        """The digit's value at each k [K, 1] or n [1, N]."""
+        """The digit's value at each k [K, 1] or n [1, N], or e [E, 1, 1] (of one expert [1, 1])."""
+        if name not in self._digits and name[0] == "e" and self.expert is not None:
+            value = self.expert // self.format.weight_of(name) % self.format.radix(name)
+            self._digits[name] = self._full(value)
         if name not in self._digits:
             call, format = self.call, self.format
-            is_k = name[0] == "k"
-            count = math.prod(format.k if is_k else format.n)
+            count = math.prod(format.radices(name[0]))
             position = call(
                 prims.iota.default,
                 count,
@@ -169,7 +181,8 @@ class Evaluator:
             unit = format.weight_of(name)
             high = call(aten.div.Tensor_mode, position, unit, rounding_mode="floor")
             digit = call(aten.remainder.Scalar, high, format.radix(name))
-            self._digits[name] = call(aten.unsqueeze.default, digit, 1 if is_k else 0)
+            shape = {"k": [-1, 1], "n": [1, -1], "e": [-1, 1, 1]}[name[0]]
+            self._digits[name] = call(aten.view.default, digit, shape)
         return self._digits[name]
 
     def table(self, table: tuple[int, ...], digit: Any) -> Any:

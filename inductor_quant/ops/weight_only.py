@@ -63,19 +63,26 @@ def reference(
 
     Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors.
     """
-    parsed = _decode(format)
+    parsed = decode(format)
     spec_of(x, weight, column_scale, bias, parsed, out_dtype)
-    kept, columns = split_dequant_ops(parsed, x.dtype, weight[parsed.element.source].dtype)
-    evaluator = Evaluator(parsed, weight, x.device)
-    value = evaluator.convert(evaluator.field(parsed.element), torch.float32)
-    value = evaluator.apply(value, kept, torch.float32).to(x.dtype).expand(parsed.shape)
-    out = (x.double() @ value.double()).float()
-    out = evaluator.apply(out, columns, torch.float32)
+    out = product(x, parsed, weight)
     if column_scale is not None:
         out = out * column_scale.float()
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def product(
+    x: torch.Tensor, format: WeightFormat, weight: Sequence[torch.Tensor], expert: int | None = None
+) -> torch.Tensor:
+    """``x @ W`` in fp32, summed in fp64, with W rounded as ``reference`` says."""
+    kept, columns = split_dequant_ops(format, x.dtype, weight[format.element.source].dtype)
+    evaluator = Evaluator(format, weight, x.device, expert=expert)
+    value = evaluator.convert(evaluator.field(format.element), torch.float32)
+    value = evaluator.apply(value, kept, torch.float32).to(x.dtype).expand(format.shape)
+    out = (x.double() @ value.double()).float()
+    return evaluator.apply(out, columns, torch.float32)
 
 
 def fake(
@@ -87,7 +94,7 @@ def fake(
     format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    parsed = _decode(format)
+    parsed = decode(format)
     spec_of(x, weight, column_scale, bias, parsed, out_dtype)
     return torch.empty((x.shape[0], parsed.shape[1]), dtype=out_dtype, device=x.device)
 
@@ -136,6 +143,8 @@ def spec_of(
     Symbolic sizes are not checked: that would add a guard.
     """
     k, n = check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
+    if format.e:
+        raise SpecError(f"weight_only: {format} is a stack of weights")
     if x.dtype not in X_DTYPES or x.dim() != 2 or differ(x.shape[1:], (k,)):
         raise SpecError(
             f"weight_only: x is {x.dtype} {list(x.shape)}, it must be [M, {k}] of one of {X_DTYPES}"
@@ -249,7 +258,8 @@ def _zero(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _decode(text: str) -> WeightFormat:
+def decode(text: str) -> WeightFormat:
+    """``WeightFormat.decode``; raises SpecError."""
     try:
         return WeightFormat.decode(text)
     except ValueError as error:
@@ -278,7 +288,7 @@ def _check_cached(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None
 
 
 def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
-    if not format.k or not format.n or min(format.k + format.n) < 1:
+    if not format.k or not format.n or min(format.k + format.n + format.e) < 1:
         raise SpecError(f"weight_only: {format} has an empty dimension")
     fields = list(format.fields())
     used = {field.source for field in fields}
@@ -331,8 +341,8 @@ def _problem(
 ) -> str | None:
     """What is wrong with a field of a tensor of this dtype and shape."""
     for name in {name for form in (*field.index, field.offset) for name in _own_digits(form)}:
-        radices = format.k if name[0] == "k" else format.n
-        if name[0] not in "kn" or not name[1:].isdecimal() or int(name[1:]) >= len(radices):
+        is_digit = name[0] in "kne" and name[1:].isdecimal()
+        if not is_digit or int(name[1:]) >= len(format.radices(name[0])):
             return f"there is no digit {name}"
     for form in (*field.index, field.offset):
         for name, table in form.tables:

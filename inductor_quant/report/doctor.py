@@ -30,6 +30,7 @@ _FAMILY_ARCH = {
     "fp8": fp8.MIN_ARCH,
     "fp8_block": fp8.MIN_ARCH,
     "block_sparse": block_sparse.MIN_ARCH,
+    "experts": rules.MIN_ARCH,
 }
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")
 

@@ -65,8 +65,8 @@ class Row:
 
     @property
     def shape(self) -> str:
-        """M x N x K; of a symbolic M the range, or its value in this call, for which the row is
-        timed."""
+        """M x N x K, "of E" if each row has one of E weights; of a symbolic M the range, or its
+        value in this call, for which the row is timed."""
         known = self.kernel.sizes if self.kernel is not None and not self.site.rows else None
         sizes = [str(size) for size in (self.site.rows or self.site.m, self.site.n, self.site.k)]
         if known is not None:
@@ -75,6 +75,8 @@ class Row:
                 for text, size in zip(sizes, known, strict=True)
             ]
         size = "x".join(sizes)
+        if self.site.experts:
+            return f"{size} of {self.site.experts}"
         return size if self.site.batch == 1 else f"{self.site.batch}x{size}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +110,8 @@ class Row:
         }
         m, n, k = decision.m, decision.n, decision.k
         if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
-            row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k)
+            experts = self.site.experts
+            row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k, experts=experts)
             row["operations"] = roofline.gemm_operations(decision.spec, m, n, k)
         return row
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from inductor_quant import options
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
 from inductor_quant.ops import block_sparse, fp8, w4a8, w8a8, weight_only
@@ -255,6 +256,10 @@ WEIGHT_ONLY: dict[str, Callable[[int, int, torch.dtype], tuple[WeightFormat, Ten
     "nf4": Table("NF4: table of 16 values, two codes a byte, one fp32 scale per 64 along K", 64),
     "mxfp4": Table("FP4 e2m1 by a table, two codes a byte, one fp32 scale per 32 along K", 32),
 }
+
+
+# Whose kernel follows from the sizes of one GEMM.
+FAMILIES = tuple(family for family in options.FAMILIES if family != "experts")
 
 
 def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:

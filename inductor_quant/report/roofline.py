@@ -40,19 +40,29 @@ class Timing:
     share: float
 
 
-def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int) -> int:
+def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int, *, experts: int = 0) -> int:
     """Least bytes to move: operands and scales read once, the result written once.
 
-    Leaves out zero points, bias, scales of act-order groups and the places of blocks.
+    Leaves out zero points, bias, scales of act-order groups and the places of blocks. If each row
+    has one of ``experts`` weights, those count that independent rows hit in the mean.
     """
-    stored = _stored(spec, n, k)
-    total = (m * k * spec.a.element_bits + stored * spec.b.element_bits + 7) // 8
-    total += m * n * spec.out_dtype.itemsize
-    for operand, shape in ((spec.a, (m, k)), (spec.b, (k, n))):
-        if operand.scale is not None and GATHERED not in operand.scale.block:
-            sizes = zip(shape, operand.scale.block, strict=True)
-            count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
-            total += count * operand.scale.dtype.itemsize
+    weight = _operand_bytes(spec.b, (k, n), _stored(spec, n, k))
+    if experts:
+        weight = round(weight * hit_experts(experts, m))
+    return _operand_bytes(spec.a, (m, k), m * k) + weight + m * n * spec.out_dtype.itemsize
+
+
+def hit_experts(experts: int, rows: int) -> float:
+    """How many of ``experts`` have one of ``rows`` that choose at random, in the mean."""
+    return experts * (1 - (1 - 1 / experts) ** rows)
+
+
+def _operand_bytes(operand: OperandSpec, shape: tuple[int, int], stored: int) -> int:
+    total = (stored * operand.element_bits + 7) // 8
+    if operand.scale is not None and GATHERED not in operand.scale.block:
+        sizes = zip(shape, operand.scale.block, strict=True)
+        count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
+        total += count * operand.scale.dtype.itemsize
     return total
 
 

@@ -15,7 +15,6 @@ from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.ops import fp8, quantized_linear, weight_only
-from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats
 from inductor_quant.report.formats import Gemm
 from inductor_quant.spec.decisions import Rejection
@@ -121,7 +120,7 @@ def module_path(kernel: Kernel) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    parser.add_argument("family", nargs="?", choices=FAMILIES)
+    parser.add_argument("family", nargs="?", choices=formats.FAMILIES)
     for size in "mnk":
         parser.add_argument(f"--{size}", type=int, help=f"{size.upper()} of the GEMM")
     parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
@@ -137,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.list:
-        for family in [options.family] if options.family else FAMILIES:
+        for family in [options.family] if options.family else formats.FAMILIES:
             print(family)
             for name, line in formats.names(family).items():
                 print(f"  {name:<18} {line}")

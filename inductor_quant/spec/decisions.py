@@ -54,7 +54,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.SCALE_AXIS: "a scale is not per token, per channel, per group nor per tensor",
     RejectionCode.SCALE_DTYPE: "a scale or the result is not fp32, bf16 or fp16",
     RejectionCode.SCALE_DYNAMIC_SHAPE: "a scale has a symbolic shape that is not provably M or N",
-    RejectionCode.EXTRA_USER: "the integer result is also used elsewhere",
+    RejectionCode.EXTRA_USER: "the integer result, or a dequantized stack, is also used elsewhere",
     RejectionCode.DTYPE: "an operand is not of the family's element type",
     RejectionCode.K_TOO_LONG: "at this K, full-range operands overflow the int32 accumulator",
     RejectionCode.DYNAMIC_K: "K is symbolic, so overflow of the accumulator cannot be excluded",
@@ -92,6 +92,7 @@ class Site:
     source            the quantized dtype that they are computed from (of a weight that is
                       dequantized first), "" if none
     rows              the range of M that is compiled ("17..32"), "" if the graph serves all
+    experts           how many weights the rows choose from; 0: there is one
     """
 
     node: str
@@ -106,6 +107,7 @@ class Site:
     module: str = ""
     source: str = ""
     rows: str = ""
+    experts: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,6 +37,8 @@ TOPS: dict[str, tuple[int, ...]] = {
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
+    # One compilation serves every number of rows: which experts have them is known at run time.
+    "experts": (),
 }
 
 

@@ -9,6 +9,8 @@ and kernels query it for the properties that they need.
     AWQ    k = (K,)  n = (N/8, 8)   element = w0[k0, n0] >> {0,16,4,20,8,24,12,28}[n1] & 15
     GPTQ   k = (K/8, 8)  n = (N,)   element = w0[k0, n0] >> 4*k1 & 15
 
+A stack of weights W [E, K, N], one for each expert of a layer, has digits of e too.
+
 Everything here is frozen, hashable and independent of tensors. ``encode`` and ``decode`` give the
 text that ``torch.ops.inductor_quant.weight_only`` takes as an argument.
 """
@@ -156,30 +158,39 @@ class WeightFormat:
     element      the quantized value: a bit field, a whole int8 or fp8 element, or, if its index is
                  itself a field, an entry of a lookup table
     dequant_ops  applied in order; scales are ``mul`` or ``div``, zero points ``sub``
+    e            radices of the digits of e, with product E; () of a single weight
     """
 
     k: tuple[int, ...]
     n: tuple[int, ...]
     element: Field
     dequant_ops: tuple[DequantOp, ...] = ()
+    e: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """(K, N)."""
         return math.prod(self.k), math.prod(self.n)
 
+    @property
+    def experts(self) -> int:
+        """E; 1 of a single weight."""
+        return math.prod(self.e)
+
+    def radices(self, axis: str) -> tuple[int, ...]:
+        """Of the digits of "k", "n" or "e"."""
+        return {"k": self.k, "n": self.n, "e": self.e}[axis]
+
     def radix(self, digit: str) -> int:
-        return (self.k if digit[0] == "k" else self.n)[int(digit[1:])]
+        return self.radices(digit[0])[int(digit[1:])]
 
     def digits(self, axis: str) -> list[str]:
-        """The digits of "k" or "n" that take more than one value, most significant first."""
-        radices = self.k if axis == "k" else self.n
-        return [f"{axis}{i}" for i, radix in enumerate(radices) if radix > 1]
+        """The digits of an axis that take more than one value, most significant first."""
+        return [f"{axis}{i}" for i, radix in enumerate(self.radices(axis)) if radix > 1]
 
     def weight_of(self, digit: str) -> int:
-        """The place value of ``digit`` in k or n: the product of the radices after it."""
-        radices = self.k if digit[0] == "k" else self.n
-        return math.prod(radices[int(digit[1:]) + 1 :])
+        """The place value of ``digit`` in its axis: the product of the radices after it."""
+        return math.prod(self.radices(digit[0])[int(digit[1:]) + 1 :])
 
     def fields(self) -> Iterator[Field]:
         """All fields: the element, the operands of the ops, and the fields nested in each."""
@@ -193,10 +204,14 @@ class WeightFormat:
 
     @property
     def code(self) -> Field:
-        """The field that holds the quantized value: the element, or the index of a lookup table."""
+        """The field that holds the quantized value: the element, or the index of a lookup table.
+
+        A table is indexed by data alone; beside a digit of k or n data selects a row, or an expert.
+        """
         field = self.element
         while data := [nested for index in field.index for nested, _ in index.fields]:
-            if len(data) != 1:
+            own = {name[0] for index in field.index for name, _ in index.linear + index.tables}
+            if len(data) != 1 or own & {"k", "n"}:
                 break
             field = data[0]
         return field
@@ -266,16 +281,15 @@ class WeightFormat:
     def decode(cls, text: str) -> WeightFormat:
         """The inverse of ``encode``. Raises ValueError for other text."""
         try:
-            k, n, element, ops = json.loads(text)
-            return cls(tuple(k), tuple(n), _field(element), tuple(map(_op, ops)))
+            k, n, element, ops, e = json.loads(text)
+            return cls(tuple(k), tuple(n), _field(element), tuple(map(_op, ops)), tuple(e))
         except (TypeError, KeyError, IndexError) as error:
             raise ValueError(f"{text!r} is no weight format: {error!r}") from error
 
     def __str__(self) -> str:
-        radices = (".".join(map(str, radices)) for radices in (self.k, self.n))
-        return " ".join(
-            ["K={} N={} :".format(*radices), str(self.element), *map(str, self.dequant_ops)]
-        )
+        axes = ("k", "n", "e") if self.e else ("k", "n")
+        sizes = [f"{axis.upper()}={'.'.join(map(str, self.radices(axis)))}" for axis in axes]
+        return " ".join([*sizes, ":", str(self.element), *map(str, self.dequant_ops)])
 
 
 def _pack(item: Any) -> Any:

@@ -45,6 +45,7 @@ from ..symbolic.expr import (
     forms,
     integer,
     interval,
+    is_gathered,
     is_whole,
     limits,
     normalized,
@@ -54,7 +55,7 @@ from ..symbolic.expr import (
 from ..symbolic.functions import as_function
 from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
 from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
-from .weight_rounding import WIDER, Rounding
+from .weight_rounding import Rounding, stripped
 
 MAX_BITS = 8
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
@@ -96,7 +97,8 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
 
 
 def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
-    """The weight with the element ``expr`` in the axes "k" and "n" of the reader's space."""
+    """The weight with the element ``expr`` in the axes "k" and "n" of the reader's space, or the
+    stack in the axes "e", "k" and "n"."""
     decoder = _Decoder(reader, node)
     try:
         return decoder.weight(normalized(expr, reader.space))
@@ -134,7 +136,7 @@ class _Decoder:
         radices = self._name_digits([element, *(operand for _, operand in steps)])
         field = self._field(element)
         built = tuple(DequantOp(kind, self._operand(operand)) for kind, operand in steps)
-        found = WeightFormat(radices["k"], radices["n"], field, built)
+        found = WeightFormat(radices["k"], radices["n"], field, built, radices["e"])
         return Weight(found, tuple(self.sources), self._same_for(element), self.is_reordered)
 
     def _same_for(self, element: Expr) -> frozenset[torch.dtype]:
@@ -206,7 +208,7 @@ class _Decoder:
         Only if the graph computes it in fp32, or for every (k, n) as an outer product. Otherwise
         the kernel reads the scale as the graph computes and rounds it.
         """
-        inner = _stripped(operand)
+        inner = stripped(operand)
         while isinstance(inner, Op) and inner.name == "cast" and inner.at is None:
             (inner,) = inner.args  # no node holds the rounded scale
         if kind in ("add", "sub") or not isinstance(inner, Op) or inner.name not in ("mul", "div"):
@@ -326,17 +328,23 @@ class _Decoder:
             return self._function_of_stored(expr)
         known = len(self.sources)
         try:
-            return self._field(_stripped(expr))
+            return self._field(stripped(expr))
         except _NoWeight:
             del self.sources[known:]
             if not isinstance(expr, (Op, Choice)) or expr.at is None:
                 raise
+            if isinstance(expr, Op) and expr.name == "cast" and is_gathered(expr.at[1], self.space):
+                self.is_reordered = True  # of all experts, not rounded
+                return self._operand(expr.args[0])
         return self._computed(*expr.at)
 
     def _function_of_stored(self, expr: Lookup) -> Field:
         """A scale that is a function of stored codes: as the graph computes it, or of all codes
-        before the product; the kernel looks up what is not stored in whole elements."""
-        if expr.at is not None and self._is_small(expr, expr.at[0]):
+        before the product; the kernel looks up what is not stored in whole elements, and scales of
+        experts, most of which have no rows."""
+        if self.space.axes.get("e"):
+            return self._looked_up(expr)
+        if expr.at and self._is_small(expr, expr.at[0]):
             return self._computed(*expr.at)
         table = table_of(expr)
         if not isinstance(expr.code, Bits):
@@ -349,6 +357,8 @@ class _Decoder:
         return Field(self._source(scale), tuple(map(self._form, expr.code.index)))
 
     def _computed(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Field:
+        if is_gathered(index, self.space):
+            raise _NoWeight(RejectionCode.BATCHED_WEIGHT, "a scale of each row", node)
         return self._loaded(node, normalized_index(index, self.space), Field(0, ()))
 
     def _field(self, expr: Expr) -> Field:
@@ -428,9 +438,9 @@ class _Decoder:
                 indices += [*placed, *(index for inner in data for index in forms(inner))]
         terms = [dict(self.space.leaves(index).terms) for index in indices]
         radices: dict[str, tuple[int, ...]] = {}
-        for axis in ("k", "n"):
+        for axis in ("k", "n", "e"):
             groups: list[list[Digit]] = []
-            for digit in self.space.axes[axis]:
+            for digit in self.space.axes.get(axis, ()):
                 if groups and all(_continues(groups[-1][-1], digit, term) for term in terms):
                     groups[-1].append(digit)
                 else:
@@ -474,20 +484,6 @@ def _simplified(steps: list[tuple[DequantOpKind, Expr]]) -> list[tuple[DequantOp
     if total:
         rest.insert(0, ("sub" if total < 0 else "add", integer(abs(total), torch.int64)))
     return rest
-
-
-def _stripped(expr: Expr) -> Expr:
-    """``expr`` without casts that change no value: the kernel computes in fp32."""
-    while isinstance(expr, Op) and expr.name == "cast":
-        (inner,) = expr.args
-        if inner.dtype in INTEGERS:
-            low, high = interval(inner)  # the kernel converts it to fp32 too
-            if max(-low, high) > EXACT_IN_FP32 and expr.dtype != torch.float32:
-                break
-        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in WIDER.get(inner.dtype, ()):
-            break
-        expr = inner
-    return expr
 
 
 def _continues(high: Digit, low: Digit, terms: Mapping[Digit, object]) -> bool:

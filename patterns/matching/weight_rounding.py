@@ -122,3 +122,17 @@ def _is_read_alike(op: Op, operand: Expr) -> bool:
             return True  # read as the graph rounds it
         operand = inner
     return True
+
+
+def stripped(expr: Expr) -> Expr:
+    """``expr`` without casts that change no value: the kernel computes in fp32."""
+    while isinstance(expr, Op) and expr.name == "cast":
+        (inner,) = expr.args
+        if inner.dtype in INTEGERS:
+            low, high = interval(inner)  # the kernel converts it to fp32 too
+            if max(-low, high) > EXACT[torch.float32] and expr.dtype != torch.float32:
+                break
+        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in WIDER.get(inner.dtype, ()):
+            break
+        expr = inner
+    return expr

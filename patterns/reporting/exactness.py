@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from inductor_quant.ops import block_sparse, w4a8, w8a8, weight_only
+from inductor_quant.ops import block_sparse, experts, w4a8, w8a8, weight_only
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
 from inductor_quant.spec.weight_format import WeightFormat
@@ -34,7 +34,7 @@ def classify(found: RecognizedGemm) -> Exactness:
     """The class of a match."""
     if _is_of_integers(found):
         return _classify_of_integers(found)
-    if found.op is weight_only.op:
+    if found.op in (weight_only.op, experts.op):
         return _classify_weight_only(found)
     if found.op is block_sparse.op:
         return found.weight_class

@@ -120,6 +120,10 @@ def _is_of_exponents(source: Any) -> bool:
     """Whether a scale is computed from exponents alone."""
     if isinstance(source, Derived):
         return True
+    if isinstance(source, Constant):  # of each exponent
+        with compat.real_tensors():
+            values = source.tensor().float()
+            return bool((torch.frexp(values).mantissa == 0.5).logical_or(~values.isfinite()).all())
     todo, seen = [source], set()
     while todo:
         node = todo.pop()

@@ -8,8 +8,10 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
+from inductor_quant.ops import experts
 from inductor_quant.spec.decisions import Rejection, RejectionCode, Site
 from inductor_quant.spec.gemm import dtype_name
+from inductor_quant.spec.weight_format import WeightFormat
 
 from .. import fx_utils
 from ..fx_utils import aten
@@ -23,9 +25,14 @@ _PRODUCTS: dict[object, tuple[int, int]] = {
     **dict.fromkeys((aten._weight_int8pack_mm.default, aten._weight_int4pack_mm.default), (0, 1)),
     aten._scaled_mm.default: (0, 1),
 }
-for _name in ("_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"):
-    if hasattr(aten, _name):
-        _PRODUCTS[getattr(aten, _name).default] = (0, 1)
+if hasattr(aten, "_scaled_mm_v2"):
+    _PRODUCTS[aten._scaled_mm_v2.default] = (0, 1)
+# Those whose second factor is a stack of weights, one for each expert.
+_GROUPED = (
+    *("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"),
+    *("aten._scaled_grouped_mm_v2.default", "transformers.grouped_mm_fallback.default"),
+)
+_PRODUCTS.update(dict.fromkeys(_GROUPED, (0, 1)))
 
 _FLOAT8 = (*(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),)
 _QUANTIZED = (torch.int8, torch.uint8, torch.int32, *_FLOAT8)
@@ -118,12 +125,18 @@ def describe(node: fx.Node) -> Site | None:
         device=str(out.device),
         module=fx_utils.module_path(node),
         source=dtype_name(source) if source is not None else "",
+        experts=_experts(b) if str(node.target) in _GROUPED else 0,
     )
+
+
+def _experts(stack: torch.Tensor) -> int:
+    size = stack.shape[0]
+    return size if stack.dim() == 3 and isinstance(size, int) else 0
 
 
 def describe_found(found: RecognizedGemm) -> Site:
     """The site of a product that is written as another op, such as a sum of products."""
-    anchor = found.anchor
+    anchor, format = found.anchor, str(found.kwargs.get("format"))
     return Site(
         node=anchor.name,
         op=str(anchor.target).removesuffix(".default"),
@@ -136,6 +149,7 @@ def describe_found(found: RecognizedGemm) -> Site:
         device=str(fx_utils.value(anchor).device),
         module=fx_utils.module_path(anchor),
         source=dtype_name(found.spec.b.dtype),
+        experts=WeightFormat.decode(format).experts if found.op is experts.op else 0,
     )
 
 

@@ -20,7 +20,7 @@ from torch import fx
 from inductor_quant._compat import inductor as compat
 
 from ..match import Derived
-from .index import ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .index import SELECTING, ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -290,6 +290,11 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
             new = dataclasses.replace(new, data=data)
         found.append(new)
     return tuple(found)
+
+
+def is_gathered(index: tuple[IndexExpr, ...], space: Space) -> bool:
+    """Whether a position is that of a row of the product, which selects a weight."""
+    return any(d.axis in SELECTING for form in _normalized(index, space) for d, _ in form.terms)
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:

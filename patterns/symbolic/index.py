@@ -22,6 +22,8 @@ from typing import Any
 # a word or a group are short.
 MAX_CASES = 64
 MAX_TABLE = 1 << 17  # entries of a constant index tensor: K or N
+# The axes of rows that select weights, and of how many each selects.
+SELECTING = ROW, CHOICE = "row", "choice"
 
 
 class Unsupported(Exception):

@@ -105,6 +105,10 @@ def _index(reader: Reader, node: fx.Node, index: At) -> Expr:
     rank = max(len(sizes(indices[d])) for d in given)
     first = given[0]
     inner = index[first : first + rank]
+    if len(given) == 1:
+        expert = reader.expert(indices[first], inner, sizes(source)[first])
+        if expert is not None:
+            return reader.read(source, (*index[:first], expert, *index[first + rank :]))
     chosen = tuple(
         _chosen(reader, reader.read(indices[d], broadcast(indices[d], inner)), sizes(source)[d])
         for d in given

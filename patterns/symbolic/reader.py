@@ -60,10 +60,17 @@ def handles(*targets: Any) -> Callable[[Handler], Handler]:
 
 class Reader:
     """Expressions of the elements of one operand. ``space`` holds the digits of its position;
-    ``whole``: see ``Space``."""
+    ``whole``: see ``Space``.
+
+    row   of the product, if each row may select a weight of its own
+    ids   the tensor that does; what it selects by is the variable "e", not data
+    """
 
     def __init__(self, whole: Whole | None = None) -> None:
         self.space = Space(whole)
+        self.row: IndexExpr | None = None
+        self.ids: fx.Node | None = None
+        self._expert, self._experts = ZERO, 0
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
         self.is_cut = False  # an expression was too large, and a leaf stands for it
@@ -101,6 +108,23 @@ class Reader:
                 except Unsupported as reason:
                     self.space.is_torn |= isinstance(reason, SplitConflict)
         return self.leaf(node, index)
+
+    def expert(self, ids: fx.Node, index: At, count: int) -> IndexExpr | None:
+        """Which of ``count`` weights the element of ``ids`` at ``index`` selects; None if it is not
+        the one of the product's row."""
+        if self.row is None:
+            return None
+        flat = ZERO
+        for size, i in zip(sizes(ids), index, strict=True):
+            flat = flat * size + i
+        if self.space.leaves(flat) != self.space.leaves(self.row):
+            return None
+        if self.ids is None:
+            self.ids, self._experts = ids, count
+            self._expert = self.space.variable("e", count)
+        if (ids, count) != (self.ids, self._experts):
+            raise Unsupported("rows that select by several tensors")
+        return self._expert
 
     def leaf(self, node: fx.Node, index: At) -> Expr:
         dtype = fx_utils.value(node).dtype

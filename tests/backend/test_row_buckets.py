@@ -23,6 +23,7 @@ from inductor_quant import backend, collect, row_buckets
 from inductor_quant._compat import variants
 from inductor_quant.errors import InductorQuantError, OptionError
 from inductor_quant.options import FAMILIES, Options
+from inductor_quant.report import formats
 from inductor_quant.simulate import virtual_gpu
 from inductor_quant.simulate.capture import GeneratedKernel
 from inductor_quant.spec import row_ranges
@@ -402,15 +403,14 @@ def test_ranges_are_part_of_the_cache_key():
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 16, 20, 48, 64, 100, 200, 300, 1000, 4096])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", formats.FAMILIES)
 def test_a_range_chooses_what_a_static_compilation_does(family, m):
     """Llama-3-8B: q, k and v; o; gate and up; down."""
-    from inductor_quant.report.formats import Gemm
     from inductor_quant.report.which import which
 
     _, high = row_ranges.range_of(m, row_ranges.tops([family]))
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        of = [which(family, Gemm(rows, n, k)) for rows in (m, high or 4096)]
+        of = [which(family, formats.Gemm(rows, n, k)) for rows in (m, high or 4096)]
         assert len({(str(d.kernel and d.kernel.name), str(d.config), d.notes) for d in of}) == 1
 
 

@@ -30,7 +30,8 @@ def test_the_file_defines_the_class_and_stands_beside_the_template():
         assert defined_in is not None
         assert Path(defined_in) == FOLDER / file, name
         assert (FOLDER / f"{kernel.template}.py.jinja").is_file(), name
-        assert Path(kernel.template).parent == Path(file).parent, name
+        # or beside that of another family, which it shares
+        assert Path(kernel.template).parent.name == Path(file).parent.name, name
 
 
 def test_every_kernel_file_is_in_the_table():

@@ -11,7 +11,16 @@ import torch
 
 from inductor_quant._compat import gluon
 from inductor_quant.kernels import KERNELS
-from tests.support.gemms import block_sparse, formats, fp8, quantizing, w4a8, w8a8, weight_only
+from tests.support.gemms import (
+    block_sparse,
+    experts,
+    formats,
+    fp8,
+    quantizing,
+    w4a8,
+    w8a8,
+    weight_only,
+)
 from tests.support.gemms.generated import generate
 
 TESTS = Path(__file__).parents[1]
@@ -52,6 +61,8 @@ GEMMS = {
     "fp8_block_mm": fp8.Case(400, 512, 512, BLOCK),
     "block_sparse_mm_tma": block_sparse.Case(128, 512, 512),
     "block_sparse_mm": block_sparse.Case(16, 512, 512),
+    "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 512, 1024),
+    "experts_mm": experts.Case("act_order", (3, 0, 5), 512, 1024, dtype=HALF),
 }
 # The first test of tests/patterns/<folder>/test_<pass>.py is quick (conftest.py). Passes without
 # such a file have a test elsewhere, marked quick.
@@ -77,7 +88,7 @@ def test_a_gemm_runs_in_the_kernel(kernel, monkeypatch):
     if isinstance(case, quantizing.Case):
         fn, make = case.call(), case.inputs
     else:
-        modules = (block_sparse, fp8, w4a8, w8a8, weight_only)
+        modules = (block_sparse, experts, fp8, w4a8, w8a8, weight_only)
         [of] = [of for of in modules if isinstance(case, of.Case)]
         fn, make = of.gemm(case), lambda device: of.make_inputs(case, device)
     [chosen, *_] = [choices[0].name for choices in generate(fn, make).choices]

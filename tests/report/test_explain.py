@@ -17,6 +17,7 @@ from inductor_quant import simulate
 from inductor_quant.report.explain import Explanation, Row
 from inductor_quant.spec.decisions import Match, Rejection, RejectionCode, Site
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
+from tests.support.producers.experts import Experts, route
 
 SCHEMA = json.loads(
     (resources.files("inductor_quant.report") / "explain.schema.json").read_text(encoding="utf-8")
@@ -164,6 +165,23 @@ def test_gemms_that_share_a_launch_in_one_range_alone_are_told_apart():
     together = {(r.site.module, r.site.rows): r.launched_with for r in explanation.rows}
     assert together["gate", "2..64"] == ("up",)
     assert together["gate", ""] == together["gate", "65..256"] == ()
+
+
+@pytest.mark.compiles
+def test_experts_have_a_row_with_their_number():
+    """Bytes are those of the experts that are hit: of 2 of 4 by 2 rows, at most."""
+    with simulate.virtual_gpu(90), FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            model, args = Experts("int8", "gather_first").eval(), route(1, 4)
+        explanation = inductor_quant.explain(model, *args, timings=False, verbose=False)
+    assert [row.status for row in explanation.rows] == ["matched experts"] * 2
+    assert [row.shape for row in explanation.rows] == ["2x128x64 of 4", "2x64x64 of 4"]
+    assert "experts_direct" in explanation.rows[0].reason
+    raw = json.loads(explanation.to_json())
+    jsonschema.validate(raw, SCHEMA)
+    first = raw["rows"][0]
+    assert first["experts"] == 4
+    assert 128 * 64 < first["bytes"] < 2 * 128 * 64
 
 
 @pytest.mark.compiles

@@ -12,7 +12,6 @@ from inductor_quant import __main__, simulate
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels import KERNELS, dispatch
 from inductor_quant.ops import fp8, fp8_block, w4a8, w8a8, weight_only
-from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats, which
 from inductor_quant.report.events import collect
 from inductor_quant.report.formats import Gemm
@@ -202,7 +201,7 @@ def test_the_list_has_a_line_for_each_format(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inductor_quant", "which", "--list"])
     assert __main__.main() == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    expected = [name for family in FAMILIES for name in (family, *formats.names(family))]
+    expected = [name for family in formats.FAMILIES for name in (family, *formats.names(family))]
     assert listed == expected
 
 

@@ -62,7 +62,7 @@ class Codegen:
         return self.dialect.type(self.x_dtype)
 
     def block(self, axis: str) -> int:
-        return self.block_k if axis == "k" else self.block_n
+        return {"k": self.block_k, "n": self.block_n, "e": 1}[axis]
 
     def resolution(self, *indices: AffineIndex) -> tuple[int, int]:
         """(along K, along N) how many different values of these indices a tile has."""
@@ -79,9 +79,8 @@ class Codegen:
         return self.block(axis) // count
 
     def is_within(self, axis: str) -> bool:
-        """Whether positions of a tile never exceed K or N."""
-        total = self.k if axis == "k" else self.n
-        return total % self.block(axis) == 0
+        """Whether positions of a tile never exceed the size of the axis."""
+        return math.prod(self.format.radices(axis)) % self.block(axis) == 0
 
     @property
     def casts_directly(self) -> bool:

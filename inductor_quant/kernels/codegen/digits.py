@@ -304,9 +304,10 @@ class DigitCodegen(Codegen):
     def digits(self, inner: str, first: str = "", low: str = "") -> dict[str, list[str]]:
         """The terms of each digit: what varies in a tile, as tensors whose names begin with
         ``inner`` ("": none), and its first value in a tile, for axes in ``first``. ``low``: the
-        positions along the plan's ``low``, if they are known."""
+        positions along the plan's ``low``, if they are known. The digits of e belong to the
+        position of n."""
         known = dict(zip((digit.name for digit in self.plan.low), low, strict=False))
-        found: dict[str, list[str]] = {}
+        found = {name: terms if "n" in first else [] for name, terms in self.expert().items()}
         for digit in (*self.n_digits, *self.k_digits):
             parts = [part for part in self.plan.digits if part.digit == digit.name]
             terms = [
@@ -319,6 +320,14 @@ class DigitCodegen(Codegen):
                 terms.append(f"first_{digit.name}")
             found[digit.name] = terms
         return found
+
+    def expert(self) -> dict[str, list[str]]:
+        """The terms of the digits of e, scalars."""
+        format = self.format
+        return {
+            name: [f"(expert // {format.weight_of(name)} % {format.radix(name)})"]
+            for name in format.digits("e")
+        }
 
     @property
     def is_paired(self) -> bool:
@@ -413,7 +422,7 @@ class DigitCodegen(Codegen):
             name: [f"(within // {format.weight_of(name)} % {format.radix(name)})"]
             for name in format.digits("n")
         }
-        out = DigitStatements(self, stride, size, "c", digits)
+        out = DigitStatements(self, stride, size, "c", digits | self.expert())
         lines = [f"within = gl.minimum(idx_n, {self.n - 1}).to(gl.int32)"]
         for op in self.column_ops:
             operand = out.operand(op)

@@ -1,5 +1,7 @@
 """``Statements``: reads and dequantizes a tile of a weight, from its ``WeightFormat``.
 
+In a stack of weights the template says which one, ``expert``, a scalar: a digit of e is one too.
+
 A position is a sum over digits of k and n, so its k part [rows, 1] and its n part [1, columns] are
 computed apart; unless it is data it costs two vectors per tile. Each field is read at the coarsest
 resolution at which it is constant (one packed word for eight values, one row of scales per group)
@@ -78,7 +80,7 @@ class Statements:
         if count % period == 0:
             return spread  # the same in every tile
         unit = self.codegen.unit(axis, count)
-        start = "k" if axis == "k" else "(pid_n * BLOCK_N).to(tl.int32)"
+        start = {"k": "k", "n": "(pid_n * BLOCK_N).to(tl.int32)", "e": "expert"}[axis]
         position = self.assign("p", f"{start} // {unit}" if unit > 1 else start)
         return self.assign("p", f"{position} + {spread}") if count > 1 else position
 
@@ -119,6 +121,7 @@ class Statements:
         index = self._without_trivial_digits(index)
         terms = [self.axis_part(index, "k", rows, layout)]
         terms.append(self.axis_part(index, "n", columns, layout))
+        terms.append(self.axis_part(index, "e", 1, layout))
         for field, coef in index.fields:
             value = self.widen(self.field(field), rows, columns)
             terms.append(f"({value.code} + {value.bias}) * {coef}")
@@ -127,7 +130,7 @@ class Statements:
         return " + ".join(term for term in terms if term)
 
     def axis_part(self, index: AffineIndex, axis: str, count: int, layout: str) -> str:
-        """The sum of the terms of k or n: [count, 1], [1, count] or a scalar; "": none."""
+        """The sum of an axis' terms: [count, 1], [1, count] or a scalar; "": none."""
         is_wide = max(map(abs, index.bounds(self.format.radix))) > _INT32_MAX
         terms = []
         for name, span, coef in self.spans(index, axis):
@@ -171,7 +174,7 @@ class Statements:
                 position = self.assign("i", self.index(index, rows, columns, layout))
                 terms.append(f"{self.inside(position, index, source, dim)} * {stride}")
                 continue
-            for axis, count in (("k", rows), ("n", columns)):
+            for axis, count in (("k", rows), ("n", columns), ("e", 1)):
                 part = self.axis_part(index, axis, count, layout)
                 if part:
                     terms.append(f"{part}.to(INDEX_DTYPE) * {stride}")

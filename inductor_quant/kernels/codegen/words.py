@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
 from inductor_quant.kernels.problem import Weight
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 BYTES = 4  # of a word
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -42,7 +43,7 @@ def as_words(weight: Weight) -> WordView:
         return WordView(weight)
     for dim, (index, stride) in enumerate(zip(code.index, known, strict=True)):
         for name, coef in index.linear:
-            if coef * stride != 1 or format.radix(name) % BYTES:
+            if coef * stride != 1 or format.radix(name) % BYTES or name[0] == "e":
                 continue
             others = [
                 c * s
@@ -110,7 +111,7 @@ def _split(weight: Weight, dim: int, name: str) -> Weight:
             float8=_FLOAT8.get(dtype, "") or old.float8,
         )
 
-    digits = list(format.k if axis == "k" else format.n)
+    digits = list(format.radices(axis))
     digits[position : position + 1] = [digits[position] // BYTES, BYTES]
     ops = tuple(
         DequantOp(op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand)
@@ -126,10 +127,6 @@ def _split(weight: Weight, dim: int, name: str) -> Weight:
     tensors[code.source] = dataclasses.replace(
         tensor, dtype=torch.int32, shape=shape, stride=stride
     )
-    split = WeightFormat(
-        tuple(digits) if axis == "k" else format.k,
-        tuple(digits) if axis == "n" else format.n,
-        field(format.element),
-        ops,
-    )
+    radices: Any = {axis: tuple(digits)}
+    split = dataclasses.replace(format, element=field(format.element), dequant_ops=ops, **radices)
     return Weight(split, tuple(tensors))

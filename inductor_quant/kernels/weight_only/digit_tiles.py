@@ -86,8 +86,8 @@ def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejecti
     is_read = code.float8 and is_in_place(code, 8, is_float=True)
     if dtype not in (torch.int32, torch.int8, torch.uint8, *float8) and not is_read:
         return no_kernel(f"quantized values in {dtype}")
-    if format.code.offset.is_data:
-        return no_kernel("the offset of a value in its word is data")
+    if any(index.is_data for index in (*format.code.index, format.code.offset)):
+        return no_kernel("the position of a value is data")
     for field in format.fields():
         if any(index.bounds(format.radix)[0] < 0 for index in field.index):
             return no_kernel("positions are counted from the end")

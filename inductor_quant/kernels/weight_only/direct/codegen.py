@@ -58,12 +58,12 @@ class DirectCodegen(DigitCodegen):
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
 
-    def x_offsets(self, stride_m: str) -> str:
-        """Statements that leave in ``x_at`` the addresses of x at k = 0. Rows beyond M repeat the
-        last one; the store masks them."""
+    def x_offsets(self, stride_m: str, first: str = "0", last: str = "M - 1") -> str:
+        """Statements that leave in ``x_at`` the addresses of x at k = 0, from row ``first`` on.
+        Rows beyond ``last`` repeat it; the store masks them."""
         return "\n".join(
             [
-                f"x_rows = gl.minimum({positions('X_READ', 3, 1, self.block_m)}, M - 1)",
+                f"x_rows = gl.minimum({first} + {positions('X_READ', 3, 1, self.block_m)}, {last})",
                 f"x_warps = {positions('X_READ', 3, 0, self.warps)}",
                 f"x_columns = {positions('X_READ', 3, 2, self.tile_k // self.x_packs)}",
                 f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",

@@ -34,7 +34,7 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_VALUES = 128  # of W that a thread dequantizes at once
 # (columns, k) of a warp's tile, best first: up to 4 bits, and above. Words along N want more
 # columns.
-_TILES = (
+TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
 )
@@ -77,7 +77,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
-        tiles = list(_TILES[0 if is_narrow else 1])
+        tiles = list(TILES[0 if is_narrow else 1])
         in_word = as_words(weight).weight.format.code.offset.digits
         if in_word and all(name[0] == "n" for name in in_word):
             tiles.sort(key=lambda tile: tile[0] != 64)

@@ -1,0 +1,1 @@
+"""Kernels of the ``experts`` family: each row of x times the quantized weight of its expert."""

@@ -1,0 +1,1 @@
+"""The kernel for few rows an expert."""

@@ -1,0 +1,78 @@
+"""``experts_direct``: each row of x times the weight of its expert, for few rows each, in Gluon.
+
+The template of ``weight_only_direct``, with ``experts/rows.jinja`` in front: a CTA computes up to
+16 rows of one expert times BLOCK_N columns. Chosen for 16-bit x whose rows are aligned and integers
+or a table of 16, up to a mean of rows an expert; of rows that are not sorted whatever their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from inductor_quant.kernels.config import GemmConfig, reject_if_split
+from inductor_quant.kernels.experts.rules import ExpertsKernel, constants, mean_rows
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import operand_rejection
+from inductor_quant.kernels.weight_only.direct.kernel import (
+    ARCHS,
+    FLOAT8,
+    TILES,
+    WeightOnlyDirect,
+)
+from inductor_quant.kernels.weight_only.rules import no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+# In the mean of rows an expert: up to here, by the width of a value, and from here on in tiles of
+# 16 rows.
+MAX_MEAN, MAX_MEAN_WIDE, MIN_MEAN_16 = 32, 12, 5
+WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
+MAX_WASTE = 0.1
+
+
+class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
+    name = "experts_direct"
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        weight = rules.weight_of(problem)
+        code = weight.format.code
+        is_wide = not 0 < code.width <= 4
+        if code.float8 or weight.tensors[code.source].dtype in FLOAT8:
+            return no_kernel("experts_mm is faster")
+        if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else MAX_MEAN):
+            return no_kernel(f"M = {problem.m}: too many rows an expert")
+        if device.arch not in ARCHS:
+            return no_kernel(f"never run on {device}")
+        return operand_rejection(spec, problem, device)
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        return super().constants(spec, problem, config, device) | constants(problem)
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        tile = dataclasses.replace(problem, m=1)  # there are as many tiles as it takes
+        return reject_if_split(config) or super().config_rejection(spec, tile, config, device)
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        block_m = 16 if mean_rows(problem) >= MIN_MEAN_16 else 8
+        is_narrow = 0 < rules.weight_of(problem).format.code.width <= 4
+        found = []
+        for block_n, slice_k in TILES[0 if is_narrow else 1]:
+            slices = problem.k // slice_k
+            for warps in WARPS:
+                config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1)
+                waste = -slices % warps
+                if waste <= MAX_WASTE * slices and not self.config_rejection(
+                    spec, problem, config, device
+                ):
+                    found.append(config)
+                    break
+        return found
+
+
+EXPERTS_DIRECT = ExpertsDirect()

@@ -1,0 +1,1 @@
+"""The general kernel: every weight format, any number of rows."""

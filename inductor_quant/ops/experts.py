@@ -1,0 +1,128 @@
+"""``torch.ops.inductor_quant.experts``: each row of x times the quantized weight of its expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from inductor_quant.errors import SpecError
+from inductor_quant.ops import weight_only
+from inductor_quant.ops.checks import check, differ
+from inductor_quant.ops.registration import define
+from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import WeightFormat
+
+__all__ = ["MAX_MEAN_ROWS", "fake", "op", "reference", "spec_of"]
+
+SCHEMA = (
+    "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, *, "
+    "str format, ScalarType out_dtype) -> Tensor"
+)
+INDEX_DTYPES = (torch.int32, torch.int64)
+# Rows an expert, in the mean, above which dequantizing the stack and one ``_grouped_mm`` may be
+# faster: kernels dequantize a weight for each tile of its rows.
+MAX_MEAN_ROWS = 64
+
+
+def reference(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    offsets: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """``out[s, n] = sum over k of x[s, k] * W[e(s), k, n]``, where e(s) is the expert of row s.
+
+    Exactly one of ``offsets`` and ``ids`` says which:
+        offsets  rows are sorted by expert, and e has those before ``offsets[e]`` that e - 1 does
+                 not have; rows from ``offsets[E - 1]`` on have none, and give 0
+        ids      ``e(s) = ids[s]``, in any order; below 0 it counts from the end
+
+    Shapes and dtypes:
+        x        [S, K]      bf16, fp16 or fp32
+        weight   any shapes  the tensors that the format's fields index
+        offsets  [E]         int32 or int64; rising, from 0 to S
+        ids      [S]         int32 or int64; -E to E - 1
+        format   ``WeightFormat.encode()`` of a stack [E, K, N]
+    Returns [S, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous. Rounding as of
+    ``weight_only``.
+
+    Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors. Offsets
+    and ids beyond their range are not checked: they select some expert.
+    """
+    parsed = weight_only.decode(format)
+    spec_of(x, weight, offsets, ids, parsed, out_dtype)
+    out = torch.zeros(x.shape[0], parsed.shape[1], dtype=torch.float32, device=x.device)
+    start = 0
+    for expert in range(parsed.experts):
+        if offsets is not None:
+            end = int(offsets[expert])
+            rows = torch.arange(start, max(start, end), device=x.device)
+            start = end
+        else:
+            assert ids is not None
+            rows = (ids.remainder(parsed.experts) == expert).nonzero().flatten()
+        if len(rows):
+            out[rows] = weight_only.product(x[rows], parsed, weight, expert)
+    return out.to(out_dtype)
+
+
+def fake(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    offsets: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    *,
+    format: str,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    parsed = weight_only.decode(format)
+    spec_of(x, weight, offsets, ids, parsed, out_dtype)
+    return torch.empty((x.shape[0], parsed.shape[1]), dtype=out_dtype, device=x.device)
+
+
+def spec_of(
+    x: torch.Tensor,
+    weight: Sequence[torch.Tensor],
+    offsets: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    format: WeightFormat,
+    out_dtype: torch.dtype,
+) -> QuantGemmSpec:
+    """The spec of a call. Raises SpecError for arguments that form no such product.
+
+    Symbolic sizes are not checked: that would add a guard.
+    """
+    k, _ = weight_only.check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
+    if not format.e:
+        raise SpecError(f"experts: {format} is no stack of weights")
+    if x.dtype not in weight_only.X_DTYPES or x.dim() != 2 or differ(x.shape[1:], (k,)):
+        raise SpecError(
+            f"experts: x is {x.dtype} {list(x.shape)}, it must be [S, {k}] of one of "
+            f"{weight_only.X_DTYPES}"
+        )
+    if (offsets is None) == (ids is None):
+        raise SpecError("experts takes either offsets or ids")
+    check(
+        "experts",
+        {
+            "offsets": (offsets, ((format.experts,),), INDEX_DTYPES),
+            "ids": (ids, ((x.shape[0],),), INDEX_DTYPES),
+        },
+    )
+    if out_dtype not in weight_only.SCALE_DTYPES:
+        raise SpecError(f"experts returns one of {weight_only.SCALE_DTYPES}, not {out_dtype}")
+    return weight_only.make_spec(
+        format,
+        [t.dtype for t in weight],
+        x_dtype=x.dtype,
+        column_scale=None,
+        out_dtype=out_dtype,
+        bias=False,
+    )
+
+
+op = define(SCHEMA, reference, fake, flexible_layout=True)

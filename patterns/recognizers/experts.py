@@ -1,0 +1,225 @@
+"""Experts: each row of a float activation times the weight of a stack that it selects.
+
+The rows are sorted by expert (``_grouped_mm``), or a tensor of ids gathers a weight for each
+(``bmm``). Whether the graph gathers before or after it dequantizes makes no difference to the
+reader: it moves the position.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import fx
+
+from inductor_quant.errors import SpecError
+from inductor_quant.ops import experts as op
+from inductor_quant.ops import weight_only
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.exactness import Exactness
+
+from .. import fx_utils
+from ..fx_utils import aten
+from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching.operands import reject_mutated, reject_operands
+from ..matching.weight_decode import Weight, attempt, decode
+from ..symbolic import Reader
+from ..symbolic.expr import digits
+from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
+from ..symbolic.reader import for_any, sizes
+
+FAMILY = "experts"
+_FALLBACK = "transformers.grouped_mm_fallback.default"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """``out[s] = x[s // choices] @ W[e(s)]``, where ``offsets`` or ``ids`` say which expert a row
+    has."""
+
+    x: fx.Node
+    weight: Weight
+    reader: Reader
+    offsets: fx.Node | None = None
+    ids: fx.Node | None = None
+    choices: int = 1
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``anchor``: ``_grouped_mm``, or ``bmm``; None if the rows of the latter select no weight."""
+    read = _gathered if anchor.target == aten.bmm.default else _grouped
+    try:
+        with for_any(fx_utils.value(anchor).shape[0]):
+            found = attempt(
+                lambda reader: _read(read, anchor, reader),
+                lambda found: isinstance(found, _Product),
+            )
+    except RecursionError:
+        return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
+    return _assemble(anchor, found) if isinstance(found, _Product) else found
+
+
+def _read(read: Any, anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
+    try:
+        found: _Product | Rejection | None = read(anchor, reader)
+    except Unsupported as reason:
+        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
+    return found
+
+
+def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
+    """``_grouped_mm(x [S, K], w [E, K, N], offsets [E])``."""
+    names = (
+        ("input", "weight", "offs") if str(anchor.target) == _FALLBACK else ("self", "mat2", "offs")
+    )
+    x, w, offsets, bias = fx_utils.arguments(anchor, *names, "bias")
+    if bias is not None:
+        return Rejection(RejectionCode.BIAS, "", anchor.name)
+    if not all(map(fx_utils.is_tensor_node, (x, w, offsets))):
+        return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    if [fx_utils.value(node).dim() for node in (x, w, offsets)] != [2, 3, 1]:
+        return Rejection(RejectionCode.WEIGHT_FORM, "it is no stack of matrices", w.name)
+    axes = zip(("e", "k", "n"), sizes(w), strict=True)
+    weight = decode(reader, reader.read(w, tuple(reader.space.variable(*a) for a in axes)), w)
+    return _Product(x, weight, reader, offsets) if isinstance(weight, Weight) else weight
+
+
+def _gathered(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
+    """``bmm(x [S, 1, K], w [S, K, N])`` or ``bmm(w [S, N, K], x [S, K, 1])``.
+
+    A row may have several experts: then N is that of all of them, one after the other.
+    """
+    left, right = fx_utils.arguments(anchor, "self", "mat2")
+    if not fx_utils.is_tensor_node(left) or not fx_utils.is_tensor_node(right):
+        return None
+    is_first = fx_utils.is_one(fx_utils.value(right).shape[2])  # the weight
+    if not is_first and not fx_utils.is_one(fx_utils.value(left).shape[1]):
+        return None
+    x, w = (right, left) if is_first else (left, right)
+    rows, *others = sizes(w)
+    k, n = reversed(others) if is_first else others
+    choices = _choices(w, rows)
+    if n % choices:
+        return None
+    which = reader.space.variable(ROW, rows), reader.space.variable(CHOICE, choices)
+    reader.row = which[0] * choices + which[1]
+    row, column = reader.space.variable("k", k), reader.space.variable("n", n // choices)
+    column = which[1] * (n // choices) + column
+    expr = reader.read(w, (which[0], *((column, row) if is_first else (row, column))))
+    if reader.ids is None:
+        return None
+    if any(digit.axis in SELECTING for digit in digits(expr, reader.space)):
+        detail = "not by the expert of the row alone"
+        return Rejection(RejectionCode.BATCHED_WEIGHT, detail, w.name)
+    weight = decode(reader, expr, w)
+    if not isinstance(weight, Weight):
+        return weight
+    return _Product(x, weight, reader, ids=reader.ids, choices=choices)
+
+
+def _choices(w: fx.Node, rows: int) -> int:
+    """How many weights each row selects, by the shortest tensor of ids from which ``w`` is made."""
+    todo, seen = [w], {w}
+    counts: list[int] = []
+    while todo:
+        node = todo.pop()
+        if node.target == aten.index.Tensor:
+            ids: Any = [item for item in node.args[1] if item is not None]  # type: ignore[union-attr]
+            counts.append(math.prod(sizes(ids[0])))
+        todo += [item for item in node.all_input_nodes if item not in seen]
+        seen.update(node.all_input_nodes)
+    least = min(counts, default=0)
+    return least // rows if rows and least >= rows and least % rows == 0 else 1
+
+
+def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
+    x, weight, selected = product.x, product.weight, (product.offsets, product.ids)
+    own = {x, *selected}
+    inside = {*product.reader.nodes(), *anchor.all_input_nodes} - own
+    interior = sorted(node for node in inside if node.op == "call_function")
+    stored = (node for node in weight.sources if isinstance(node, fx.Node))
+    rejection = (
+        reject_mutated(interior)
+        or reject_operands((x, *selected, *stored), anchor)
+        or _reject_if_kept(interior, anchor, weight)
+    )
+    if rejection is not None:
+        return rejection
+    x_dtype, out_dtype = fx_utils.value(x).dtype, fx_utils.value(anchor).dtype
+    if x_dtype not in weight_only.X_DTYPES:
+        return Rejection(RejectionCode.ACTIVATION, f"it is {x_dtype}", x.name)
+    tensors = list(map(fx_utils.described, weight.sources))
+    types = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    try:
+        k, n = weight_only.check_format(weight.format, types)
+    except SpecError as error:
+        return Rejection(RejectionCode.WEIGHT_FORM, str(error), anchor.name)
+    is_same = x_dtype in weight.same_for
+    same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
+    rows, *others = fx_utils.value(anchor).shape
+    hint = fx_utils.size_hint(rows) or 0
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=weight_only.make_spec(
+            weight.format,
+            [tensor.dtype for tensor in tensors],
+            x_dtype=x_dtype,
+            column_scale=None,
+            out_dtype=out_dtype,
+            bias=False,
+        ),
+        anchor=anchor,
+        end=anchor,
+        interior=tuple(interior),
+        op=op.op,
+        args=(
+            _rows_of(product, k),
+            list(weight.sources),
+            product.offsets,
+            product.ids and Operand(product.ids, (-1,)),
+        ),
+        kwargs={"format": weight.format.encode(), "out_dtype": out_dtype},
+        m=fx_utils.size_name(rows * product.choices),
+        n=n,
+        k=k,
+        shape=(-1, *others) if len(others) > 1 else None,
+        too_many_rows=anchor.target == aten._grouped_mm.default
+        and hint > op.MAX_MEAN_ROWS * weight.format.experts,
+        weight_class=Exactness.REASSOCIATED if weight.is_reordered else same,
+    )
+
+
+def _reject_if_kept(interior: list[fx.Node], anchor: fx.Node, weight: Weight) -> Rejection | None:
+    """Rejects a stack that is dequantized anyway, for another user: for the backward, say."""
+    size = weight.format.experts * math.prod(weight.format.shape)
+    for node in interior:
+        shape = fx_utils.value(node).shape
+        if any(map(fx_utils.is_symbolic, shape)) or math.prod(shape) < size:
+            continue
+        todo, seen = [node], {anchor}
+        while todo:
+            user = todo.pop()
+            users = fx_utils.users(user)
+            if user.op == "output" or not users:
+                detail = f"{user.name} needs the dequantized stack too"
+                return Rejection(RejectionCode.EXTRA_USER, detail, node.name)
+            todo += [item for item in users if item not in seen]
+            seen.update(users)
+    return None
+
+
+def _rows_of(product: _Product, k: int) -> Operand:
+    """x [S, K], each row as often as it has experts."""
+    if product.choices == 1:
+        return Operand(product.x, (-1, k))
+    row = Operand(product.x, (-1, 1, k))
+    return Operand(Derived(aten.expand.default, (row, (-1, product.choices, k))), (-1, k))
+
+
+PATTERN = Pattern(
+    name="experts",
+    family=FAMILY,
+    anchors=(aten._grouped_mm.default, _FALLBACK, aten.bmm.default),
+    recognize=recognize,
+)

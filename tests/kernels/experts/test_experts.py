@@ -1,0 +1,137 @@
+"""Which kernel multiplies rows by their experts, in which tiles, and what ptxas makes of it."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
+from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
+from inductor_quant.kernels.experts.rules import ExpertsKernel
+from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
+from inductor_quant.ops import weight_only
+from tests.support.gemms import formats
+from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, stacked
+from tests.support.gemms.generated import device, generate
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+bf16 = torch.bfloat16
+E = 32
+
+
+@pytest.fixture(autouse=True)
+def _groups(large_groups):
+    """Of 128."""
+
+
+def described(name: str, rows: int, *, is_sorted: bool = True, n: int = 1536, k: int = 2048):
+    packed = formats.build(name, k, n)
+    format = stacked(packed, E)
+    spec = weight_only.make_spec(
+        format,
+        [dtype for _, _, dtype in packed.tensors],
+        x_dtype=bf16,
+        column_scale=None,
+        out_dtype=bf16,
+        bias=False,
+    )
+    tensors = tuple(
+        WeightTensor(dtype, shape if kind in SHARED else (E, *shape))
+        for kind, shape, dtype in packed.tensors
+    )
+    weight, groups = Weight(format, tensors), Groups(E, is_sorted)
+    problem = Problem(rows, n, k, weight=weight, has_aligned_rows=True, groups=groups)
+    return spec, problem
+
+
+def first(name: str, rows: int, **options):
+    return next(candidates("experts", *described(name, rows, **options), device(90)))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "kernel", "block_m"),
+    [
+        ("nibble_pairs", 8, EXPERTS_DIRECT, 8),
+        ("nibble_pairs", 4 * E, EXPERTS_DIRECT, 8),
+        ("nibble_pairs", 16 * E, EXPERTS_DIRECT, 16),
+        ("nibble_pairs", 64 * E, EXPERTS_MM, 64),
+        ("nf4", 8, EXPERTS_DIRECT, 8),
+        ("int8_channel", 8, EXPERTS_DIRECT, 8),
+        ("int8_channel", 16 * E, EXPERTS_MM, 16),
+        ("fp8_row", 8, EXPERTS_MM, 16),
+        ("act_order", 8, EXPERTS_MM, 16),
+    ],
+)
+def test_the_kernel_follows_from_the_rows_an_expert_has_in_the_mean(name, rows, kernel, block_m):
+    chosen, config = first(name, rows)
+    assert (chosen, config.block_m) == (kernel, block_m)
+
+
+def test_rows_in_any_order_are_a_tile_each():
+    assert first("nibble_pairs", 64 * E, is_sorted=False)[0] is EXPERTS_DIRECT
+
+
+def test_no_more_than_a_share_of_k_is_wasted():
+    _, config = first("nibble_pairs", 8, k=768)
+    assert 768 % config.block_k == 0
+    _, config = first("nibble_pairs", 8, k=2048)
+    assert config.num_warps == 4
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(0, 0), (8, 8), (40, 38), (512, 97)])
+def test_the_grid_is_that_of_the_worst_case(rows, tiles):
+    """A tile of 8 rows for each expert and one more, and one for each 8 rows; or one a row."""
+    meta = {"EXPERTS": E, "IS_SORTED": True, "BLOCK_M": 8, "BLOCK_N": 32}
+    ceil = lambda a, b: -(-a // b)  # noqa: E731
+    assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * tiles, 1, 1)
+    meta |= {"IS_SORTED": False}
+    assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * rows, 1, 1)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("mean", [2, 16, 64])
+def test_nothing_spills(name, is_sorted, mean):
+    case = Case(name, (mean, 0) * (E // 2), 512, 2048, is_sorted=is_sorted)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(kernel, source)
+    assert compiled.spill_stores == 0
+    assert compiled.matrix_instructions()
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_no_configuration_spills():
+    for name in ("int8_group", "nibble_pairs"):
+        case = Case(name, (3, 0, 5), 512, 2048)
+        for _, configs in CONFIGS:
+            for config in configs:
+                make = functools.partial(make_inputs, case)
+                generated = generate(gemm(case), make, f"experts_mm {config}")
+                [(text, source)] = generated.kernels.items()
+                assert simulate.compile_kernel(text, source).spill_stores == 0, config
+
+
+@pytest.mark.compiles
+def test_a_symbolic_number_of_rows_has_one_kernel_and_no_sync():
+    case = Case("nibble_pairs", (2,) * E, 512, 1024)
+
+    def make(device):
+        x, offsets, *weight = make_inputs(case, device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return x, offsets, *weight
+
+    generated = generate(gemm(case), make)
+    [(_, source)] = generated.kernels.items()
+    assert "M = ks0" in source
+    assert ".item()" not in generated.wrapper
+    assert ".tolist()" not in generated.wrapper

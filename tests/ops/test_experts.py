@@ -1,0 +1,98 @@
+"""``inductor_quant::experts`` in eager mode: against fp64, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant.errors import SpecError
+from inductor_quant.ops import experts, weight_only
+from inductor_quant.ops.dequantize import dequantize
+from inductor_quant.spec.weight_format import WeightFormat
+from tests.support.gemms.experts import Case, gemm, make_inputs, of_expert, reference, stacked
+from tests.support.gemms.formats import FORMATS
+from tests.support.gemms.weight_only import assert_close
+
+bf16, f32 = torch.bfloat16, torch.float32
+# empty experts at both ends and between, one with all rows, none
+COUNTS = ((3, 0, 20, 1), (0, 0, 0, 17), (0, 5, 0, 0), (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_row_is_multiplied_by_the_weight_of_its_expert(counts, is_sorted):
+    torch.manual_seed(0)
+    case = Case("int8_group", counts, 40, 64, left_over=3 if is_sorted else 0, is_sorted=is_sorted)
+    case = dataclasses.replace(case, dtype=f32)
+    inputs = make_inputs(case, "cpu")
+    got = gemm(case)(*inputs)
+    if any(counts):
+        assert_close(got, reference(case, inputs))
+    assert got.shape[0] == case.rows
+    assert not got[sum(counts) :].any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stack_of_any_format(name):
+    torch.manual_seed(0)
+    case = Case(name, (2, 0, 3), 40, 64, dtype=f32)
+    inputs = make_inputs(case, "cpu")
+    assert_close(gemm(case)(*inputs), reference(case, inputs))
+    format = stacked(case.packed, 3)
+    assert WeightFormat.decode(format.encode()) == format
+    weight = inputs[2:]
+    dense = dequantize(format, weight)
+    assert torch.equal(dense[1], dequantize(format, weight, expert=1))
+    assert torch.equal(dense[2], dequantize(case.packed.format, of_expert(case, weight, 2)))
+
+
+def test_the_fake_has_the_shape_and_dtype_of_the_result():
+    case = Case("gptq", (2, 3), 40, 64)
+    inputs = make_inputs(case, "cpu")
+    torch.library.opcheck(
+        experts.op,
+        (inputs[0], list(inputs[2:]), inputs[1], None),
+        {"format": stacked(case.packed, 2).encode(), "out_dtype": bf16},
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+def _changed(**changes):
+    case = Case("int8_channel", (2, 3), 40, 64)
+    x, offsets, *weight = make_inputs(case, "cpu")
+    text = stacked(case.packed, 2).encode()
+    given = {"x": x, "weight": weight, "offsets": offsets, "ids": None, "format": text}
+    given |= {"out_dtype": bf16} | changes
+    return experts.op(**given)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": torch.zeros(5, 63, dtype=bf16)},
+        {"x": torch.zeros(5, 64, dtype=torch.int8)},
+        {"offsets": None},
+        {"ids": torch.zeros(5, dtype=torch.int64)},
+        {"offsets": torch.zeros(3, dtype=torch.int32)},
+        {"offsets": torch.zeros(2)},
+        {"offsets": None, "ids": torch.zeros(4, dtype=torch.int64)},
+        {"out_dtype": torch.int8},
+        {"format": Case("int8_channel", (2, 3), 40, 64).packed.format.encode()},
+        {"format": "{}"},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_other_arguments_are_refused(changes):
+    _changed()
+    with pytest.raises(SpecError):
+        _changed(**changes)
+
+
+def test_weight_only_takes_no_stack():
+    case = Case("int8_channel", (2, 3), 40, 64)
+    x, _, *weight = make_inputs(case, "cpu")
+    text = stacked(case.packed, 2).encode()
+    with pytest.raises(SpecError, match="stack"):
+        weight_only.op(x, weight, None, None, format=text, out_dtype=bf16)

@@ -1,0 +1,185 @@
+"""Inputs of ``experts`` calls with any routing, and their fp64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from inductor_quant.ops import experts
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from tests.support.gemms import formats
+from tests.support.gemms.formats import Packed, form
+from tests.support.gemms.weight_only import laid_out
+from tests.support.producers.experts import E2M1
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call; ``n`` and ``k`` are rounded up to what format ``name`` can have.
+
+    counts     rows of each expert
+    left_over  rows without an expert, which come last; of sorted rows only
+    is_sorted  whether offsets or ids say which expert a row has; ids are in another order, some
+               count from the end
+    """
+
+    name: str
+    counts: tuple[int, ...]
+    n: int
+    k: int
+    left_over: int = 0
+    is_sorted: bool = True
+    dtype: torch.dtype = torch.bfloat16
+    out_dtype: torch.dtype | None = None
+    layout: str = "rows"
+
+    def __str__(self) -> str:
+        parts = [self.name, "_".join(map(str, self.counts)), f"{self.n}x{self.k}", str(self.dtype)]
+        parts += [f"left={self.left_over}"] if self.left_over else []
+        parts += ["sorted" if self.is_sorted else "ids"]
+        parts += [self.layout] if self.layout != "rows" else []
+        return "-".join(parts).replace("torch.", "")
+
+    @property
+    def packed(self) -> Packed:
+        if self.name == "mxfp4":
+            return mxfp4(self.k, self.n)
+        return formats.build(self.name, self.k, self.n)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts) + self.left_over
+
+
+def mxfp4(k: int, n: int) -> Packed:
+    """gpt-oss: 16 bytes with 32 floats of 4 bits, neighbours along K in a byte; exponents by
+    group."""
+    code = Field(0, (form(("n0", 1)), form(("k0", 1)), form(("k1", 1))), form(("k2", 4)), 4)
+    exponent = Field(2, (form(("n0", 1)), form(("k0", 1))))
+    format = WeightFormat(
+        (k // 32, 16, 2),
+        (n,),
+        Field(1, (form(data=code),)),
+        (DequantOp("mul", Field(3, (form(data=exponent),))),),
+    )
+
+    def read(q, lut, s, powers):  # type: ignore[no-untyped-def]
+        values = torch.stack((lut[(q & 15).int()], lut[(q >> 4).int()]), -1).flatten(-2).double()
+        return (values * powers[s.int()].double().unsqueeze(-1)).flatten(-2).t()
+
+    tensors = (
+        ("bits", (n, k // 32, 16), torch.uint8),
+        ("e2m1", (16,), torch.bfloat16),
+        ("exponent", (n, k // 32), torch.uint8),
+        ("powers", (256,), torch.bfloat16),
+    )
+    return Packed("mxfp4", format, tensors, read)
+
+
+SHARED = ("table", "shifts", "e2m1", "powers")  # kinds of tensors that all experts read
+
+
+def stacked(packed: Packed, count: int) -> WeightFormat:
+    """The format of a stack of weights: tensors, but for tables, have a dimension in front."""
+    format = packed.format
+    lead = (AffineIndex(linear=(("e0", 1),)),)
+
+    def index(old: AffineIndex) -> AffineIndex:
+        return dataclasses.replace(old, fields=tuple((field(f), c) for f, c in old.fields))
+
+    def field(old: Field) -> Field:
+        return dataclasses.replace(
+            old,
+            index=(
+                *(() if packed.tensors[old.source][0] in SHARED else lead),
+                *map(index, old.index),
+            ),
+            offset=index(old.offset),
+            minus=old.minus and field(old.minus),
+            high=old.high and field(old.high),
+        )
+
+    def step(op: DequantOp) -> DequantOp:
+        return DequantOp(
+            op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand
+        )
+
+    steps = tuple(map(step, format.dequant_ops))
+    return dataclasses.replace(format, element=field(format.element), dequant_ops=steps, e=(count,))
+
+
+def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
+    """x, offsets or ids, weight tensors. ``device``: "cpu", or "cuda" for fake tensors."""
+    count, packed = len(case.counts), case.packed
+    x = torch.randn(case.rows, packed.format.shape[0], device=device).to(case.dtype)
+    if device == "cuda":  # of fake tensors
+        size = count if case.is_sorted else case.rows
+        dtype = torch.int32 if case.is_sorted else torch.int64
+        route = torch.empty(size, dtype=dtype, device=device)
+    elif case.is_sorted:
+        route = torch.tensor(case.counts).cumsum(0).to(torch.int32)
+    else:
+        ids = torch.arange(count).repeat_interleave(torch.tensor(case.counts))
+        last = torch.arange(case.rows) % 3 == 1
+        route = ids[torch.randperm(case.rows)] - count * last
+    experts = [_tensors(case, device) for _ in range(count)]
+    weight = [
+        laid_out(each[0] if kind in SHARED else torch.stack(each), case.layout)
+        for (kind, _, _), each in zip(packed.tensors, zip(*experts, strict=True), strict=True)
+    ]
+    return laid_out(x, case.layout), route, *weight
+
+
+def _tensors(case: Case, device: str) -> list[torch.Tensor]:
+    """Random tensors of one weight."""
+    if case.name != "mxfp4":
+        return case.packed.make(device)
+    if device == "cuda":
+        return [torch.empty(s, dtype=dtype, device=device) for _, s, dtype in case.packed.tensors]
+    codes, _, exponents, _ = (shape for _, shape, _ in case.packed.tensors)
+    powers = torch.exp2(torch.arange(256) - 127.0)
+    return [
+        torch.randint(0, 256, codes).to(torch.uint8),
+        torch.tensor(E2M1, dtype=torch.bfloat16),
+        torch.randint(118, 124, exponents).to(torch.uint8),
+        powers.to(torch.bfloat16),
+    ]
+
+
+def gemm(case: Case) -> Callable[..., torch.Tensor]:
+    """The canonical op on what ``make_inputs`` gives."""
+    text = stacked(case.packed, len(case.counts)).encode()
+    out_dtype = case.out_dtype or case.dtype
+
+    def fn(x, route, *weight):  # type: ignore[no-untyped-def]
+        offsets, ids = (route, None) if case.is_sorted else (None, route)
+        return experts.op(x, list(weight), offsets, ids, format=text, out_dtype=out_dtype)
+
+    return fn
+
+
+def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """The op in fp64 on the CPU, by the formats' plain code; W rounded to x's dtype unless it is
+    an integer."""
+    x, route, *weight = (t.cpu() for t in inputs)
+    count = len(case.counts)
+    if case.is_sorted:
+        counts = torch.tensor((*case.counts, case.left_over))
+        chosen = torch.arange(count + 1).repeat_interleave(counts)
+    else:
+        chosen = route % count
+    out = torch.zeros(case.rows, case.packed.format.shape[1], dtype=torch.float64)
+    for expert in range(count):
+        rows = chosen == expert
+        w = case.packed.dequantized(of_expert(case, weight, expert))
+        out[rows] = x[rows].double() @ w
+    return out
+
+
+def of_expert(case: Case, weight: Sequence[torch.Tensor], expert: int) -> list[torch.Tensor]:
+    """The tensors of one weight of the stack."""
+    kinds = [kind for kind, _, _ in case.packed.tensors]
+    return [t if kind in SHARED else t[expert] for kind, t in zip(kinds, weight, strict=True)]
