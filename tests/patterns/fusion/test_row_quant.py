@@ -57,9 +57,10 @@ def compiled(fn, m, k, **kwargs):
 def test_long_rows_are_quantized_in_one_kernel(fn, m):
     """Without our op Inductor splits the reduction at this size: three kernels before the GEMM."""
     kernels = list(compiled(fn, m, 14336, fuse_quantization=False).kernels)
-    assert len(kernels) == 2, kernels
-    assert kernels[0].startswith(("triton_red", "triton_per"))
-    assert kernels[1].startswith("triton_tem")
+    quantizing, product, *adding = kernels
+    assert quantizing.startswith(("triton_red", "triton_per"))
+    assert product.startswith("triton_tem")
+    assert not adding or fn is float_linear, kernels  # its GEMM splits K
 
 
 @pytest.mark.compiles
