@@ -56,7 +56,8 @@ def test_every_size_is_right_with_one_graph(layer, mode):
             with collect() as report:
                 out = compiled(x).clone()
             ranges += [bucket.rows for bucket in report.buckets]
-            want = model(inputs[m]).double()
+            padded = nn.functional.pad(inputs[m], (0, 0, 0, 32))  # _int_mm needs 17 rows
+            want = model(padded)[:m].double()
             error = (out.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
             assert error < 0.02, (m, error)
     assert counters["stats"]["unique_graphs"] == 1

@@ -76,7 +76,12 @@ def test_a_layer(format, form):
     with torch.no_grad(), collect() as report:
         got = compiled(model)(*args)
         want = model(*args)
-    assert [match.family for match in report.matches] == ["experts"] * 2
+    families = [match.family for match in report.matches]
+    if form == "einsum":  # of one token may be one product with the rows of all chosen experts
+        assert families[-1] == "experts"
+        assert {*families} <= {"experts", "weight_only"}
+    else:
+        assert families == ["experts"] * 2
     assert (got - want).norm() <= 0.02 * want.norm()
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
@@ -43,14 +44,22 @@ def run(case, inputs, config):
     return got
 
 
+def takes(case):
+    """Whether the kernel takes the format; for whole bytes up to 16 rows another one is faster."""
+    spec, problem = described(case)
+    problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
+    return kernel_of(case).rejection(spec, problem, device(90)) is None
+
+
 def configs_of(case):
     spec, problem = described(case)
     problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
     found = kernel_of(case).configs(spec, problem, device(90))
     assert found
-    # The best of each tile.
-    tiles = {dataclasses.replace(config, split_k=1): config for config in reversed(found)}
-    return list(tiles.values())
+    tiles: dict[GemmConfig, GemmConfig] = {}
+    for config in found:
+        tiles.setdefault(dataclasses.replace(config, split_k=1), config)
+    return [*tiles.values()][:4]  # the best of each tile
 
 
 @pytest.mark.parametrize("group", [32, 128])
@@ -89,6 +98,9 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(m, name, dtype, monkeypatch):
     """Groups of 32, which no other kernel prefers; scales of x's dtype and of another one."""
     monkeypatch.setattr(formats, "GROUP", 32)
     case = Case(name, m, 512, 1024, dtype)
+    if not takes(case):
+        assert name == "fp8_row" and m <= DECODE_M
+        return
     _, _, _, *weight = make_inputs(case, "cuda")
     want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     rows = torch.zeros(m, 1024, dtype=dtype, device="cuda")

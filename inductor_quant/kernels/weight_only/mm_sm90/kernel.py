@@ -73,7 +73,7 @@ SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
 # slower by this model.
 COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
-BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 2200, 205_000, 9000
+BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 1700, 205_000, 9000
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
