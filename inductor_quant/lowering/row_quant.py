@@ -31,7 +31,10 @@ cast = torch.ops.prims.convert_element_type.default
 LONGEST = 16384
 # PTX ISA, cvt: rounds to nearest, ties to even; saturates at -128 and 127; NaN gives 0.
 ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
-DIVIDE = "div.rn.f32 $0, $1, $2;"
+# x / scale, from x, -scale, 1 / scale and their product q: q + (x - q * scale) / scale. Its error
+# is far below the distance of another quotient from a number halfway between two of e4m3.
+DIVIDE = "{ .reg .f32 e; fma.rn.f32 e, $4, $2, $1; fma.rn.f32 $0, e, $3, $4; }"
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @fallback.lowering(row_reduce.op)
@@ -81,11 +84,12 @@ def lower_quantize(
             x = lowering_of(aten.mul.Tensor)(x, lowering_of(aten.reciprocal.default)(scale))
         return _pointwise(functools.partial(_to_int8, low=low, high=high), dtype)(x)
     given = [x] if scale is None else [x, scale]
-    wide = [lowering_of(cast)(each, torch.float32) for each in given]
-    wide = wide[:1] + [lowering_of(aten.expand.default)(each, x.get_size()) for each in wide[1:]]
     quotient = functools.reduce(torch.promote_types, (each.get_dtype() for each in given))
-    convert = functools.partial(_to_float8, quotient=quotient, dtype=dtype)
-    return _pointwise(convert, dtype)(*wide)
+    wide = [lowering_of(cast)(each, torch.float32) for each in given]
+    if scale is not None:
+        wide.append(_pointwise(_inverse, torch.float32)(wide[1]))
+    wide = wide[:1] + [lowering_of(aten.expand.default)(each, x.get_size()) for each in wide[1:]]
+    return _pointwise(functools.partial(_to_float8, quotient=quotient, dtype=dtype), dtype)(*wide)
 
 
 def _pointwise(convert: Callable[..., Any], dtype: torch.dtype) -> Any:
@@ -104,14 +108,31 @@ def _to_int8(x: Any, *, low: int, high: int) -> Any:
     return ops.to_dtype(rounded, torch.int8, src_dtype=torch.int32)
 
 
-def _to_float8(x: Any, scale: Any = None, *, quotient: torch.dtype, dtype: torch.dtype) -> Any:
-    """As in eager mode: Inductor's own division is not rounded correctly, and it leaves out the
-    rounding to 16 bits. The cast saturates and keeps NaN."""
+def _inverse(scale: Any) -> Any:
+    """1 / scale, finite unless scale is 0."""
+    ops = compat.ops()
+    zero, tiny, most = (ops.constant(value, torch.float32) for value in (0.0, 2.0**-126, _LARGEST))
+    is_subnormal = ops.and_(ops.gt(scale, zero), ops.lt(scale, tiny))
+    return ops.where(is_subnormal, most, ops.reciprocal(scale))
+
+
+def _to_float8(
+    x: Any, scale: Any = None, inverse: Any = None, *, quotient: torch.dtype, dtype: torch.dtype
+) -> Any:
+    """As in eager mode, where Inductor's own division is not exact, and does not round to 16 bits.
+    The cast saturates and keeps NaN."""
     ops = compat.ops()
     if scale is not None:
+        product = ops.mul(x, inverse)
         x = ops.inline_asm_elementwise(
-            *(x, scale), asm=DIVIDE, constraints="=f,f,f", dtype=torch.float32, is_pure=True, pack=1
+            *(x, ops.neg(scale), inverse, product),
+            asm=DIVIDE,
+            constraints="=f,f,f,f,f",
+            dtype=torch.float32,
+            is_pure=True,
+            pack=1,
         )
+        x = ops.where(ops.eq(x, x), x, product)  # 0, infinite and NaN need no correction
     if scale is not None and quotient != torch.float32:
         x = ops.to_dtype(x, quotient, src_dtype=torch.float32, use_compute_types=False)
         x = ops.to_dtype(x, torch.float32, src_dtype=quotient)

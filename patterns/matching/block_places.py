@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Blocks:
 
 
 class Unread(Exception):
-    """Why a weight is not read. Never leaves this module."""
+    """Why something is not read. Never leaves ``matching``."""
 
     def __init__(self, detail: str, node: fx.Node) -> None:
         super().__init__(detail)
@@ -107,9 +107,9 @@ class Unread(Exception):
 
 def read_blocks(weight: fx.Node) -> Blocks | Rejection:
     """The blocks of a weight [K, N]."""
-    reader = _Reader()
+    reader = Reader()
     try:
-        if not reader.is_placed(weight):
+        if not reader.is_placed(weight) or fx_utils.value(weight).numel() == 0:
             return Rejection(RejectionCode.NOT_QUANTIZED, "", weight.name)
         if fx_utils.value(weight).numel() > MAX_ELEMENTS:
             raise Unread("the weight is too large", weight)
@@ -119,7 +119,9 @@ def read_blocks(weight: fx.Node) -> Blocks | Rejection:
         return reason.rejection
 
 
-class _Reader:
+class Reader:
+    """Runs the ops of a graph: on tables (``values``), and on numbers of elements."""
+
     def __init__(self) -> None:
         self.source: fx.Node | None = None
         self._numbers: dict[fx.Node, torch.Tensor] = {}
@@ -168,6 +170,10 @@ class _Reader:
             raise Unread("the stored tensor is too large", node)
         return torch.arange(1, math.prod(shape) + 1, dtype=torch.int32).view(shape)
 
+    def put(self, node: fx.Node, numbers: torch.Tensor) -> None:
+        """From here on ``node`` has these numbers."""
+        self._numbers[node] = numbers
+
     # -- tables ---------------------------------------------------------------------------
 
     def values(self, node: fx.Node) -> torch.Tensor:
@@ -192,7 +198,7 @@ class _Reader:
         return _target(node)(*args, **kwargs)
 
 
-def _blocks(numbers: torch.Tensor, reader: _Reader, weight: fx.Node) -> Blocks:
+def _blocks(numbers: torch.Tensor, reader: Reader, weight: fx.Node) -> Blocks:
     if reader.source is None:
         raise Unread("nothing is stored", weight)
     n, k = numbers.shape
@@ -229,39 +235,39 @@ def _candidates(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 # ------------------------------------------------------------------------------------------
 # ops
 
-Handler = Callable[[_Reader, fx.Node], torch.Tensor]
+Handler = Callable[[Reader, fx.Node], torch.Tensor]
 
 
-def _fill(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _fill(reader: Reader, node: fx.Node) -> torch.Tensor:
     number = _args(node)[1]
     if number != 0:
         raise Unread(f"it fills in {number}", node)
     return torch.zeros(_static_shape(node), dtype=torch.int32)
 
 
-def _view(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _view(reader: Reader, node: fx.Node) -> torch.Tensor:
     _static_shape(node)
     first, *rest = _args(node)
     target = aten.reshape.default if node.target in fx_utils.RESHAPES else _target(node)
     return target(reader.numbers(first), *rest, **node.kwargs)
 
 
-def _same(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _same(reader: Reader, node: fx.Node) -> torch.Tensor:
     return reader.numbers(_args(node)[0])
 
 
-def _cat(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _cat(reader: Reader, node: fx.Node) -> torch.Tensor:
     parts, *rest = _args(node)
     return aten.cat.default([reader.numbers(part) for part in parts], *rest, **node.kwargs)
 
 
-def _index(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _index(reader: Reader, node: fx.Node) -> torch.Tensor:
     base, tables = _args(node)
     given = [None if table is None else reader.values(table) for table in tables]
     return aten.index.Tensor(reader.numbers(base), given)
 
 
-def _index_put(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _index_put(reader: Reader, node: fx.Node) -> torch.Tensor:
     base, tables, source = _args(node)[:3]
     given = [None if table is None else reader.values(table) for table in tables]
     whole = reader.numbers(base)
@@ -276,7 +282,7 @@ def _index_put(reader: _Reader, node: fx.Node) -> torch.Tensor:
     return aten.index_put.default(whole, given, reader.numbers(source))
 
 
-def _scatter(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _scatter(reader: Reader, node: fx.Node) -> torch.Tensor:
     base, dim, table, source = _args(node)
     index = reader.values(table)
     _check_distinct(index, dim, node)
@@ -290,13 +296,13 @@ def _check_distinct(index: torch.Tensor, dim: int, node: fx.Node) -> None:
         raise Unread("it writes to a position twice", node)
 
 
-def _where(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _where(reader: Reader, node: fx.Node) -> torch.Tensor:
     condition, yes, no = _args(node)
     chosen = reader.values(condition)
     return torch.where(chosen, reader.numbers(yes), reader.numbers(no))
 
 
-def _masked(reader: _Reader, node: fx.Node) -> torch.Tensor:
+def _masked(reader: Reader, node: fx.Node) -> torch.Tensor:
     """``weight * mask``, of zeros and ones."""
     [mask] = _tables_of(node)
     [weight] = [item for item in _args(node) if item is not mask]
@@ -382,6 +388,26 @@ def _computes_table(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     is_moving = node.target in (*_VIEWS, *_SAME)
     return is_moving or (schema is not None and schema.name.partition("::")[2] in _TABLE_OPS)
+
+
+def is_move(node: fx.Node) -> bool:
+    """Whether ``node`` has the elements of its first argument in another order or shape."""
+    return node.target in (*_VIEWS, *_SAME) and fx_utils.is_tensor_node(node)
+
+
+def moved(moves: Sequence[fx.Node], shape: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor of ``shape`` after ``moves``, without memory; they must be views."""
+    view = torch.empty(shape, device="meta")
+    for node in moves:
+        _static_shape(node)
+        if node.target in _SAME:
+            continue
+        target = aten.view.default if node.target in fx_utils.RESHAPES else _target(node)
+        try:
+            view = target(view, *_args(node)[1:], **node.kwargs)
+        except RuntimeError as error:
+            raise Unread("it is copied in another order", node) from error
+    return view
 
 
 def _args(node: fx.Node) -> tuple[Any, ...]:

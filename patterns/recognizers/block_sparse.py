@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
 from ..matching.block_places import Blocks, read_blocks
+from ..matching.block_sums import read_sum
 from ..matching.matmul_ops import reject_bias
 from ..matching.operands import reject_mutated, reject_operands, transposed
 
@@ -24,9 +26,11 @@ TORCHAO = "blocksparse.addmm.default"
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
-    """``anchor``: ``mm``, ``addmm``, or torchao's ``blocksparse.addmm``."""
+    """``anchor``: ``mm``, ``addmm``, ``bmm``, or torchao's ``blocksparse.addmm``."""
     if str(anchor.target) == TORCHAO:
         return _recognize_op(anchor)
+    if anchor.target == aten.bmm.default:
+        return _recognize_sum(anchor)
     bias = None
     if anchor.target == aten.addmm.default:
         bias, x, w = fx_utils.arguments(anchor, "self", "mat1", "mat2")
@@ -43,8 +47,36 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     rejection = rejection or _reject_dtype(x)
     if rejection is not None:
         return rejection
+    m, n = fx_utils.value(anchor).shape
+    k = fx_utils.value(x).shape[-1]
     with compat.real_tensors():
-        return _assemble(anchor, x, bias, blocks)
+        found = _assemble(anchor, anchor, (x, bias), blocks, (m, n, k))
+    if isinstance(found, Rejection):
+        return found
+    is_slower = op.prefers_dense(fx_utils.size_hint(m), n, k, found.spec)
+    return dataclasses.replace(found, too_many_rows=is_slower)
+
+
+def _recognize_sum(anchor: fx.Node) -> RecognizedGemm | Rejection:
+    """Products of gathered parts of x, added up."""
+    found = read_sum(anchor)
+    if isinstance(found, Rejection):
+        return found
+    rejection = reject_mutated(found.blocks.nodes)
+    rejection = rejection or reject_operands((found.x, found.blocks.source), anchor)
+    rejection = rejection or _reject_dtype(found.x)
+    if rejection is not None:
+        return rejection
+    with compat.real_tensors():
+        gemm = _assemble(anchor, found.end, (found.x, None), found.blocks, found.sizes)
+    if isinstance(gemm, Rejection):
+        return gemm
+    shape = tuple(fx_utils.value(found.end).shape)
+    return dataclasses.replace(
+        gemm,
+        shape=None if shape == found.sizes[:2] else shape,
+        weight_class=Exactness.FEWER_ROUNDINGS,
+    )
 
 
 def _reject_dtype(x: fx.Node) -> Rejection | None:
@@ -88,10 +120,13 @@ def _recognize_op(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 
 
 def _assemble(
-    anchor: fx.Node, x: fx.Node, bias: fx.Node | None, blocks: Blocks
+    anchor: fx.Node,
+    end: fx.Node,
+    operands: tuple[fx.Node, fx.Node | None],
+    blocks: Blocks,
+    sizes: tuple[Any, int, int],
 ) -> RecognizedGemm | Rejection:
-    m, n = fx_utils.value(anchor).shape
-    k = fx_utils.value(x).shape[-1]
+    (x, bias), (m, n, k) = operands, sizes
     stored = _stored(blocks, n, k)
     if isinstance(stored, Rejection):
         return stored
@@ -105,11 +140,11 @@ def _assemble(
         family=FAMILY,
         spec=spec,
         anchor=anchor,
-        end=anchor,
-        interior=(*blocks.nodes, anchor),
+        end=end,
+        interior=(*blocks.nodes, end),
         op=op.op,
         args=(
-            x,
+            Operand(x, (-1, k)),
             values,
             _table(crow),
             _table(blocks.column),
@@ -121,7 +156,6 @@ def _assemble(
         m=fx_utils.size_name(m),
         n=n,
         k=k,
-        too_many_rows=op.prefers_dense(fx_utils.size_hint(m), n, k, spec),
         weight_class=Exactness.SAME_WEIGHT_ROUNDING,
     )
 
@@ -164,6 +198,6 @@ def _table(values: torch.Tensor) -> Constant:
 PATTERN = Pattern(
     name="block_sparse",
     family=FAMILY,
-    anchors=(aten.mm.default, aten.addmm.default, TORCHAO),
+    anchors=(aten.mm.default, aten.addmm.default, aten.bmm.default, TORCHAO),
     recognize=recognize,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from importlib import resources
 
@@ -14,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import inductor_quant
 from inductor_quant import simulate
 from inductor_quant.report.explain import Explanation, Row
-from inductor_quant.spec.decisions import Rejection, RejectionCode, Site
+from inductor_quant.spec.decisions import Match, Rejection, RejectionCode, Site
+from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
 from tests.support.producers.experts import Experts, route
 
 SCHEMA = json.loads(
@@ -306,3 +308,12 @@ def test_an_op_of_another_package_that_takes_a_quantized_weight_is_opaque():
         int8_linear, torch.randn(20, 64), torch.randn(48, 64), verbose=False
     )
     assert not plain.rows
+
+
+def test_a_weight_that_is_computed_in_each_call_is_told() -> None:
+    site = Site("mm", "aten._int_mm", 1, 32, 64, 64, "i8", "i8", "cuda:0")
+    spec = QuantGemmSpec(OperandSpec(torch.int8), OperandSpec(torch.int8), torch.float32)
+    match = Match("w8a8", spec, 32, 64, 64, "mm", site=site)
+    assert "each call" not in Row(site, match).reason
+    computed = dataclasses.replace(match, computed="mul_2")
+    assert Row(site, computed).reason.endswith("its weight is computed in each call (at mul_2)")

@@ -45,7 +45,6 @@ class W4A8Kernel(Kernel):
             "CODEGEN": self.codegen(spec, problem, config),
             "SPLIT_K": config.split_k,
             "STAGES": config.num_stages,
-            "MASK_M": problem.has_masked_rows(config.block_m) and problem.m * problem.n > 1,
             "ACC_TYPE": "tl.float32",  # of the value that the template stores
             "IS_INTEGER": True,
             "BLOCK_SCALED": False,

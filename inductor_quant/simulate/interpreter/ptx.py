@@ -109,7 +109,7 @@ def _fma(dtype: Any, storage: npt.DTypeLike) -> Callable[..., Array]:
 
 
 def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """``compute`` in fp64, rounded to fp32: exact for a product, quotient or sum of two values."""
+    """``compute`` in fp64, rounded to fp32: exact for a product or a sum of two values."""
 
     def run(*terms: Array) -> Array:
         wide = (np.ascontiguousarray(term).view(np.float32).astype(np.float64) for term in terms)
@@ -136,7 +136,6 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "cvt.rni.sat.s8.f32": _round_to_s8,
     "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
-    "div.rn.f32": _fp32(np.divide),
     "fma.rn.bf16x2": _fma(tl.bfloat16, np.uint16),
     "fma.rn.f16x2": _fma(tl.float16, np.float16),
     "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),

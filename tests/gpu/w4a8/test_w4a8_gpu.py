@@ -44,12 +44,9 @@ def configs_of(case):
     "case",
     [
         Case("nibble_pairs", 1, 2048, 4096),
-        Case("nibble_pairs", 16, 4096, 14336),
-        Case("nibble_pairs", 9, 2000, 4096, zero="int", sums=True),
-        Case("nibble_pairs", 64, 2048, 4096),
+        Case("nibble_pairs", 16, 2000, 14336, zero="int", sums=True),
         Case("nibble_pairs", 40, 4096, 14336, zero="float", sums=True),
         Case("awq", 13, 2048, 4096, groups=False),
-        Case("gptq", 40, 2048, 4096, groups=False),
         Case("int4_words", 200, 6144, 4096, zero="const", sums=True),
     ],
     ids=str,
@@ -64,15 +61,18 @@ def test_every_configuration_is_close_to_fp64(case):
         assert_close(got.cpu(), want)
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 100, 256])
-@pytest.mark.parametrize("name", ["nibble_pairs", "int4_words", "awq", "gptq"])
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [("nibble_pairs", 1), ("gptq", 16), ("int4_words", 17), ("awq", 100), ("nibble_pairs", 256)],
+)
 def test_sums_without_groups_are_those_of_the_integers_bit_for_bit(name, m):
     case = Case(name, m, 1024, 8192, f32, groups=False, scales=("none", "none"), bias=False)
     inputs = make_inputs(case, "cuda")
     want = gemm(case)(*inputs)
-    for config in configs_of(case):
-        got, _ = run(gemm(case), inputs, config)
-        assert torch.equal(got, want), config
+    config, *_ = configs_of(case)
+    got, report = run(gemm(case), inputs, config)
+    assert report.kernels[-1].chosen == config
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ class QQQChannel(torch.nn.Module):
         return (torch._int_mm(xq, high.t()).float() * (self.scale / 16) * s).to(x.dtype)
 
 
-@pytest.mark.parametrize("m", [1, 20, 64, 300])
+@pytest.mark.parametrize("m", [1, 64])
 def test_a_layer_of_plain_pytorch(m):
     layer = QQQChannel(2048, 4096).cuda()
     x = torch.randn(m, 4096, dtype=torch.float16, device="cuda")

@@ -48,7 +48,7 @@ def test_tma_where_it_is_faster(m, n, block, kernel):
 
 CASES = [
     Case(1, 1024, 1024, zeros=0.8),
-    Case(40, 1024, 1024, (64, 64), 0.8, f16),
+    pytest.param(Case(40, 1024, 1024, (64, 64), 0.8, f16), marks=pytest.mark.slow),
     pytest.param(Case(300, 1024, 1024, (128, 128), 0.8), marks=pytest.mark.slow),
     pytest.param(Case(300, 1024, 1024, zeros=0.8), marks=pytest.mark.slow),
     pytest.param(Case(4096, 1024, 1024, (16, 16), 0.9), marks=pytest.mark.slow),

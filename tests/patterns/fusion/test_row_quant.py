@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.ops import row_reduce
+from inductor_quant.ops import quantize, row_reduce
 from inductor_quant.patterns.fusion.row_quant import mark_row_reductions
 from tests.support.gemms.generated import generate
 
@@ -108,6 +108,34 @@ def test_the_quantized_linear_computes_what_eager_does(fn):
     # an activation at a rounding boundary may round the other way: one step of one product
     assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
     assert (got != want).float().mean() < 0.05
+
+
+@pytest.mark.interp
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_e4m3_has_the_bits_of_eager_mode(scale_dtype):
+    torch.manual_seed(0)
+    x = torch.randn(9, 256)
+    # Some quotients are halfway between two numbers, where a product with the reciprocal is not.
+    x[0], x[0, 0] = torch.arange(256) / 512, 196
+    x[1], x[2, 3], x[3, 4], x[4], x[5] = 0, torch.inf, torch.nan, x[4] * 1e-30, x[5] * 1e30
+    x[6] = torch.randint(-128, 128, (256,)) * 2.0**-133  # a scale below the normal numbers
+    x = x.to(torch.bfloat16)
+    scale = (x.float().abs().amax(-1, keepdim=True) / 448).to(scale_dtype)
+    scale[7], scale[8] = 1e-3, 0  # saturates; nothing is finite
+
+    def fn(x, scale):
+        return quantize.op(x, scale, dtype=torch.float8_e4m3fn)
+
+    def make(device):
+        sizes = ((x.shape, x.dtype), (scale.shape, scale_dtype))
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+
+    generated = generate(fn, make)
+    got, want = simulate.interpret(generated, (x, scale)), fn(x, scale)
+    assert torch.equal(got.isnan(), want.isnan())
+    differs = got.float().nan_to_num(500.0) != want.float().nan_to_num(500.0)
+    assert differs.nonzero()[:, 0].unique().tolist() in ([], [6])
+    assert not differs[:6].any()
 
 
 @pytest.mark.parametrize("kind", ["amax", "amin"])

@@ -20,6 +20,7 @@ from tests.support.producers.blocks import (
     SIZE,
     Bias,
     Columns,
+    Einsum,
     Gathered,
     IndexCopy,
     K,
@@ -32,6 +33,7 @@ from tests.support.producers.blocks import (
     SetItem,
     Shuffled,
     Sparse,
+    Summed,
     Transposed,
     Where,
 )
@@ -39,9 +41,13 @@ from tests.support.producers.blocks import (
 OP = torch.ops.inductor_quant.block_sparse.default
 f16 = torch.float16
 
+slow = pytest.mark.slow
 SPELLINGS = [
-    *(Sparse, SetItem, Bias, Searched, Repeated, IndexCopy, Scatter, Gathered, Shuffled),
-    *(Transposed, Masked, Kron, Where, Columns),
+    *(Bias, Searched, Scatter, Gathered, Shuffled, Masked),
+    *(
+        pytest.param(spelling, marks=slow)
+        for spelling in (Sparse, SetItem, Repeated, IndexCopy, Transposed, Kron, Where, Columns)
+    ),
 ]
 
 
@@ -77,8 +83,15 @@ def test_a_weight_in_blocks_is_one_product(spelling: Callable[[], Sparse]) -> No
     assert not kept & {"index_put.default", "mm.default", "scatter.src", "mul.Tensor"}
 
 
-@pytest.mark.parametrize("block", [(64, 32), (32, 128), (128, 64)])
-@pytest.mark.parametrize("spelling", [Sparse, Masked])
+@pytest.mark.parametrize(
+    ("spelling", "block"),
+    [
+        (Sparse, (32, 128)),
+        (Masked, (64, 32)),
+        pytest.param(Sparse, (128, 64), marks=slow),
+        pytest.param(Masked, (128, 128), marks=slow),
+    ],
+)
 def test_blocks_of_any_shape(spelling, block) -> None:
     module = spelling(torch.bfloat16, block)
     x = torch.randn(3, module.k).to(torch.bfloat16)
@@ -255,3 +268,63 @@ def test_the_op_of_torchao_by_its_schema() -> None:
     assert match.spec.b.blocks.count == len(module.row)
     want = (x.double() @ module.dense().t()).to(torch.bfloat16) + layer.bias
     assert_close(result, want.double())
+
+
+@pytest.mark.parametrize(
+    ("spelling", "lead"), [(Summed, (5,)), (Einsum, (2, 3)), (Summed, (1,)), (Summed, (SIZE,))]
+)
+def test_gathered_products_that_are_added_up_are_one(spelling, lead) -> None:
+    module = spelling()
+    x = torch.randn(*lead, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.m, match.n, match.k) == (torch.Size(lead).numel(), N, K)
+    assert match.exactness is Exactness.FEWER_ROUNDINGS
+    assert result.shape == (*lead, N)
+    is_right(module, x.flatten(0, -2), result.flatten(0, -2))
+    kept = {str(n.target).partition(".")[2] for n in rewrite.after.graph.nodes}
+    assert not kept & {"index_put.default", "bmm.default", "index.Tensor"}
+
+
+def test_a_place_that_comes_twice_counts_twice() -> None:
+    module = Summed()
+    module.row[1], module.col[1] = module.row[0], module.col[0]
+    x = torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    assert len(rewrite.report.matches) == 1
+    w = torch.zeros(ROWS, COLUMNS, SIZE, SIZE, dtype=torch.float64)
+    w.index_put_((module.row, module.col), module.values.double(), accumulate=True)
+    assert_close(result, x.double() @ module.joined(w).t())
+
+
+class Ones(Summed):
+    """Added to ones."""
+
+    def base(self, x):
+        return super().base(x) + 1
+
+
+class Crossed(Summed):
+    """Each block of x has every fourth of its columns."""
+
+    def parts(self, x):
+        x = x.reshape(-1, self.block[1], COLUMNS).permute(2, 0, 1)
+        return torch.bmm(x[self.col], self.values.transpose(1, 2))
+
+
+class Mixed(Summed):
+    """The result is not put in order."""
+
+    def forward(self, x):
+        y = self.base(x).index_add(0, self.row, self.parts(x))
+        return y.permute(1, 2, 0).reshape(len(x), self.n)
+
+
+@pytest.mark.parametrize("module", [Ones, Crossed, Mixed])
+def test_another_sum_stays_as_it_was(module) -> None:
+    made = module()
+    x = torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(made, x)
+    assert rewrite.is_untouched
+    assert rewrite.codes == ["block_places"]
+    torch.testing.assert_close(result, made(x), rtol=0.01, atol=0.05)  # its sums have no order

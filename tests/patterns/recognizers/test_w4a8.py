@@ -41,6 +41,12 @@ def awq_words(w: torch.Tensor) -> torch.Tensor:
     return ((w.unsqueeze(-1) >> shifts) & 15).reshape(K, N)
 
 
+def sampled(cases: dict[str, Any], *often: str) -> list[Any]:
+    """The names of ``cases``; all but ``often`` are slow."""
+    marks: dict[bool, Any] = {True: (), False: pytest.mark.slow}
+    return [pytest.param(name, marks=marks[name in often]) for name in cases]
+
+
 BYTES, SIGNED = (N, K // 2), i8
 # int8 [K, N] of a packed weight: its shape, its dtype, and how it is unpacked
 INT8: dict[str, tuple[tuple[int, ...], torch.dtype, Fn]] = {
@@ -76,7 +82,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x.float() / s).round().clamp(-128, 127).to(i8), s
 
 
-@pytest.mark.parametrize("name", INT8)
+@pytest.mark.parametrize("name", sampled(INT8, "minus 8", "the high half", "words along N"))
 def test_an_unpacked_weight_of_int_mm_is_read_packed(name: str) -> None:
     shape, dtype, unpack = INT8[name]
 
@@ -180,7 +186,7 @@ def float_inputs() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("name", sampled(FLOATS, "groups and channels", "a zero point"))
 def test_a_product_of_dequantized_operands_is_one_of_integers(name: str) -> None:
     fn, of_b = FLOATS[name]
     inputs = float_inputs()
@@ -210,7 +216,7 @@ LEFT: dict[str, Fn] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LEFT)
+@pytest.mark.parametrize("name", sampled(LEFT, "a fraction as zero point", "a table"))
 def test_what_is_not_proved_is_left_to_others(name: str) -> None:
     inputs = float_inputs()
     result, [rewrite] = capture(LEFT[name], inputs)
@@ -226,7 +232,7 @@ NEAR_MISSES: dict[str, Fn] = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@pytest.mark.parametrize("name", sampled(NEAR_MISSES, "five bits"))
 def test_other_int8_weights_stay_computed_and_the_report_says_so(name: str) -> None:
     def fn(a, w, s):  # type: ignore[no-untyped-def]
         return torch._int_mm(a, NEAR_MISSES[name](w)).float() * s

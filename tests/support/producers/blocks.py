@@ -167,3 +167,35 @@ class Columns(Masked):
 
     def forward(self, x):
         return x @ (self.whole * self.spread(x).t())
+
+
+class Summed(Sparse):
+    """Blocks of x gathered by column, a product for each, added up by row."""
+
+    def parts(self, x):
+        x = x.reshape(-1, COLUMNS, self.block[1]).transpose(0, 1)
+        return torch.bmm(x[self.col], self.values.transpose(1, 2))
+
+    def base(self, x):
+        return x.new_zeros(ROWS, x.shape[:-1].numel(), self.block[0])
+
+    def forward(self, x):
+        y = self.base(x).index_add(0, self.row, self.parts(x))
+        return y.permute(1, 0, 2).reshape(*x.shape[:-1], self.n)
+
+
+class Einsum(Summed):
+    """The same by einsum, and ``index_put``; blocks in any order."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        order = torch.randperm(len(self.row), generator=torch.Generator().manual_seed(1))
+        self.values, self.row, self.col = self.values[order], self.row[order], self.col[order]
+
+    def parts(self, x):
+        blocks = x.view(-1, COLUMNS, self.block[1])[:, self.col]
+        return torch.einsum("mnk,nok->nmo", blocks, self.values)
+
+    def forward(self, x):
+        y = self.base(x).index_put((self.row,), self.parts(x), accumulate=True)
+        return y.permute(1, 0, 2).reshape(*x.shape[:-1], self.n)

@@ -4,8 +4,8 @@ Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 
 packed words of a tile are a box of a matrix.
 
 ``weight_only_mm_sm90`` with int8 operands of wgmma: W goes from shared memory to the registers of
-the first operand, four nibbles unpacked at once. With groups along K each product of a tile is
-scaled and added in fp32 while the next one runs.
+the first operand, four nibbles unpacked at once, while the product before runs. With groups along K
+that is then scaled and added in fp32, before the next one starts.
 """
 
 from __future__ import annotations
