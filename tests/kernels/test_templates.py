@@ -181,4 +181,4 @@ def test_as_a_constant_the_weight_reads_as_its_format():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_a_template_begins_with_its_formula(kernel):
     head = kernel.source().split("-#}")[0]
-    assert head.startswith(("{#- out[m, n] = ", "{#- out[k, n] = "))
+    assert head.startswith(("{#- out[m, ", "{#- out[k, n] = "))

@@ -23,6 +23,7 @@ from tests.support.gemms.quantizing import (
 )
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.gemms.zero_points import Zeros, meaning
+from tests.support.sampling import sampled
 
 pytestmark = [
     pytest.mark.interp,
@@ -62,12 +63,14 @@ def test_integers_are_close_to_fp64(case, config):
 
 @pytest.mark.parametrize(
     ("case", "config"),
-    [
-        (fp8.Case(3, 72, 640), CONFIGS[3]),
-        (fp8.Case(8, 64, 256, bias=False, a_dtype=fp8.e5m2, a_scale="tensor"), CONFIGS[2]),
-        (fp8.Case(1, 77, 2304, scale_dtype=torch.bfloat16, b_scale="tensor"), CONFIGS[1]),
-        (fp8.Case(5, 40, 512, a_scale="none", b_scale="none"), CONFIGS[3]),
-    ],
+    sampled(
+        [
+            (fp8.Case(3, 72, 640), CONFIGS[3]),
+            (fp8.Case(8, 64, 256, bias=False, a_dtype=fp8.e5m2, a_scale="tensor"), CONFIGS[2]),
+            (fp8.Case(1, 77, 2304, scale_dtype=torch.bfloat16, b_scale="tensor"), CONFIGS[1]),
+            (fp8.Case(5, 40, 512, a_scale="none", b_scale="none"), CONFIGS[3]),
+        ]
+    ),
     ids=str,
 )
 def test_rows_are_close_to_fp64(case, config):
@@ -170,10 +173,12 @@ def test_x_is_quantized_in_the_kernel(case, config):
 
 @pytest.mark.parametrize(
     ("scale_ops", "scale_dtype"),
-    [
-        *((ops, torch.float32) for ops in (FLOAT_PLAIN, FLOAT_ROUNDED, FLOAT_NARROW)),
-        *((None, dtype) for dtype in (torch.float32, torch.bfloat16)),
-    ],
+    sampled(
+        [
+            *((ops, torch.float32) for ops in (FLOAT_PLAIN, FLOAT_ROUNDED, FLOAT_NARROW)),
+            *((None, dtype) for dtype in (torch.bfloat16, torch.float32)),
+        ]
+    ),
 )
 def test_e4m3_has_the_bits_of_eager_mode(scale_ops, scale_dtype):
     """The weight is the identity, so the result shows every quantized value."""

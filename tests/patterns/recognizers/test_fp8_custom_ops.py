@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import fx, nn
 from torch.library import triton_op, wrap_triton
 
+from inductor_quant.ops import quantized_linear
 from inductor_quant.patterns.recognizers import fp8_custom_ops
 from inductor_quant.report.events import Report, collect
 from tests.support.gemms.fp8 import Case, e4m3, make_inputs, reference
@@ -62,8 +63,13 @@ class _Exact(fx.Interpreter):
     """Runs a rewritten graph, its FP8 product in fp64."""
 
     def run_node(self, node: fx.Node) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        if node.target == quantized_linear.op:
+            x, b, a_scale, b_scale, bias = args
+            a, scale = quantized_linear.quantized(x, a_scale, kwargs["scale_ops"], 0, 0, e4m3)
+            out = (a.double() * scale.double()) @ (b.double() * b_scale.double())
+            return out if bias is None else out + bias.double()
         if str(node.target).startswith("inductor_quant.fp8"):
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
             a, b, a_scale, b_scale, bias = args
             k, (_, n) = a.shape[1], b.shape
             a_scale, b_scale = a_scale.double(), b_scale.double()
@@ -74,7 +80,7 @@ class _Exact(fx.Interpreter):
             out = (a.double() * a_scale) @ (b.double() * b_scale)
             return out if bias is None else out + bias.double()
         if node.target == torch.ops.prims.convert_element_type.default:
-            value = self.fetch_args_kwargs_from_env(node)[0][0]
+            value = args[0]
             if value.dtype == torch.float64:  # what follows the product stays in fp64
                 return value
         return super().run_node(node)
