@@ -46,7 +46,7 @@ GEMMS = {
     "weight_only_medium_m": weight_only.Case("nibble_pairs", 64, 2048, 2048, layout="every_second"),
     "weight_only_bytes": weight_only.Case("int8_channel", 1, 4096, 4096),
     "weight_only_mm": weight_only.Case("act_order", 16, 2048, 1024, HALF),
-    "weight_only_dequantize": weight_only.Case("nf4", 300, 1024, 1024),
+    "weight_only_dequantize": weight_only.Case("nf4", 16384, 1024, 1024),
     "fp8_decode_quantize": quantizing.Case(1, 4096, 4096, element=quantizing.E4M3),
     "fp8_decode": fp8.Case(8, 6144, 4096),
     "fp8_split_k": fp8.Case(64, 512, 512),
