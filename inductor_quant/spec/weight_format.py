@@ -206,12 +206,14 @@ class WeightFormat:
     def code(self) -> Field:
         """The field that holds the quantized value: the element, or the index of a lookup table.
 
-        A table is indexed by data alone; beside a digit of k or n data selects a row, or an expert.
+        A table is indexed by data alone, or has entries of its own for each k or n. Data that does
+        not depend on both selects a row there, or an expert.
         """
         field = self.element
         while data := [nested for index in field.index for nested, _ in index.fields]:
             own = {name[0] for index in field.index for name, _ in index.linear + index.tables}
-            if len(data) != 1 or own & {"k", "n"}:
+            selects = not {name[0] for each in data for name in each.digits} >= {"k", "n"}
+            if len(data) != 1 or (own & {"k", "n"} and selects):
                 break
             field = data[0]
         return field

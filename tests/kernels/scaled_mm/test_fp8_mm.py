@@ -238,7 +238,11 @@ def test_split_k_rejects_other_problems(problem, device, says):
 
 @pytest.mark.parametrize(
     "kernel",
-    [k for k in KERNELS if k.family != "weight_only" and k not in (FP8_SPLIT_K, FP8_BLOCK_SPLIT_K)],
+    [
+        k
+        for k in KERNELS
+        if k.family in ("w8a8", "fp8", "fp8_block") and k not in (FP8_SPLIT_K, FP8_BLOCK_SPLIT_K)
+    ],
     ids=lambda k: k.name,
 )
 def test_kernels_that_do_not_split_k_reject_such_a_pin(kernel):
