@@ -80,7 +80,7 @@ def test_at_large_m_no_sum_is_rounded_to_fp16_before_its_scale(dtype, product):
         return x, torch.empty(6912, 1152, dtype=torch.int8, device=device), scale
 
     with collect() as report:
-        generated = generate(fn, make)
+        generated = generate(fn, make, arch=80)
     assert [choice.chosen for choice in report.kernels] == [DEQUANTIZE_THEN_MM]
     assert f"extern_kernels.{product}(" in generated.wrapper
 
