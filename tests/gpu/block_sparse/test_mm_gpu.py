@@ -73,7 +73,7 @@ def test_every_configuration(size, kernel, m):
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
     if kernel.rejection(spec, problem, device):
-        pytest.skip("not offered")
+        pytest.skip(f"{kernel.name} does not take this size")
     for config in kernel.configs(spec, problem, device):
         check(case, kernel, config)
 

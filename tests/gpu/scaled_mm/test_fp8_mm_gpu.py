@@ -60,8 +60,9 @@ def test_result_is_close_to_fp64(case):
     got, kernel = run(gemm(case), *inputs)
     assert kernel.startswith(case.family)
     dtype = HALF if case.out_dtype == torch.float32 else case.out_dtype
-    # With fast accumulation the matrix unit keeps 14 bits of its sums.
-    assert_close(got, reference(case, inputs), dtype, slack=4 if case.fast_accum else 2)
+    # With fast accumulation the matrix unit keeps 14 bits of its sums: it shows for a long K.
+    is_coarse = case.fast_accum and case.k > 8192
+    assert_close(got, reference(case, inputs), dtype, slack=4 if is_coarse else 2)
 
 
 @pytest.mark.sm90

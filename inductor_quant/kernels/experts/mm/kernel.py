@@ -8,13 +8,11 @@ rows. The grid is that of the worst case; the CTAs without rows end at once.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.experts.rules import ExpertsKernel, constants, mean_rows
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.mm.kernel import WeightOnlyMM
 from inductor_quant.spec.gemm import QuantGemmSpec
 
@@ -51,16 +49,7 @@ class ExpertsMM(ExpertsKernel, WeightOnlyMM):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         entries = next(entries for most, entries in CONFIGS if mean_rows(problem) <= most)
-        group = rules.group_size_of(spec, rules.weight_of(problem), least=2)
-        found: list[GemmConfig] = []
-        for entry in entries:
-            # as weight_only_mm
-            block_k = max(32, min(entry.block_k, 4 * group))
-            config = dataclasses.replace(entry, block_k=block_k)
-            if config not in found and not self.config_rejection(spec, problem, config, device):
-                found.append(config)
-        found.sort(key=lambda config: not problem.is_even_k(config.block_k))
-        return found
+        return self.fitted(entries, spec, problem, device)
 
 
 EXPERTS_MM = ExpertsMM()

@@ -12,6 +12,7 @@ epilogue is fused into this kernel.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,10 +119,21 @@ class WeightOnlyMM(rules.WeightOnlyKernel):
             return []
         narrow, wide, *others = next(entries for most, entries in CONFIGS if problem.m <= most)
         first = (wide, narrow) if problem.n >= rules.WIDE_N else (narrow, wide)
+        return self.fitted((*first, *others), spec, problem, device)
+
+    def fitted(
+        self,
+        entries: Iterable[GemmConfig],
+        spec: QuantGemmSpec,
+        problem: Problem,
+        device: Device,
+    ) -> list[GemmConfig]:
+        """``entries`` with blocks of K that suit the groups, those that are legal; first those that
+        divide K."""
         # An operand that is looked up for each k is loaded one by one, whatever the block.
-        group = rules.group_size_of(spec, weight, least=2)
+        group = rules.group_size_of(spec, rules.weight_of(problem), least=2)
         found: list[GemmConfig] = []
-        for entry in (*first, *others):
+        for entry in entries:
             # At most 4 groups per block, but no block shorter than two matrix instructions.
             block_k = max(32, min(entry.block_k, 4 * group))
             config = dataclasses.replace(entry, block_k=block_k)

@@ -236,6 +236,7 @@ class _Costs:
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
         """Of a K iteration: of a CTA alone on its SM, and of two."""
         cycles = {GemmConfig(*block): cycles for block, *cycles in _BLOCKS}
+        # A pinned tile that is not in the list costs next to nothing, so it is not shared.
         listed = cycles.get(dataclasses.replace(config, split_k=1), [(1, 1), (1, 1)])
         alone, paired = listed[not self.is_narrow]
         format = rules.weight_of(self.problem).format
