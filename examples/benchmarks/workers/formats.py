@@ -266,7 +266,3 @@ FORMATS: dict[str, Format] = {
     "e4m3_blocks": fp8_blocks(),
     "e5m2": bytes_of(torch.float8_e5m2, None),
 }
-
-
-def linear(format: Format, x: Tensor, *weight: Tensor) -> Tensor:
-    return torch.nn.functional.linear(x, format.dequantize(x.shape[1], *weight))

@@ -1,13 +1,13 @@
-"""Quantized linear layers of many sizes in one system: the worker of ``examples.benchmarks.random_linears``.
+"""Linear layers of many sizes in one system: the worker of ``random_linears`` and ``formats``.
 
-x is bf16 and is quantized in the graph; the weights of all layers are views of one pool, so that a worker
-holds the compiled calls of many sizes at once and is timed when nothing compiles any more."""
+x is bf16 or fp16; the families quantize it in the graph, the formats dequantize the weight. 8-bit and
+dense weights are views of one pool, so that a worker holds the compiled calls of many layers at once,
+and is timed when nothing compiles any more."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from examples.benchmarks.harness import serve
 from examples.benchmarks.timing import WEIGHT_BYTES, Replay, copies_beyond_l2, machine
 from examples.benchmarks.workers import fp8, linear
+from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant.report import events
 
 Tensor = torch.Tensor
@@ -34,10 +35,16 @@ def int8_linear(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None) -> Tensor
     return (out if bias is None else out + bias).to(BF16)
 
 
-def bf16_linear(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, w, bias)
+def dense_linear(x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight[0], bias)
 
 
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return x.double() @ w.double().t()
+
+
+# x, weights for as many calls, the layer (x, weight, bias), what it gives without bias in fp64
+Linear = tuple[Tensor, list[tuple[Tensor, ...]], Callable[..., Tensor], Callable[[], Tensor]]
 # family -> type of the weight, the layer, its quantization
 FAMILIES: dict[str, tuple[torch.dtype, Callable[..., Tensor], Any]] = {
     "fp8": (fp8.E4M3, functools.partial(fp8_linear, fast=True), fp8.quantize_rows),
@@ -73,46 +80,66 @@ class Worker:
         return part.repeat(-(-count // part.numel()))[:count]
 
     def prepare(
-        self, cell: int, family: str, epilogue: str, m: int, n: int, k: int
+        self, cell: int, family: str, m: int, n: int, k: int, epilogue: str = ""
     ) -> dict[str, Any]:
-        dtype, layer, quantize = FAMILIES[family]
-        if self.system == "bf16":
-            dtype, layer = BF16, bf16_linear
-        generator = torch.Generator(self.device).manual_seed(cell)
-        options: dict[str, Any] = {"device": self.device, "generator": generator}
-        pool = self.pool(dtype)
-        count = min(copies_beyond_l2(n * k * dtype.itemsize, self.device), pool.numel() // (n * k))
-        weights = [pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(count)]
-        x = torch.randn(m, k, dtype=BF16, **options)
-        bias = torch.randn(n, dtype=BF16, **options) if epilogue == "bias" else None
-        sw = torch.rand(1, n, **options) * 1e-3 + 1e-4
-        residual = torch.randn(m, n, dtype=BF16, **options)
+        torch.compiler.reset()  # cells are compilations of one function, which has a limit
+        source = Source(self.device, cell)
+        found = self.formatted(family, source, m, n, k) if family in FORMATS else None
+        x, weights, layer, exact = found or self.eight_bit(family, source, m, n, k)
+        bias = source.floats(x.dtype, n) if epilogue == "bias" else None
+        residual = source.floats(x.dtype, m, n)
 
-        def fn(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
-            return EPILOGUES[epilogue](layer(x, w, sw, bias), residual)
+        def fn(x: Tensor, residual: Tensor, *weight: Tensor) -> Tensor:
+            return EPILOGUES[epilogue](layer(x, weight, bias), residual)
 
         compiled = torch.compile(fn, backend=SYSTEMS[self.system], dynamic=False)
-        calls = [functools.partial(compiled, x, w, residual) for w in weights]
+        calls = [functools.partial(compiled, x, residual, *weight) for weight in weights]
         with torch.no_grad():
             with events.collect() as report:
-                out = calls[0]()
-            real = (
-                x.double() if self.system == "bf16" else math.prod(map(Tensor.double, quantize(x)))
-            )
-            scale = 1.0 if self.system == "bf16" else sw.double()
-            expected = real @ weights[0].double().t() * scale + (
-                0 if bias is None else bias.double()
-            )
+                out = calls[0]().double()
+            expected = exact() if bias is None else exact() + bias.double()
             expected = EPILOGUES[epilogue](expected, residual.double())
-            error = (
-                ((out.double() - expected).square().mean() / expected.square().mean()).sqrt().item()
-            )
-            del real, expected, out
+            error = ((out - expected).square().mean() / expected.square().mean()).sqrt().item()
+            del expected, out
             self.replays[cell] = Replay(calls, self.device, pool=self.memory)
         if self.device == "cuda":
             torch.cuda.empty_cache()
         kernels = [choice.chosen for choice in report.kernels]
         return {"error_rms": error, "wrong": not error <= BOUND, "kernels": kernels}
+
+    def eight_bit(self, family: str, source: Source, m: int, n: int, k: int) -> Linear:
+        dtype, layer, quantize = FAMILIES[family]
+        dtype = BF16 if self.system == "bf16" else dtype
+        pool = self.pool(dtype)
+        count = min(copies_beyond_l2(n * k * dtype.itemsize, self.device), pool.numel() // (n * k))
+        weights = [pool[i * n * k : (i + 1) * n * k].view(n, k) for i in range(count)]
+        x = source.floats(BF16, m, k)
+        sw = source.scales(torch.float32, 1, n)
+        if self.system == "bf16":
+            return x, [(w,) for w in weights], dense_linear, lambda: product(x, weights[0])
+
+        def exact() -> Tensor:
+            a, sa = quantize(x)
+            return product(a, weights[0]) * sa.double() * sw.double()
+
+        return x, [(w,) for w in weights], lambda x, w, bias: layer(x, *w, sw, bias), exact
+
+    def formatted(self, family: str, source: Source, m: int, n: int, k: int) -> Linear:
+        format = FORMATS[family]
+        stored = format.make(source, n, k)
+        w = format.dequantize(k, *stored)
+        x = source.floats(format.dtype, m, k)
+        layer = dense_linear
+        if self.system == "bf16":
+            stored = (w.contiguous(),)
+        else:
+
+            def layer(x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
+                return F.linear(x, format.dequantize(x.shape[1], *weight), bias)
+
+        count = copies_beyond_l2(sum(t.nbytes for t in stored), self.device)
+        weights = [stored, *(tuple(t.clone() for t in stored) for _ in range(count - 1))]
+        return x, weights, layer, lambda: product(x, w)
 
     def time(self, cell: int) -> dict[str, Any]:
         return {"us": self.replays[cell].seconds() * 1e6}
@@ -125,8 +152,6 @@ def main() -> None:
     options = parser.parse_args()
     # a cached compilation reports no kernel
     torch.compiler.config.force_disable_caches = True
-    # all cells are compilations of one function
-    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10**6
     worker = Worker(options.system, options.device)
     serve(
         {
