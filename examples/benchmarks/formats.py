@@ -3,11 +3,11 @@
     python -m examples.benchmarks.formats --seed 1 --json formats.jsonl --plot formats.png
     python -m examples.benchmarks.formats --formats gptq nf4 --m 33 128 --check
 
-For each format and M, N x K is drawn from the layers of real models (``random_linears.MODELS``). x has
-the format's dtype; stock compiles the same graph, bf16 is the library's product with the dense weight.
-All cells are compiled and compared with fp64 first, then timed in interleaved rounds. Prints each
-cell and the geometric mean of ours / bf16 by format and M. ``--check`` exits with 1 if a result is
-wrong or ours is slower than stock by more than 5 %."""
+For each format and M, N x K is drawn from the layers of real models (``random_linears.MODELS``). x
+has the format's dtype; stock compiles the same graph, bf16 is the library's product with the dense
+weight. All cells are compiled and compared with fp64 first, then timed in interleaved rounds.
+Prints each cell and the geometric mean of ours / bf16 by format and M. ``--check`` exits with 1 if
+a result is wrong or ours is slower than stock by more than 5 %."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from examples.benchmarks.harness import Row, show_table
-from examples.benchmarks.random_linears import MODELS, Fleet, line
+from examples.benchmarks.random_linears import MODELS, SYSTEMS, Fleet, line
 from examples.benchmarks.workers.formats import FORMATS
 
 ROWS = (1, 4, 16, 33, 64, 128, 256, 512, 2048)
-SYSTEMS = ("ours", "stock", "bf16")
 SLOWER = 1.05  # than stock
 
 

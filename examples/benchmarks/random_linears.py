@@ -4,8 +4,8 @@
     python -m examples.benchmarks.random_linears --family w8a8 --elements 1e6 4e6
 
 N x K is that of a layer of a real model (MODELS), M is log-uniform between --rows. x is bf16, its
-quantization is counted. Each cell has an epilogue: none, bias, SiLU or a residual. Every system runs in
-processes of its own, --shards of them; all cells are compiled and compared with fp64 first, then timed in
+quantization is counted. Each cell has an epilogue: none, bias, SiLU or a residual. Every system
+runs in processes of its own; all cells are compiled and compared with fp64 first, then timed in
 interleaved rounds. Prints each cell, and geometric means of the ratios by rows and by N x K."""
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 from examples.benchmarks.harness import Row, System, quartiles, ratios
 
 WORKER = "examples.benchmarks.workers.random_linear"
-# family -> its systems. Stock's int8 product needs 17 rows, and writes int32 sums.
+SYSTEMS = ("ours", "stock", "bf16")
 FAMILIES = {
-    "fp8": ("ours", "stock", "bf16"),
-    "fp8_precise": ("ours", "stock", "bf16"),
-    "w8a8": ("ours", "bf16"),
+    "fp8": SYSTEMS,
+    "fp8_precise": SYSTEMS,
+    "w8a8": ("ours", "bf16"),  # Stock's int8 product needs 17 rows, and writes int32 sums.
 }
 EPILOGUES = ("", "bias", "silu", "residual")
 # (N, K) of the linear layers of models, those of 128 Mi elements and more left out
@@ -74,6 +75,10 @@ def draw(
     return list(found.values())
 
 
+def systems_of(cell: Row) -> Sequence[str]:
+    return FAMILIES.get(cell["family"], SYSTEMS)
+
+
 class Fleet:
     """The processes of all systems. Cell ``i`` belongs to process ``i % shards`` of each system."""
 
@@ -87,14 +92,14 @@ class Fleet:
         return self.systems[name][cell % len(self.systems[name])]
 
     def prepare(self, cells: Sequence[Row], limit_s: float) -> list[Row]:
-        """The cells that are compiled in every system before the time is over; ``systems``: the replies."""
+        """The cells with the replies of the ``systems`` that were asked within the time."""
         done: list[Row] = [{**cell, "systems": {}} for cell in cells]
         until = time.perf_counter() + limit_s
 
         def run(name: str, shard: int) -> None:
             system, step = self.systems[name][shard], len(self.systems[name])
             for i in range(shard, len(cells), step):
-                if name in FAMILIES[cells[i]["family"]] and time.perf_counter() < until:
+                if name in systems_of(cells[i]) and time.perf_counter() < until:
                     reply = system.ask(do="prepare", cell=i, **cells[i])
                     done[i]["systems"][name] = reply
                     if "failed" in reply or reply["wrong"]:
@@ -108,7 +113,7 @@ class Fleet:
     def time(self, rows: list[Row], rounds: int) -> Iterable[Row]:
         """The prepared rows with ``us``, quartiles of each system, and ``ratios``."""
         for i, row in enumerate(rows):
-            if len(row["systems"]) < len(FAMILIES[row["family"]]):
+            if len(row["systems"]) < len(systems_of(row)):
                 continue
             times: dict[str, list[float]] = {}
             for _ in range(rounds):
@@ -121,7 +126,10 @@ class Fleet:
             row["ratios"] = ratios(times)
             yield row
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         for each in self.systems.values():
             for system in each:
                 system.hang_up()
@@ -131,7 +139,7 @@ class Fleet:
 
 
 def label(row: Row) -> str:
-    return f"{row['family']} {row['m']}x{row['n']}x{row['k']} {row['epilogue']}".strip()
+    return f"{row['family']} {row['m']}x{row['n']}x{row['k']} {row.get('epilogue', '')}".strip()
 
 
 def line(row: Row) -> str:
@@ -180,11 +188,9 @@ def main() -> int:
     sizes = {"rows": options.rows, "elements": options.elements}
     cells = draw(options.family, options.count, options.seed, **sizes)
     shards = {"ours": options.shards, "stock": -(-options.shards // 2), "bf16": 1}
-    fleet = Fleet({name: shards[name] for name in FAMILIES[options.family]}, options.device)
-    try:
+    counts = {name: shards[name] for name in FAMILIES[options.family]}
+    with Fleet(counts, options.device) as fleet:
         return report(fleet, cells, options)
-    finally:
-        fleet.close()
 
 
 def report(fleet: Fleet, cells: list[Row], options: argparse.Namespace) -> int:

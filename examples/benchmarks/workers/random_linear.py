@@ -1,13 +1,14 @@
 """Linear layers of many sizes in one system: the worker of ``random_linears`` and ``formats``.
 
-x is bf16 or fp16; the families quantize it in the graph, the formats dequantize the weight. 8-bit and
-dense weights are views of one pool, so that a worker holds the compiled calls of many layers at once,
-and is timed when nothing compiles any more."""
+x is bf16 or fp16; families quantize it in the graph, formats dequantize the weight. 8-bit weights
+are views of one pool, so that a worker holds the compiled calls of many layers, and is timed when
+nothing compiles any more."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,7 @@ FAMILIES: dict[str, tuple[torch.dtype, Callable[..., Tensor], Any]] = {
     "fp8_precise": (fp8.E4M3, functools.partial(fp8_linear, fast=False), fp8.quantize_rows),
     "w8a8": (torch.int8, int8_linear, linear.quantize_rows),
 }
-EPILOGUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+EPILOGUES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "": lambda out, residual: out,
     "bias": lambda out, residual: out,
     "silu": lambda out, residual: F.silu(out),
@@ -82,24 +83,25 @@ class Worker:
     def prepare(
         self, cell: int, family: str, m: int, n: int, k: int, epilogue: str = ""
     ) -> dict[str, Any]:
-        torch.compiler.reset()  # cells are compilations of one function, which has a limit
         source = Source(self.device, cell)
         found = self.formatted(family, source, m, n, k) if family in FORMATS else None
         x, weights, layer, exact = found or self.eight_bit(family, source, m, n, k)
         bias = source.floats(x.dtype, n) if epilogue == "bias" else None
-        residual = source.floats(x.dtype, m, n)
+        residual = source.floats(x.dtype, m, n) if epilogue == "residual" else None
 
-        def fn(x: Tensor, residual: Tensor, *weight: Tensor) -> Tensor:
+        def fn(x: Tensor, residual: Tensor | None, *weight: Tensor) -> Tensor:
             return EPILOGUES[epilogue](layer(x, weight, bias), residual)
 
-        compiled = torch.compile(fn, backend=SYSTEMS[self.system], dynamic=False)
+        # Dynamo limits the compilations of a code object.
+        own = types.FunctionType(fn.__code__.replace(), fn.__globals__, closure=fn.__closure__)
+        compiled = torch.compile(own, backend=SYSTEMS[self.system], dynamic=False)
         calls = [functools.partial(compiled, x, residual, *weight) for weight in weights]
         with torch.no_grad():
             with events.collect() as report:
                 out = calls[0]().double()
             expected = exact() if bias is None else exact() + bias.double()
-            expected = EPILOGUES[epilogue](expected, residual.double())
-            error = ((out - expected).square().mean() / expected.square().mean()).sqrt().item()
+            expected = EPILOGUES[epilogue](expected, residual)
+            error = (out - expected).norm().item() / expected.norm().item()
             del expected, out
             self.replays[cell] = Replay(calls, self.device, pool=self.memory)
         if self.device == "cuda":
