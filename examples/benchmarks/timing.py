@@ -26,11 +26,17 @@ class Replay:
     """Calls that are timed together: captured in one CUDA graph, or called in a loop.
 
     Run each call once before, so that nothing compiles or tunes itself during the capture.
-    ``graph=False`` is for calls that cannot be captured, and for the CPU.
+    ``graph=False`` is for calls that cannot be captured, and for the CPU. Outputs are kept, so that no two
+    share memory; graphs of one memory ``pool`` share that of all their outputs.
     """
 
     def __init__(
-        self, calls: Sequence[Callable[[], Any]], device: str, *, graph: bool = True
+        self,
+        calls: Sequence[Callable[[], Any]],
+        device: str,
+        *,
+        graph: bool = True,
+        pool: Any = None,
     ) -> None:
         self.calls, self.is_cuda = calls, device == "cuda"
         self.graph = None
@@ -38,8 +44,12 @@ class Replay:
             calls[-1]()  # the call was compiled with the first weight; it must serve the others
             torch.cuda.synchronize()
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.outputs = [call() for call in calls]  # kept, so that no two share memory
+            self.outputs = []
+            with torch.cuda.graph(self.graph, pool=pool):
+                for call in calls:
+                    out = call()
+                    if pool is None:
+                        self.outputs.append(out)
 
     def run(self) -> None:
         if self.graph is not None:
