@@ -24,6 +24,7 @@ from inductor_quant.ops import quantize as op
 from .. import fx_utils
 from ..fx_utils import aten
 from ..matching.value_range import constant
+from ..rewrite import add_node
 from .row_quant import FLOATS, replace
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -59,14 +60,20 @@ def _reduce_once(node: fx.Node) -> None:
     highest = _limited(_argument_of(positive, aten.abs.default) or positive, aten.maximum)
     if lowest is None or highest is None:
         return
-    if any(r.target != row_reduce.op or not _is_alike(r, node) for r in (lowest, highest)):
+    if not _is_alike(lowest, node) or not _is_alike(highest, node):
         return
-    source, kind, keepdim = lowest.args
-    if kind != "amin" or highest.args != (source, "amax", keepdim):
-        return
+    source, *how = lowest.args
     if fx_utils.is_mutated(source) or fx_utils.value(source).dtype not in FLOATS:  # type: ignore[arg-type]
         return
-    replace(node, row_reduce.op, source, "absmax", keepdim)
+    if lowest.target == highest.target == row_reduce.op:
+        kind, keepdim = how
+        if kind == "amin" and highest.args == (source, "amax", keepdim):
+            replace(node, row_reduce.op, source, "absmax", keepdim)
+    elif (lowest.target, highest.target) == (aten.amin.default, aten.amax.default):  # of groups
+        if lowest.args == highest.args and lowest.kwargs == highest.kwargs:
+            with node.graph.inserting_before(node):
+                absolute = add_node(source, aten.abs.default, (source,), {})  # type: ignore[arg-type]
+            replace(node, aten.amax.default, absolute, *how, **lowest.kwargs)
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:

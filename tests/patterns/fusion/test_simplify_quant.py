@@ -222,6 +222,38 @@ def test_a_division_that_is_not_by_rows_stays():
     assert count(after, aten.div.Tensor) == 1
 
 
+def scales_of_groups(x):
+    """As compressed-tensors."""
+    low, high = torch.aminmax(x.unflatten(-1, (-1, 32)), dim=-1, keepdim=True)
+    low, high = (
+        torch.minimum(low, torch.zeros_like(low)),
+        torch.maximum(high, torch.zeros_like(high)),
+    )
+    return torch.maximum(low.abs(), high.abs()) / x.new_full((), 448.0)
+
+
+def test_the_scale_of_a_group_takes_one_reduction():
+    def fn(x, w):
+        return divided(x, w), scales_of_groups(x)
+
+    torch.manual_seed(0)
+    x, w = make("cpu")
+    x[0, 0], x[1, 0], x[2] = math.nan, -math.inf, 0
+    (_, scales), [rewrite] = capture(fn, (x, w))
+    assert torch.equal(scales.nan_to_num(77), scales_of_groups(x).nan_to_num(77))
+    assert count(rewrite.after, aten.amin.default) == 0
+    assert count(rewrite.after, aten.amax.default) == 1
+
+
+def test_the_ends_of_different_groups_stay_two_reductions():
+    def fn(x, w):
+        low, high = x.view(17, 8, 8).amin(1), x.view(17, 8, 8).amax(2)
+        zero = torch.zeros_like(low)
+        return divided(x, w), torch.maximum(-torch.minimum(low, zero), torch.maximum(high, zero))
+
+    assert count(rewritten(fn), aten.amin.default) == 1
+
+
 def compiled(fn, m):
     return generate(fn, lambda device: make(device, m))
 
