@@ -4,8 +4,8 @@
     python -m examples.benchmarks.random_linears --family w8a8 --elements 1e6 4e6
 
 N x K is that of a layer of a real model (MODELS), M is log-uniform between --rows. x is bf16, its
-quantization is counted. Each cell has an epilogue: none, bias, SiLU or a residual. Every system runs in
-processes of its own, --shards of them; all cells are compiled and compared with fp64 first, then timed in
+quantization is counted. Each cell has an epilogue: none, bias, SiLU or a residual. Every system
+runs in processes of its own; all cells are compiled and compared with fp64 first, then timed in
 interleaved rounds. Prints each cell, and geometric means of the ratios by rows and by N x K."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Fleet:
         return self.systems[name][cell % len(self.systems[name])]
 
     def prepare(self, cells: Sequence[Row], limit_s: float) -> list[Row]:
-        """The cells that are compiled in every system before the time is over; ``systems``: the replies."""
+        """The cells with the replies of the ``systems`` that were asked within the time."""
         done: list[Row] = [{**cell, "systems": {}} for cell in cells]
         until = time.perf_counter() + limit_s
 

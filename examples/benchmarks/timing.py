@@ -26,8 +26,8 @@ class Replay:
     """Calls that are timed together: captured in one CUDA graph, or called in a loop.
 
     Run each call once before, so that nothing compiles or tunes itself during the capture.
-    ``graph=False`` is for calls that cannot be captured, and for the CPU. Outputs are kept, so that no two
-    share memory; graphs of one memory ``pool`` share that of all their outputs.
+    ``graph=False`` is for calls that cannot be captured, and for the CPU. No two outputs share
+    memory, except in graphs of one memory ``pool``: those share it among all their outputs.
     """
 
     def __init__(

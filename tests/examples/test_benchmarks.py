@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from examples.benchmarks import gemm, harness, models
-from examples.benchmarks.workers import architectures, model, quantizers
+from examples.benchmarks import gemm, harness, models, random_linears
+from examples.benchmarks.workers import architectures, model, quantizers, random_linear
 from tests.support.benchmarks import WORKER, run_main
 
 # ------------------------------------------------------------------------------------------
@@ -91,6 +91,42 @@ def test_a_plot_is_written(worker, tmp_path, monkeypatch):
     path = tmp_path / "roofline.png"
     assert run_main(monkeypatch, gemm, "--tiny", "--systems", "ours", "--plot", path) == 0
     assert path.stat().st_size > 1000
+
+
+# ------------------------------------------------------------------------------------------
+# random sizes
+
+
+def test_a_draw_is_that_of_its_seed_within_its_ranges():
+    options = {"rows": (16, 64), "elements": (1e6, 4e6)}
+    cells = random_linears.draw("w8a8", 40, 7, **options)
+    assert cells == random_linears.draw("w8a8", 40, 7, **options)
+    assert cells != random_linears.draw("w8a8", 40, 8, **options)
+    assert len({(cell["m"], cell["n"], cell["k"]) for cell in cells}) == 40
+    assert all(16 <= cell["m"] <= 64 and 1e6 <= cell["n"] * cell["k"] < 4e6 for cell in cells)
+
+
+def test_random_linears_are_prepared_ahead_and_written_as_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(random_linears, "WORKER", WORKER)
+    path = tmp_path / "rows.jsonl"
+    arguments = ("--count", 5, "--rounds", 2, "--json", path, "--device", "cpu")
+    assert run_main(monkeypatch, random_linears, *arguments) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["ratios"]["ours/stock"][1] for row in rows] == [0.5] * 5
+    assert "fp8, all: ours/bf16 0.500, at most 0.500 (5)" in capsys.readouterr().out
+    assert run_main(monkeypatch, random_linears, *arguments, "--budget", 0) == 0
+    assert len(path.read_text().splitlines()) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", random_linear.FAMILIES)
+def test_a_random_linear_is_compared_with_fp64(family):
+    systems = random_linears.FAMILIES[family]
+    for system, epilogue in zip(systems, ("bias", "silu", "residual"), strict=False):
+        worker = random_linear.Worker(system, "cpu")
+        reply = worker.prepare(0, family, epilogue, 20, 64, 128)
+        assert not reply["wrong"], (system, reply)
+        assert worker.time(0)["us"] > 0
 
 
 # ------------------------------------------------------------------------------------------
