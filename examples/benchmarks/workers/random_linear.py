@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[torch.dtype, Callable[..., Tensor], Any]] = {
     "fp8_precise": (fp8.E4M3, functools.partial(fp8_linear, fast=False), fp8.quantize_rows),
     "w8a8": (torch.int8, int8_linear, linear.quantize_rows),
 }
-EPILOGUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+EPILOGUES: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "": lambda out, residual: out,
     "bias": lambda out, residual: out,
     "silu": lambda out, residual: F.silu(out),
@@ -86,9 +86,9 @@ class Worker:
         x = torch.randn(m, k, dtype=BF16, **options)
         bias = torch.randn(n, dtype=BF16, **options) if epilogue == "bias" else None
         sw = torch.rand(1, n, **options) * 1e-3 + 1e-4
-        residual = torch.randn(m, n, dtype=BF16, **options)
+        residual = torch.randn(m, n, dtype=BF16, **options) if epilogue == "residual" else None
 
-        def fn(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        def fn(x: Tensor, w: Tensor, residual: Tensor | None) -> Tensor:
             return EPILOGUES[epilogue](layer(x, w, sw, bias), residual)
 
         # Dynamo limits the compilations of a code object.
@@ -102,7 +102,7 @@ class Worker:
             expected = (a.double() * sa.to(x.device)) @ weights[0].double().t()
             expected *= 1 if self.system == "bf16" else sw
             expected += 0 if bias is None else bias
-            expected = EPILOGUES[epilogue](expected, residual.double())
+            expected = EPILOGUES[epilogue](expected, residual)
             error = (out - expected).norm().item() / expected.norm().item()
             del a, expected, out
             self.replays[cell] = Replay(calls, self.device, pool=self.memory)
