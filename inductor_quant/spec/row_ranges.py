@@ -25,8 +25,9 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 32 and 64: with groups a kernel of its own between. 1024: beyond, the int8 weight is written;
     # 64 and 128: rows of a tile.
     "w4a8": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
-    # 4: quantizes in the GEMM. 32: tiles of 32 rows. 256: beyond, tiles of 128 rows.
-    "fp8": (*_DECODE, 4, 32, 256, *_MEASURED),
+    # 4: quantizes in the GEMM. 32: tiles of 32 rows. 192: beyond, tiles of 96 and 192 columns. 256:
+    # beyond, tiles of 128 rows.
+    "fp8": (*_DECODE, 4, 32, 192, 256, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
     # 64: TMA beyond. Then taller tiles.

@@ -30,6 +30,7 @@ ONE_KERNEL = [
     Case("rms", residual=True, gate=True, products=2),
     Case("rms", "of_both_ends", m=1, k=4096),
     Case("layer", "repeated", residual=True, dynamic=True),
+    Case("rms", "around_zero", residual=True),
     Case("deepseek", "power_of_two", m=4096, k=512, along_m=True),
 ]
 

@@ -76,6 +76,34 @@ def test_other_problems_are_for_other_kernels(given, problem, device):
     assert FP8_BLOCK_LARGE_M_SM90.rejection(given, problem, device) is not None
 
 
+ROW_SPEC = spec(ScaleSpec(FLOAT, (1, -1)), ScaleSpec(FLOAT, (-1, 1)), fast_accum=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_taken"),
+    [
+        ((256, 18944, 3584), True),  # three rounds of 96 columns; of 128, 2.2
+        ((238, 5120, 13824), True),
+        ((256, 12288, 3072), True),
+        ((256, 6144, 4096), False),  # few products
+        ((256, 28672, 4096), False),  # 256 columns fit as well
+        ((192, 18944, 3584), False),  # three tiles of 64 rows
+        ((1166, 5120, 1280), False),  # K is short
+        ((1166, 5120, 1536), True),
+    ],
+)
+def test_rows_up_to_256_and_short_k_are_for_others(sizes, is_taken):
+    m, n, k = sizes
+    problem = dataclasses.replace(PROBLEM, m=m, n=n, k=k)
+    assert (FP8_LARGE_M_SM90.rejection(ROW_SPEC, problem, H200) is None) == is_taken
+    if m <= 256:
+        unbounded = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
+        found = FP8_LARGE_M_SM90.rejection(ROW_SPEC, unbounded, H200)
+        assert (found is None) == (m == 256)  # fp8_split_k needs a bound
+        precise = dataclasses.replace(ROW_SPEC, fast_accum=False)
+        assert FP8_LARGE_M_SM90.rejection(precise, problem, H200) is not None
+
+
 def generate_gluon(fn, make, config=None, **simulated):
     pinned = [] if config is None else [f"{name} {config}" for name in NAMES]
     with collect() as report:

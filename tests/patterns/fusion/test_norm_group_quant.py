@@ -66,7 +66,11 @@ def assert_same(got, wanted):
 
 
 CASES = [
-    *(Case("rms", name, 5, 512, 128, along_m=name == "repeated") for name in QUANTIZATIONS),
+    *(
+        Case("rms", name, 5, 512, 128, along_m=name == "repeated")
+        for name in QUANTIZATIONS
+        if name != "around_zero"  # two reductions with zero are one before this pass
+    ),
     *(Case(norm, "in_blocks", 3, 256, 128, residual=True, gate=True) for norm in groups.NORMS),
 ]
 

@@ -69,6 +69,16 @@ def of_both_ends(x: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(e4m3).flatten(-2), scale
 
 
+def around_zero(x: Tensor) -> tuple[Tensor, Tensor]:
+    """compressed-tensors' layers: the smallest and the largest with zero, all in the dtype of x."""
+    blocks = x.unflatten(-1, (-1, GROUP))
+    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    zero = torch.zeros_like(low)
+    scale = torch.max(torch.min(low, zero).abs(), torch.max(high, zero).abs()) / LARGEST
+    scale = torch.where(scale == 0, x.new_full((), 2.0**-7), scale)
+    return (blocks.float() / scale.float()).to(e4m3).flatten(-2), scale.squeeze(-1).float()
+
+
 def power_of_two(x: Tensor) -> tuple[Tensor, Tensor]:
     """DeepSeek-V3.1."""
     blocks = x.float().reshape(x.shape[0], -1, GROUP)
@@ -85,7 +95,8 @@ def integers(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 QUANTIZATIONS = {
-    fn.__name__: fn for fn in (in_blocks, repeated, of_both_ends, power_of_two, integers)
+    fn.__name__: fn
+    for fn in (in_blocks, repeated, of_both_ends, around_zero, power_of_two, integers)
 }
 
 

@@ -1,8 +1,9 @@
 """Kernels of ``w8a8``, ``fp8`` and ``fp8_block`` for large GEMMs on Hopper, in Gluon.
 
 out = scale * (A @ B) + bias, chosen on sm_90 from M = 256 on, with operands that TMA can read, a
-result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (``w8a8``), and tiles
-that keep 60 % of the SMs busy.
+result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (``w8a8``; ``fp8``
+1536), and tiles that keep 60 % of the SMs busy. ``fp8`` takes it from M = 193 to 256 too, where its
+tiles keep a third more SMs busy than those of ``fp8_split_k``.
 
 Warp specialisation: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
 tile of 128 rows. One CTA an SM takes tile after tile. Where partial sums are scaled (``fp8_block``)
@@ -37,6 +38,12 @@ MIN_PRODUCTS = 6 * 10**9  # multiply-adds; smaller GEMMs end before TMA pays off
 MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configuration
 # Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap.
 MIN_K_STEPS = 32
+# For fp8 with fast accumulation. With the second accumulator the other kernels wait for it.
+MIN_K_STEPS_FLOAT = 12
+# Of fp8_split_k, which is chosen up to so many rows unless tiles of 96 or 192 columns fit the SMs
+# better: M, products and the gain in busy SMs from which on they pay off.
+SPLIT_ROWS = 256
+MIN_M_FLOAT, MIN_PRODUCTS_FLOAT, MIN_GAIN = 193, 9 * 10**9, 1.3
 # By BLOCK_N: as many as fit the 227 KB of shared memory beside the barriers.
 STAGES = {64: 8, 96: 7, 128: 6, 192: 5, 256: 4}
 
@@ -66,6 +73,7 @@ class LargeM(ScaledMm):
     is_gluon = True
     listed: ClassVar[tuple[GemmConfig, ...]] = CONFIGS
     element_cost: ClassVar[Mapping[int, float]] = ELEMENT_COST
+    min_m: ClassVar[int] = MIN_M
 
     grid = staticmethod(persistent_grid)
 
@@ -79,7 +87,7 @@ class LargeM(ScaledMm):
             detail = "K is symbolic"
         elif not problem.is_stored_narrow:
             detail = "an fp32 result takes twice as long to store"
-        elif problem.m < MIN_M:
+        elif problem.m < self.min_m:
             detail = f"M = {problem.m} is small"
         elif products < MIN_PRODUCTS and not is_block_scaled(spec):
             detail = f"{products} products are few"
@@ -91,8 +99,7 @@ class LargeM(ScaledMm):
 
     def filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
         """Share of the chip's time that computes output elements, with the best configuration."""
-        best = self.configs(spec, problem, device)[0]
-        return problem.m * problem.n / _computed_elements(best, problem, device)
+        return _filled(self.configs(spec, problem, device)[0], problem, device)
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -132,9 +139,30 @@ class W8A8LargeM(LargeM, Int8Kernel):
 
 class Fp8LargeM(LargeM, Fp8Kernel):
     name = "fp8_large_m_sm90"
+    min_m = MIN_M_FLOAT
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device):
+            return found
+        if spec.fast_accum and problem.k < MIN_K_STEPS_FLOAT * BLOCK_K:
+            return Rejection(RejectionCode.NO_KERNEL, f"K = {problem.k} is short")
+        is_split = problem.m <= SPLIT_ROWS and (problem.m_is_bounded or problem.m < MIN_M)
+        if is_split and not self.fits_better(spec, problem, device):
+            return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is for fp8_split_k")
+        return None
+
+    def fits_better(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+        """Whether its tiles keep clearly more SMs busy than tiles of 128 and 256 columns."""
+        others = max(_filled(tile(block_n, group_m=8), problem, device) for block_n in (128, 256))
+        return (
+            spec.fast_accum
+            and problem.m_is_bounded
+            and problem.m * problem.n * problem.k >= MIN_PRODUCTS_FLOAT
+            and self.filled(spec, problem, device) >= MIN_GAIN * others
+        )
 
 
-class Fp8BlockLargeM(Fp8LargeM):
+class Fp8BlockLargeM(LargeM, Fp8Kernel):
     name = "fp8_block_large_m_sm90"
     family = "fp8_block"
     listed = BLOCK_CONFIGS
@@ -142,6 +170,10 @@ class Fp8BlockLargeM(Fp8LargeM):
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         return reject_unless_128(spec) or super().rejection(spec, problem, device)
+
+
+def _filled(config: GemmConfig, problem: Problem, device: Device) -> float:
+    return problem.m * problem.n / _computed_elements(config, problem, device)
 
 
 def _computed_elements(config: GemmConfig, problem: Problem, device: Device) -> int:
