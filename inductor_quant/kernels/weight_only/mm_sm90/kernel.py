@@ -49,30 +49,34 @@ _BLOCKS = (
     ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
     ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
     ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
-    ((64, 64, 64, 4, 8), (321, 650), (510, 820)),
-    ((64, 64, 128, 4, 4), (650, 1190), (860, 1420)),
-    ((64, 128, 64, 4, 8), (640, 1090), (850, 1450)),
-    ((64, 128, 64, 8, 8), (580, 0), (790, 0)),
-    ((128, 64, 64, 4, 5), (560, 1130), (600, 1140)),
-    ((128, 128, 64, 8, 6), (780, 0), (900, 0)),
-    ((256, 64, 64, 4, 4), (1000, 0), (1250, 0)),
-    ((256, 128, 64, 8, 4), (1320, 0), (1450, 0)),
+    ((64, 64, 64, 4, 8), (403, 815), (480, 790)),
+    ((64, 64, 128, 4, 4), (591, 1082), (918, 1517)),
+    ((64, 128, 64, 4, 8), (586, 998), (796, 1358)),
+    ((64, 128, 64, 8, 8), (547, 0), (718, 0)),
+    ((128, 64, 64, 4, 5), (466, 940), (481, 915)),
+    ((128, 128, 64, 8, 6), (688, 0), (818, 0)),
+    ((256, 64, 64, 4, 4), (880, 0), (1100, 0)),
+    ((256, 128, 64, 8, 4), (1157, 0), (1280, 0)),
 )
-MAX_VARYING = 4096  # values of a tile if each has a scale of its own
-LOOKED_UP = 1.15  # times as many cycles if values come from a table
+# If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
+# than W written once.
+MAX_VARYING, MAX_VARYING_M = 4096, 64
+LOOKED_UP = 1.4  # times as many cycles if values come from a table
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
-TILE_CYCLES, SPLIT_CYCLES = 800, 2500  # of a tile, and of partials, beside what grows with them
+START_CYCLES = 4900  # of the launch
+TILE_CYCLES, SUM_CYCLES = 1700, 0.22  # of a tile, and for each sum that is stored
+SPLIT_CYCLES = 160  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer for each BLOCK_M of M, since CTAs that read the same W do so at different
 # times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 9000, 9, 0.04
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 7000, 9, 0.04
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
 # slower by this model.
-COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
+COMPETING_M, MARGIN = MEDIUM_M // 2, 0.92
 BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 1700, 205_000, 9000
 
 
@@ -105,7 +109,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         refused = operand_rejection(spec, problem, device)
         if refused is not None:
             return refused
-        if varying(rules.weight_of(problem).format) and problem.m > COMPETING_M:
+        if varying(rules.weight_of(problem).format) and problem.m > MAX_VARYING_M:
             return no_kernel("a scale for each weight of a tile is loaded")
         return None
 
@@ -251,12 +255,12 @@ class _Costs:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
         split, most = config.split_k, ctas_per_sm(config)
         k_iters = math.ceil(self.problem.k / (split * config.block_k))
-        alone, paired = (k_iters * each + TILE_CYCLES for each in self._cycles(config))
+        alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self._tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
         loop = pairs * (paired if most > 1 else alone) + rest * alone
         partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
-        return loop + (SPLIT_CYCLES + partials if split > 1 else 0)
+        return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
 
     def shared(self, config: GemmConfig) -> float:
         """If all CTAs have the same number of K iterations."""
@@ -269,7 +273,13 @@ class _Costs:
         apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
         loop = turn * math.ceil(turns / ctas) * self._cycles(config)[most - 1] * apart
         sums = math.ceil(ctas / tiles) * config.block_m * config.block_n
-        return loop + TILE_CYCLES + SHARED_CYCLES + sums / SUMS_PER_CYCLE
+        shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
+        return START_CYCLES + loop + _of_tile(config) + shared
+
+
+def _of_tile(config: GemmConfig) -> float:
+    """Cycles of a tile beside its K iterations."""
+    return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n
 
 
 def _cost_of_library(problem: Problem) -> float:
