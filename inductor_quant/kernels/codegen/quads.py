@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from inductor_quant.kernels.codegen.base import Hook
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
@@ -17,7 +19,8 @@ from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 SIGN = 8
-EACH_BYTE = 0x01010101
+EACH_BYTE, EACH_HALF = 0x01010101, 0x00010001
+MAX_ZERO = 1000  # fp16 has 1024 plus it, and 1024 less, exactly
 # int32 sums that start here are, as the bits of fp32 numbers, ``MAGIC`` plus the sum, which must be
 # below 2**22: a conversion of integers takes eight times as long as an addition.
 MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
@@ -29,7 +32,7 @@ def zero_of(format: WeightFormat) -> int | None:
     element, (integers, _) = format.element, w4a8.split(format)
     total = (SIGN if element.signed else 0) - element.add
     for op in integers:
-        if op.kind != "mul":
+        if op.kind in ("add", "sub"):
             if isinstance(op.operand, Field):
                 return None
             total += int(op.operand) * (1 if op.kind == "sub" else -1)
@@ -38,13 +41,31 @@ def zero_of(format: WeightFormat) -> int | None:
 
 def shift_of(format: WeightFormat) -> int:
     """What is unpacked is the weight's nibble, with its zero point, shifted to the left by this."""
-    return 4 if zero_of(format) == SIGN else 0
+    return 4 if zero_of(format) == SIGN and not format.to_int8 else 0
 
 
 def times_of(format: WeightFormat) -> int:
     """The factor of the integers."""
+    if format.to_int8:
+        return 1
     factors = [op.operand for op in w4a8.split(format)[0] if op.kind == "mul"]
     return math.prod(int(each) for each in factors if not isinstance(each, Field))
+
+
+def is_scaled_quad(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
+    """Of a format that is made int8 of a scaled nibble: whether there are statements for it. The
+    scale is rounded by an fma in fp16, or an integer."""
+    *zeros, scale, _ = [*[None] * 2, *format.dequant_ops][-3:]
+    if scale is None or scale.kind != "mul" or not isinstance(scale.operand, Field):
+        return False
+    if len(format.dequant_ops) > 3 or any(zero and zero.kind != "sub" for zero in zeros):
+        return False
+    zero = zeros[0].operand if zeros[0] else 0
+    ends = w4a8.ends_of(zero, dtypes)
+    is_small = ends is not None and max(map(abs, ends)) + abs(format.element.add) <= MAX_ZERO
+    if format.to_int8 == "wrap":
+        return is_small
+    return is_small and dtypes[scale.operand.source] == torch.float16
 
 
 class Quads(Uses):
@@ -56,11 +77,13 @@ class Quads(Uses):
         zero = zero_of(self.format)
         low = [part.digit for part in codegen.plan.low]
         of_words = [name for name in low if any(name in i.digits for i in field.index)]
+        is_high = shift_of(self.format) != 0
         kind = Quad(
-            is_high=zero == SIGN,
-            is_flipped=field.signed != (zero == SIGN),
-            subtracts=zero not in (0, SIGN),
+            is_high=is_high,
+            is_flipped=field.signed != is_high,
+            subtracts=zero not in (0, SIGN) and not self.format.to_int8,
             from_words=bool(of_words),
+            becomes=self.format.to_int8,
         )
         at = [self.offset_of(f"{i >> 1}{i & 1}") for i in range(4)]
         if kind.from_words:
@@ -72,6 +95,8 @@ class Quads(Uses):
             arguments = [" | ".join(places)]
         if kind.subtracts:
             arguments.append(f"({self._subtrahend()}) * {EACH_BYTE}")
+        if kind.becomes:
+            arguments += self._scaled(kind.becomes)
         # for each of the four, though they share a register
         none = " + ".join(f"d_{part.name}" for part in codegen.plan.low)
         arguments[0] = f"({arguments[0]}) + ({none}) * 0"
@@ -82,11 +107,24 @@ class Quads(Uses):
         self.lines += lines
         return "quads"
 
+    def _scaled(self, becomes: str) -> list[str]:
+        """What is subtracted and what multiplies, each in both halves of a word."""
+        operand = self.format.dequant_ops[-2].operand
+        assert isinstance(operand, Field)
+        scale, zero = self.field(operand), self._subtrahend()
+        if becomes == "round":  # the bits of 1024 + zero, in fp16
+            bits = f"{scale.code}.to(gl.int16, bitcast=True).to(gl.int32)"
+            factor, zero = f"({bits} & 65535)", f"(25600 + {zero})"
+        else:
+            factor = f"(({scale.code} + {scale.bias}) & 255)"
+            zero = f"((({zero}) * -({scale.code} + {scale.bias})) & 255)"
+        return [f"{zero} * {EACH_HALF}", f"{factor} * {EACH_HALF if becomes == 'round' else 1}"]
+
     def _subtrahend(self) -> str:
         field, (integers, _) = self.format.element, w4a8.split(self.format)
         total, terms = (SIGN if field.signed else 0) - field.add, []
         for op in integers:
-            if op.kind == "mul":
+            if op.kind not in ("add", "sub"):
                 continue
             sign = 1 if op.kind == "sub" else -1
             if isinstance(op.operand, Field):

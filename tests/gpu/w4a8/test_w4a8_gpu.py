@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -62,11 +64,16 @@ def test_every_configuration_is_close_to_fp64(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "m"),
-    [("nibble_pairs", 1), ("gptq", 16), ("int4_words", 17), ("awq", 100), ("nibble_pairs", 256)],
+    ("name", "m", "to_int8"),
+    [
+        *(("nibble_pairs", 1, ""), ("gptq", 16, ""), ("int4_words", 17, ""), ("awq", 100, "")),
+        *(("nibble_pairs", 256, ""), ("nibble_pairs", 2, "round"), ("gptq", 12, "wrap")),
+        *(("gptq", 64, "round"), ("nibble_pairs", 200, "wrap"), ("nibble_pairs", 130, "round")),
+    ],
 )
-def test_sums_without_groups_are_those_of_the_integers_bit_for_bit(name, m):
-    case = Case(name, m, 1024, 8192, f32, groups=False, scales=("none", "none"), bias=False)
+def test_sums_of_integers_are_exact_bit_for_bit(name, m, to_int8):
+    case = Case(name, m, 1024, 8192, f32, scales=("none", "none"), bias=False)
+    case = dataclasses.replace(case, groups=to_int8 != "", to_int8=to_int8)
     inputs = make_inputs(case, "cuda")
     want = gemm(case)(*inputs)
     config, *_ = configs_of(case)

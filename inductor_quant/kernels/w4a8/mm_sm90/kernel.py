@@ -10,6 +10,7 @@ that is then scaled and added in fp32, before the next one starts.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
+    REGISTERS,
     UNROLLED,
     WARPGROUP,
     boxed,
@@ -44,6 +46,8 @@ SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
 PARTIALS_PER_CYCLE = 150
+# Warps that load, of which one only has registers; their registers a thread, and those of others.
+PRODUCERS, PRODUCER_REGISTERS, MAX_REGISTERS = 4, 24, 240
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
 # Beyond, the int8 weight is written once; with groups, kernels of weight_only take fewer rows and
@@ -70,7 +74,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def codegen(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
     ) -> W4A8MMSm90Codegen:
-        weight = rules.weight_of(problem)
+        weight, config = rules.weight_of(problem), _own(config)
         plan = rules.quad_plan(weight, config)
         assert plan is not None
         view = as_words(weight)
@@ -80,9 +84,16 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
-        own = constants_of(problem, config, device, *shared)
-        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": False}
+        ctas, count = _ctas_per_sm(spec, config), _consumers(config)
+        own = constants_of(problem, config, device, ctas, _unrolls(spec, config))
+        own |= {"SHARES_TILES": False, "LAUNCHED_WARPS": _own(config).num_warps}
+        if count > 1:
+            threads = 32 * (config.num_warps + PRODUCERS)
+            launched = _multiple_of_8(REGISTERS / (ctas * threads))
+            rest = launched * threads - PRODUCER_REGISTERS * 32 * PRODUCERS
+            each = min(_multiple_of_8(rest / (32 * config.num_warps)), MAX_REGISTERS)
+            own |= {"CONSUMERS": count, "CONSUMER_REGISTERS": each, "MAX_REGISTERS": launched}
+        return super().constants(spec, problem, config, device) | own
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -91,15 +102,18 @@ class W4A8MMSm90(rules.W4A8Kernel):
             return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
         if config.block_m > MAX_BLOCK_M:
             return bad_blocks(f"{config}: more than {MAX_BLOCK_M} rows")
-        weight = rules.weight_of(problem)
-        plan = rules.quad_plan(weight, config)
-        found = boxed(weight, config, plan) if plan is not None else None
+        weight, own = rules.weight_of(problem), _own(config)
+        plan = rules.quad_plan(weight, own)
+        found = boxed(weight, own, plan) if plan is not None else None
+        if config.num_stages % _consumers(config):
+            return bad_blocks(f"{config}: stages that {_consumers(config)} do not share evenly")
         return tile_misfit(
-            *(problem, config, device, found),
+            *(problem, own, device, found),
             x_bytes=1,
             ctas=_ctas_per_sm(spec, config),
             sums=_sums(spec),
             offered=_unrolls(spec, config),
+            shared=4 * config.block_m * config.block_n * (_consumers(config) - 1),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -115,6 +129,20 @@ class W4A8MMSm90(rules.W4A8Kernel):
                 if self.config_rejection(spec, problem, config, device) is None:
                     costs[config] = _cost(spec, problem, config, each, device)
         return split_k.same_split(sorted(costs, key=costs.__getitem__))
+
+
+def _multiple_of_8(size: float) -> int:
+    return int(size) // 8 * 8
+
+
+def _consumers(config: GemmConfig) -> int:
+    """Partitions that share the K iterations of a tile: a warp has 16 columns at least."""
+    return max(1, 16 * config.num_warps // config.block_n)
+
+
+def _own(config: GemmConfig) -> GemmConfig:
+    """The tile of one of them."""
+    return dataclasses.replace(config, num_warps=config.num_warps // _consumers(config))
 
 
 def _tiles(problem: Problem, config: GemmConfig) -> int:
@@ -145,6 +173,8 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
     """K iterations in the loop's body: the scales of each take registers."""
+    if _consumers(config) > 1:
+        return (_consumers(config),)  # with more ptxas makes each wgmma wait for the one before
     if not spec.group_size:
         return UNROLLED
     return (2, 1) if _accumulators(spec, config) <= PAIRED else (1,)
