@@ -20,7 +20,8 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 SIGN = 8
 EACH_BYTE, EACH_HALF = 0x01010101, 0x00010001
-MAX_ZERO = 1000  # fp16 has 1024 plus it, and 1024 less, exactly
+# In fp16; up to 1024 plus MAX_ZERO neighbouring bits are neighbouring integers.
+BITS_OF_1024, MAX_ZERO = 0x6400, 1000
 # int32 sums that start here are, as the bits of fp32 numbers, ``MAGIC`` plus the sum, which must be
 # below 2**22: a conversion of integers takes eight times as long as an addition.
 MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
@@ -53,18 +54,20 @@ def times_of(format: WeightFormat) -> int:
 
 
 def is_scaled_quad(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
-    """Of a format that is made int8 of a scaled nibble: whether there are statements for it. The
-    scale is rounded by an fma in fp16, or an integer."""
-    *zeros, scale, _ = [*[None] * 2, *format.dequant_ops][-3:]
-    if scale is None or scale.kind != "mul" or not isinstance(scale.operand, Field):
+    """Of a format that is made int8 of a scaled nibble: whether there are statements for it, less
+    a zero point and times a scale, which is an integer, or in fp16 for an fma that rounds."""
+    if len(format.dequant_ops) < 2:
         return False
-    if len(format.dequant_ops) > 3 or any(zero and zero.kind != "sub" for zero in zeros):
+    *zeros, scale, _ = format.dequant_ops
+    if scale.kind != "mul" or not isinstance(scale.operand, Field):
         return False
-    zero = zeros[0].operand if zeros[0] else 0
-    ends = w4a8.ends_of(zero, dtypes)
-    is_small = ends is not None and max(map(abs, ends)) + abs(format.element.add) <= MAX_ZERO
+    if len(zeros) > 1 or any(zero.kind != "sub" for zero in zeros):
+        return False
     if format.to_int8 == "wrap":
-        return is_small
+        return True
+    least, most = w4a8.ends_of(zeros[0].operand, dtypes) or (-1, -1) if zeros else (0, 0)
+    known = (SIGN if format.element.signed else 0) - format.element.add
+    is_small = least + known >= 0 and most + known <= MAX_ZERO
     return is_small and dtypes[scale.operand.source] == torch.float16
 
 
@@ -114,10 +117,10 @@ class Quads(Uses):
         scale, zero = self.field(operand), self._subtrahend()
         if becomes == "round":  # the bits of 1024 + zero, in fp16
             bits = f"{scale.code}.to(gl.int16, bitcast=True).to(gl.int32)"
-            factor, zero = f"({bits} & 65535)", f"(25600 + {zero})"
+            factor, zero = f"({bits} & 65535)", f"({BITS_OF_1024} + {zero})"
         else:
-            factor = f"(({scale.code} + {scale.bias}) & 255)"
-            zero = f"((({zero}) * -({scale.code} + {scale.bias})) & 255)"
+            whole = f"({scale.code}.to(gl.int32) + {scale.bias})"
+            factor, zero = f"({whole} & 255)", f"((({zero}) * -{whole}) & 255)"
         return [f"{zero} * {EACH_HALF}", f"{factor} * {EACH_HALF if becomes == 'round' else 1}"]
 
     def _subtrahend(self) -> str:
@@ -130,7 +133,7 @@ class Quads(Uses):
             if isinstance(op.operand, Field):
                 value = self.field(op.operand)
                 total += sign * value.bias
-                terms.append(f"{'-' if sign < 0 else ''}({value.code})")
+                terms.append(f"{'-' if sign < 0 else ''}({value.code}).to(gl.int32)")
             else:
                 total += sign * int(op.operand)
         return " + ".join([*terms, str(total)])

@@ -2,9 +2,9 @@
 
 Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
 ``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32, rounding to a signed
-byte, and pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call
-takes ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
-those are; here they are neighbours.
+byte, and pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a
+call takes ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which
+elements those are; here they are neighbours.
 """
 
 from __future__ import annotations
