@@ -220,7 +220,7 @@ def _append_choice(
         input_nodes=tuple(inputs),
         layout=layout,
         num_stages=config.num_stages,
-        num_warps=constants.get("LAUNCHED_WARPS", config.num_warps),
+        num_warps=config.num_warps,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

@@ -167,8 +167,10 @@ def _read(
     if x is None:
         return None
     weight = decode(reader, product.weight, product.node)
-    is_affine = isinstance(weight, Weight)
-    stored = read_weight(weight) if is_affine else read_other(reader, product.weight)
+    if isinstance(weight, Weight):
+        stored = read_weight(weight)
+    else:
+        stored = read_other(reader, product.weight)
     return None if stored is None else (product, x, stored)
 
 

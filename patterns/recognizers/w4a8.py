@@ -295,8 +295,8 @@ def _rounded(node: fx.Node) -> fx.Node | None:
             rounds += 1
             value = value.args[0]
         elif value.target in _CLAMPS:
-            names = _CLAMPS[value.target][1:]  # type: ignore[index]
-            value, *ends = fx_utils.arguments(value, *_CLAMPS[value.target])  # type: ignore[index]
+            names = _CLAMPS[value.target][1:]
+            value, *ends = fx_utils.arguments(value, *_CLAMPS[value.target])
             for name, end in zip(names, ends, strict=True):
                 if not isinstance(end, (int, float)):
                     return None
@@ -324,7 +324,7 @@ def _unwrapped(reader: Reader, node: fx.Node, index: Any) -> Expr:
         else arithmetic.cast(reader.operand(item, node, index), torch.int32)
         for item in node.args
     )
-    return Op(_WRAPS[node.target], (left, right), torch.int32)  # type: ignore[index]
+    return Op(_WRAPS[node.target], (left, right), torch.int32)
 
 
 def _replaced(product: RecognizedGemm, weight: Int4Weight) -> RecognizedGemm | Rejection:

@@ -95,8 +95,6 @@ def test_results_are_close_to_fp64(kernel, case, config):
         pytest.param(
             MM, Case("awq", 20, 64, 256, to_int8="round"), "32x64x64_w4_s4_g8", marks=slow
         ),
-        # two partitions of consumers, which add their sums
-        (MM, Case("nibble_pairs", 40, 64, 1024, to_int8="round"), "64x64x128_w8_s4_g8"),
     ],
     ids=str,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.support.graphs.post_grad import capture, count
-from tests.support.producers.w4a8 import LAYERS, QQQGroup, QServe
+from inductor_quant.options import Options
+from tests.support.graphs.post_grad import calls, capture, count, rewrite_graph
+from tests.support.producers.w4a8 import LAYERS, QQQGroup, QQQTorch, QServe
 
 W4A8 = torch.ops.inductor_quant.w4a8.default
 slow = pytest.mark.slow
@@ -82,3 +83,26 @@ def test_what_is_rounded_otherwise_is_left(layer: type[QQQGroup]) -> None:
     result, [rewrite] = capture(model, [x])
     assert count(rewrite.after, W4A8) == 0
     assert torch.equal(result, model(x))
+
+
+def test_a_table_may_be_copied_to_the_weights_device() -> None:
+    """As where a layer holds it on the CPU."""
+    order = QQQTorch(64, 256).places.tolist()
+
+    def fn(a, words, scale):  # type: ignore[no-untyped-def]
+        codes = torch.stack([words >> 4 * i & 15 for i in range(8)], -1).reshape(-1, 1024)
+        codes = codes[:, torch.tensor(order)].reshape(16, 4, 16, 16).permute(0, 2, 1, 3)
+        return torch._int_mm(a, (codes.reshape(256, 64) - 8).to(torch.int8)).float() * scale
+
+    a = torch.randint(-128, 128, (20, 256)).to(torch.int8)
+    words = torch.randint(-(1 << 31), 1 << 31, (16, 128)).int()
+    _, [rewrite] = capture(fn, [a, words, torch.rand(20, 1)])
+    graph = rewrite.before.graph
+    [index] = calls(rewrite.before, torch.ops.aten.index.Tensor)
+    table = index.args[1][1]
+    with graph.inserting_before(index):
+        copy = graph.call_function(torch.ops.prims.device_put.default, (table, a.device))
+    copy.meta = dict(table.meta)
+    index.replace_input_with(table, copy)
+    rewrite_graph(graph, Options(on_error="raise"))
+    assert count(rewrite.before, W4A8) == 1

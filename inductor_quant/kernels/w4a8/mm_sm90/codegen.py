@@ -8,10 +8,6 @@ from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 
 
 class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
-    @property
-    def acc_type(self) -> str:  # type: ignore[override]
-        return "gl.float32" if self.has_groups else "gl.int32"
-
     def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
         """Statements that leave in ``w`` the first operand and in ``scale`` the group's scales."""
         out, code = self.unpacked(stride, size, slot)

@@ -1,7 +1,7 @@
 """``w4a8_mm_sm90``: int8 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64), if the
-packed words of a tile are a box of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64, of a
+weight that is scaled to int8 to 256), if the packed words of a tile are a box of a matrix.
 
 ``weight_only_mm_sm90`` with int8 operands of wgmma: W goes from shared memory to the registers of
 the first operand, four nibbles unpacked at once, while the product before runs. With groups along K
@@ -10,19 +10,17 @@ that is then scaled and added in fp32, before the next one starts.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
+from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
-    REGISTERS,
     UNROLLED,
     WARPGROUP,
     boxed,
@@ -46,13 +44,11 @@ SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
 PARTIALS_PER_CYCLE = 150
-# Warps that load, of which one only has registers; their registers a thread, and those of others.
-PRODUCERS, PRODUCER_REGISTERS, MAX_REGISTERS = 4, 24, 240
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond, the int8 weight is written once; with groups, kernels of weight_only take fewer rows and
-# more.
-MAX_M, GROUPED_M = 1024, (SMALL_M + 1, 64)
+# Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
+# kernels of weight_only take fewer rows and more.
+MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 
 
 class W4A8MMSm90(rules.W4A8Kernel):
@@ -65,6 +61,8 @@ class W4A8MMSm90(rules.W4A8Kernel):
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
         least, most = GROUPED_M if spec.group_size else (DECODE_M + 1, MAX_M)
+        if problem.weight is not None and problem.weight.format.to_int8:
+            most = SCALED_M
         if problem.m > most or not problem.m_is_bounded or problem.m < least:
             return no_kernel(f"M = {problem.m} has no bound, or is not within {least} to {most}")
         if not problem.has_weight_descriptors:
@@ -74,7 +72,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def codegen(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
     ) -> W4A8MMSm90Codegen:
-        weight, config = rules.weight_of(problem), _own(config)
+        weight = rules.weight_of(problem)
         plan = rules.quad_plan(weight, config)
         assert plan is not None
         view = as_words(weight)
@@ -84,16 +82,9 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        ctas, count = _ctas_per_sm(spec, config), _consumers(config)
-        own = constants_of(problem, config, device, ctas, _unrolls(spec, config))
-        own |= {"SHARES_TILES": False, "LAUNCHED_WARPS": _own(config).num_warps}
-        if count > 1:
-            threads = 32 * (config.num_warps + PRODUCERS)
-            launched = _multiple_of_8(REGISTERS / (ctas * threads))
-            rest = launched * threads - PRODUCER_REGISTERS * 32 * PRODUCERS
-            each = min(_multiple_of_8(rest / (32 * config.num_warps)), MAX_REGISTERS)
-            own |= {"CONSUMERS": count, "CONSUMER_REGISTERS": each, "MAX_REGISTERS": launched}
-        return super().constants(spec, problem, config, device) | own
+        shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
+        own = constants_of(problem, config, device, *shared)
+        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": False}
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -102,18 +93,15 @@ class W4A8MMSm90(rules.W4A8Kernel):
             return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
         if config.block_m > MAX_BLOCK_M:
             return bad_blocks(f"{config}: more than {MAX_BLOCK_M} rows")
-        weight, own = rules.weight_of(problem), _own(config)
-        plan = rules.quad_plan(weight, own)
-        found = boxed(weight, own, plan) if plan is not None else None
-        if config.num_stages % _consumers(config):
-            return bad_blocks(f"{config}: stages that {_consumers(config)} do not share evenly")
+        weight = rules.weight_of(problem)
+        plan = rules.quad_plan(weight, config)
+        found = boxed(weight, config, plan) if plan is not None else None
         return tile_misfit(
-            *(problem, own, device, found),
+            *(problem, config, device, found),
             x_bytes=1,
             ctas=_ctas_per_sm(spec, config),
             sums=_sums(spec),
             offered=_unrolls(spec, config),
-            shared=4 * config.block_m * config.block_n * (_consumers(config) - 1),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -129,20 +117,6 @@ class W4A8MMSm90(rules.W4A8Kernel):
                 if self.config_rejection(spec, problem, config, device) is None:
                     costs[config] = _cost(spec, problem, config, each, device)
         return split_k.same_split(sorted(costs, key=costs.__getitem__))
-
-
-def _multiple_of_8(size: float) -> int:
-    return int(size) // 8 * 8
-
-
-def _consumers(config: GemmConfig) -> int:
-    """Partitions that share the K iterations of a tile: a warp has 16 columns at least."""
-    return max(1, 16 * config.num_warps // config.block_n)
-
-
-def _own(config: GemmConfig) -> GemmConfig:
-    """The tile of one of them."""
-    return dataclasses.replace(config, num_warps=config.num_warps // _consumers(config))
 
 
 def _tiles(problem: Problem, config: GemmConfig) -> int:
@@ -172,12 +146,9 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
-    """K iterations in the loop's body: the scales of each take registers."""
-    if _consumers(config) > 1:
-        return (_consumers(config),)  # with more ptxas makes each wgmma wait for the one before
-    if not spec.group_size:
-        return UNROLLED
-    return (2, 1) if _accumulators(spec, config) <= PAIRED else (1,)
+    """K iterations in the loop's body: the scales of each take registers. At least two: one would
+    be unpacked to the registers that the product before still reads."""
+    return UNROLLED[-1:] if spec.group_size else UNROLLED
 
 
 def _cost(

@@ -25,7 +25,7 @@ class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name."""
 
     box: WordBox
-    x, acc_type = "X", "gl.float32"
+    x = "X"
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
@@ -53,7 +53,6 @@ class MMSm90Codegen(DigitCodegen):
             "X_SHARED": self._shared([self.block_m, self.block_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
-            "OTHERS_SHARED": f"gl.SwizzledSharedLayout(8, 1, {min(self.block_m // 8, 8)}, [1, 0])",
         }
 
     @property

@@ -180,11 +180,9 @@ def tile_misfit(
     ctas: int,
     sums: int = 1,
     offered: Sequence[int] = UNROLLED,
-    shared: int = 0,
 ) -> Rejection | None:
     """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
-    accumulators for each output; ``offered``: K iterations in the loop's body; ``shared``: bytes
-    beside the stages."""
+    accumulators for each output; ``offered``: K iterations in the loop's body."""
     if not unrolled(problem, config, offered):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
@@ -204,7 +202,7 @@ def tile_misfit(
         config,
         device,
         element_bytes=2,
-        shared_bytes=ctas * (config.num_stages * stage + shared + BARRIERS),
+        shared_bytes=ctas * (config.num_stages * stage + BARRIERS),
     )
 
 
