@@ -4,7 +4,9 @@
     python -m examples.benchmarks.gemm --measure linear --m 16 256  # bf16 in, with quantization
     python -m examples.benchmarks.gemm --family weight_only         # int4 weights, GPTQ's layout
     python -m examples.benchmarks.gemm --family weight_only_int8    # or _fp8, _awq, _hqq, _fp16
+    python -m examples.benchmarks.gemm --family w4a8                # groups of 128, or w4a8_channel
     python -m examples.benchmarks.gemm --family fp8_block           # or fp8: row-wise scales
+    python -m examples.benchmarks.gemm --random 20 --seed 7         # (M, N, K) off the grid
     python -m examples.benchmarks.gemm --json gemm.json --plot gemm.png --check --budget 570
 
 Measures: 'gemm' takes quantized inputs (GEMM, scales, bias), 'silu' adds SiLU, 'linear' takes bf16
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +50,10 @@ _W8A8 = {
     "silu": _COMPILED,
     "linear": [*_COMPILED, "bf16", "gemlite", "torchao"],
 }
+_W4A8 = {
+    "gemm": ["ours", "stock", "w8a8", "w4a16"],
+    "linear": ["ours", "stock", "w8a8", "w4a16", "bf16"],
+}
 # family -> measure -> systems of examples.benchmarks.workers.linear
 DEFAULT_SYSTEMS = {
     "w8a8": _W8A8,
@@ -61,6 +68,8 @@ DEFAULT_SYSTEMS = {
         "silu": _COMPILED,
         "linear": [*_COMPILED, "bf16"],
     },
+    "w4a8": _W4A8,
+    "w4a8_channel": _W4A8,
     "weight_only": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
     "weight_only_fp16": {"linear": [*_WEIGHT_ONLY, "gemlite"]},
     "weight_only_awq": {"linear": [*_WEIGHT_ONLY, "tinygemm", "gemlite"]},
@@ -89,13 +98,26 @@ def default_systems(family: str, name: str) -> list[str]:
 def grid_of(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     """(M, N, K) to measure. Every second M comes first, so that a part covers the range."""
     if options.tiny:
-        return TINY_GROUPS if is_weight_only(options.family) else TINY
+        has_groups = is_weight_only(options.family) or options.family == "w4a8"
+        return TINY_GROUPS if has_groups else TINY
+    if options.random:
+        return random_sizes(options.random, options.seed, options.m)
     grids = json.loads(SHAPES.read_text())
     family = "weight_only" if is_weight_only(options.family) else options.family
-    default = grids["acceptance"][family.removesuffix("_fp16")]
+    default = grids["acceptance"][family.removesuffix("_fp16").removesuffix("_channel")]
     ms = options.m or default["M"]
     nks = grids[options.grid or default["NK"]]
     return [(m, n, k) for m in [*ms[::2], *ms[1::2]] for n, k in nks]
+
+
+def random_sizes(count: int, seed: int, ms: Sequence[int] | None) -> list[tuple[int, int, int]]:
+    """(M, N, K) with N * K >= 4 M; K has groups of 128, and rows are aligned."""
+    draw, found = random.Random(seed), []
+    while len(found) < count:
+        n, k = 16 * draw.randint(16, 1792), 128 * draw.randint(4, 128)
+        m = draw.choice(ms) if ms else round(2 ** draw.uniform(0, 12))
+        found += [(m, n, k)] if n * k >= 1 << 22 else []
+    return found
 
 
 def label(row: Row) -> str:
@@ -118,6 +140,8 @@ def weight_bytes(row: Row) -> int:
     n, k = row["n"], row["k"]
     if row["family"] in ("weight_only_int8", "weight_only_fp8"):
         return n * k + 2 * n
+    if row["family"] in ("w4a8", "w4a8_channel"):
+        return n * k // 2 + (n * k // 64 if row["family"] == "w4a8" else 4 * n)
     if is_weight_only(row["family"]):  # int4; 16 bits of scale and 4 of zero_point per 128
         return n * k // 2 + n * k // 128 * 5 // 2
     return n * k
@@ -293,6 +317,8 @@ def main() -> int:
         help="(N, K) of shapes.json; default: the family's acceptance grid",
     )
     parser.add_argument("--m", type=int, nargs="+", help="default: those of the acceptance grid")
+    parser.add_argument("--random", type=int, default=0, help="so many random sizes instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random sizes")
     parser.add_argument("--systems", nargs="+", help="default: all that are installed")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--budget", type=float, default=540, help="seconds for measuring")

@@ -134,10 +134,15 @@ class W4A8Call:
 
     @property
     def is_exact_in_16_bits(self) -> bool:
-        """Whether fp32 sums of bf16 operands are the sums of the integers."""
+        """Whether ``weight_only`` takes the weight, and fp32 sums of bf16 operands are the sums of
+        the integers."""
         zero = self.a_zero_point
         is_strict = (fallback.active_options() or Options()).numerics == "strict"
-        if is_strict or (zero is not None and zero.get_dtype() != torch.int8):
+        if (
+            is_strict
+            or self.parsed.to_int8
+            or (zero is not None and zero.get_dtype() != torch.int8)
+        ):
             return False
         low, high = op.bounds(self.parsed, [t.get_dtype() for t in self.weight]) or (0, 0)
         most = max(-low, high) * (255 if self.has_zero else 128)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import TO_INT8, AffineIndex, DequantOp, Field, WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -86,11 +86,24 @@ class Evaluator:
     def apply(self, value: Any, ops: Sequence[DequantOp], dtype: torch.dtype) -> Any:
         """``ops`` applied to ``value``, all in ``dtype``."""
         for op in ops:
+            if op.kind in TO_INT8:
+                value = self._as_int8(value, op.kind)
+                continue
             operand = op.operand
             if isinstance(operand, Field):
                 operand = self.convert(self.field(operand), dtype)
             value = self.call(_OPS[op.kind], value, operand)
         return value
+
+    def _as_int8(self, value: Any, kind: str) -> Any:
+        """``value``, a float, as ``DequantOp`` says."""
+        if kind == "round":
+            rounded = self.call(aten.round.default, value)
+            return self.call(
+                aten.clamp_max.default, self.call(aten.clamp_min.default, rounded, -128), 127
+            )
+        low = self.convert(self.convert(value, torch.int32), torch.int8)
+        return self.convert(low, _dtype_of(value))
 
     def convert(self, value: Any, dtype: torch.dtype) -> Any:
         return self.call(prims.convert_element_type.default, value, dtype)

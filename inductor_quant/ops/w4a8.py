@@ -15,7 +15,7 @@ from inductor_quant.ops.dequantize import Evaluator, is_float
 from inductor_quant.ops.registration import define
 from inductor_quant.ops.weight_only import check_format
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
-from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import TO_INT8, DequantOp, Field, WeightFormat
 
 SCHEMA = (
     "w4a8(Tensor a, Tensor[] weight, Tensor? a_scale, Tensor? b_scale, Tensor? bias, "
@@ -53,7 +53,9 @@ def reference(
         b_sum         [1, N]            int32, fp32, bf16 or fp16; multiplies the zero point of a.
                                         None: the sum over k of group_scale * q
         format        ``WeightFormat.encode()``: a bit field of 4 bits; ops on integers (``split``)
-                      that make it q, an int8; then one ``mul`` at most, the scale of a group of K
+                      that make it q, an int8; then one ``mul`` at most, the scale of a group of K.
+                      Or any ops, in fp32, whose result is rounded and clamped to q, or, of
+                      integers, wraps around to it
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
     The sum over each group is an exact integer. Without groups the op is ``w8a8`` of q, bit for
@@ -112,7 +114,8 @@ def unpacked(evaluator: Evaluator) -> tuple[Any, Any | None]:
 
 
 def split(format: WeightFormat) -> tuple[tuple[DequantOp, ...], Field | None]:
-    """(the ops on integers, the scale of a group) of a format that ``check_w4a8`` accepts."""
+    """(the ops on integers, the scale of a group) of a format that ``problem_of`` accepts; of one
+    that is rounded or wrapped to int8 all ops, and no scale."""
     *ops, last = format.dequant_ops or (DequantOp("mul", 1.0),)
     if last.kind == "mul" and isinstance(last.operand, Field):
         return tuple(ops), last.operand
@@ -124,6 +127,11 @@ def problem_of(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
     code, (_, scale) = format.element, split(format)
     if code != format.code or code.width != BITS or code.high or code.minus or code.float8:
         return f"the element is no bit field of {BITS} bits"
+    kinds = [step.kind for step in format.dequant_ops]
+    if sum(kind in TO_INT8 for kind in kinds) > (format.to_int8 != ""):
+        return "an operation after an int8"
+    if format.to_int8 == "wrap" and not _is_exact(format.dequant_ops[:-1], dtypes):
+        return "an operation that is not on integers of few bits"
     found = bounds(format, dtypes)
     if found is None:
         return "an operation that is not on integers of few bits"
@@ -141,10 +149,12 @@ def problem_of(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
 
 def bounds(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> tuple[int, int] | None:
     """The smallest and largest q that the bits of the operands allow; None: not known."""
+    if format.to_int8:
+        return -128, 127
     code, (integers, _) = format.element, split(format)
-    low, high = _ends(code, dtypes) or (0, 0)
+    low, high = ends_of(code, dtypes) or (0, 0)
     for step in integers:
-        ends = _ends(step.operand, dtypes)
+        ends = ends_of(step.operand, dtypes)
         if ends is None:
             return None
         if step.kind == "mul" and not isinstance(step.operand, Field):
@@ -157,13 +167,29 @@ def bounds(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> tuple[int, in
     return low, high
 
 
-def _ends(operand: Field | float, dtypes: Sequence[torch.dtype]) -> tuple[int, int] | None:
+def _is_exact(ops: Sequence[DequantOp], dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether fp32 has the results of ``ops`` on a nibble exactly."""
+    most = 1 << BITS
+    for step in ops:
+        ends = ends_of(step.operand, dtypes)
+        if ends is None or step.kind == "div":
+            return False
+        size = max(map(abs, ends))
+        most = most * size if step.kind == "mul" else most + size
+    return most <= 1 << 24
+
+
+def ends_of(operand: Field | float, dtypes: Sequence[torch.dtype]) -> tuple[int, int] | None:
     """The smallest and largest value of an integer operand; None: it is none, or not known."""
     if not isinstance(operand, Field):
         return (int(operand), int(operand)) if float(operand).is_integer() else None
-    is_field = 0 < operand.width <= 8 and not (operand.high or operand.float8 or operand.size)
-    if is_float(dtypes[operand.source]) or not is_field:
+    is_field = operand.width <= 8 and not (operand.high or operand.float8 or operand.size)
+    dtype = dtypes[operand.source]
+    if is_float(dtype) or not is_field or not (operand.width or dtype.itemsize == 1):
         return None
+    if not operand.width:
+        info = torch.iinfo(dtype)
+        return info.min + operand.add, info.max + operand.add
     if operand.wrap:
         return 0, (1 << operand.width) - 1
     least = operand.add - (1 << operand.width - 1 if operand.signed else 0)
@@ -246,7 +272,7 @@ def make_spec(
     if scale is not None:
         rows, columns = format.block(scale)
         b_scale = ScaleSpec(dtypes[scale.source], (rows, columns))
-    zeros = [step.operand for step in integers if step.kind != "mul"]
+    zeros = [step.operand for step in integers if step.kind in ("add", "sub")]
     has_field = any(isinstance(operand, Field) for operand in zeros)
     zero = "packed" if has_field else "const" if zeros or format.element.add else ""
     b = OperandSpec(

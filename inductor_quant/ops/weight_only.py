@@ -143,8 +143,8 @@ def spec_of(
     Symbolic sizes are not checked: that would add a guard.
     """
     k, n = check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
-    if format.e:
-        raise SpecError(f"weight_only: {format} is a stack of weights")
+    if format.e or format.to_int8:
+        raise SpecError(f"weight_only: {format} is a stack of weights, or rounded to int8")
     if x.dtype not in X_DTYPES or x.dim() != 2 or differ(x.shape[1:], (k,)):
         raise SpecError(
             f"weight_only: x is {x.dtype} {list(x.shape)}, it must be [M, {k}] of one of {X_DTYPES}"

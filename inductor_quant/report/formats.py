@@ -16,7 +16,13 @@ from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
 from inductor_quant.ops import block_sparse, fp8, w4a8, w8a8, weight_only
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import (
+    AffineIndex,
+    DequantOp,
+    DequantOpKind,
+    Field,
+    WeightFormat,
+)
 
 F32 = torch.float32
 TENSOR, TOKEN, CHANNEL = (-1, -1), (1, -1), (-1, 1)
@@ -285,14 +291,27 @@ def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
 
 
 W4A8 = ("int4_bytes", "compressed_tensors", "gptq", "gptq_symmetric", "awq", "int4_channel")
+# int4_bytes whose scale of a group, in a dtype, makes an int8 as a kind of ``DequantOp`` does.
+TO_INT8: dict[str, tuple[DequantOpKind, torch.dtype]] = {
+    "qqq_group": ("round", torch.float16),
+    "qserve": ("wrap", torch.int8),
+}
+TO_INT8_LINES = {
+    "qqq_group": "int4_bytes, rounded to int8 by an fp16 scale of each group, scales of channels",
+    "qserve": "int4_bytes, times an int8 scale of each group in int8, scales of channels",
+}
 
 
 def packed_int8(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     """The GEMM of a format of W4A8 with int8 x, scaled per token; a scale of channels is apart."""
-    _, problem = packed(name, gemm)
+    _, problem = packed("int4_bytes" if name in TO_INT8 else name, gemm)
     assert problem.weight is not None
     format, tensors = problem.weight.format, problem.weight.tensors
-    if format.column_ops:
+    if name in TO_INT8:
+        kind, dtype = TO_INT8[name]
+        format = dataclasses.replace(format, dequant_ops=(*format.dequant_ops, DequantOp(kind)))
+        tensors = (*tensors[:-1], dataclasses.replace(tensors[-1], dtype=dtype))
+    elif format.column_ops:
         format, tensors = dataclasses.replace(format, dequant_ops=()), tensors[:1]
     spec = w4a8.make_spec(
         format,
@@ -339,5 +358,7 @@ def names(family: str) -> dict[str, str]:
         }
     if family in ("weight_only", "w4a8"):
         lines = {n: getattr(build, "line", build.__doc__ or "") for n, build in WEIGHT_ONLY.items()}
-        return lines if family == "weight_only" else {name: lines[name] for name in W4A8}
+        if family == "weight_only":
+            return lines
+        return {name: lines[name] for name in W4A8} | TO_INT8_LINES
     return {name: format.line for name, format in SCALED[family].items()}

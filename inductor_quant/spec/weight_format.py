@@ -24,7 +24,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-DequantOpKind = Literal["add", "sub", "mul", "div"]
+DequantOpKind = Literal["add", "sub", "mul", "div", "round", "wrap"]
+TO_INT8 = ("round", "wrap")  # kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +140,18 @@ class Field:
 
 @dataclasses.dataclass(frozen=True)
 class DequantOp:
-    """``value <kind> operand``, with a field or a constant as operand."""
+    """``value <kind> operand``, with a field or a constant as operand.
+
+    Two kinds have none, and make an int8: "round" to the nearest integer (half to even), clamped;
+    "wrap" an integer modulo 256. They come last, and ``w4a8`` alone takes them.
+    """
 
     kind: DequantOpKind
-    operand: Field | float
+    operand: Field | float = 0.0
 
     def __str__(self) -> str:
+        if self.kind in TO_INT8:
+            return self.kind
         symbol = {"add": "+", "sub": "-", "mul": "*", "div": "/"}[self.kind]
         operand = self.operand
         return f"{symbol} {operand if isinstance(operand, Field) else f'{operand:g}'}"
@@ -236,6 +243,12 @@ class WeightFormat:
                 break
             count += 1
         return self.dequant_ops[len(self.dequant_ops) - count :]
+
+    @property
+    def to_int8(self) -> str:
+        """How W becomes an int8, a kind of ``DequantOp``; "": it does not."""
+        last = self.dequant_ops[-1].kind if self.dequant_ops else ""
+        return last if last in TO_INT8 else ""
 
     @property
     def pack_axis(self) -> Literal["k", "n"] | None:

@@ -54,6 +54,7 @@ _DERIVES = (
     ),
     *("getitem", "add", "sub", "mul", "floordiv", "floor_divide", "mod", "remainder"),
 )
+_CONSTANTS = ("arange", "tensor")  # of numbers
 _SHIFTS = frozenset(
     ["rshift", "lshift", "__rshift__", "__lshift__", "bitwise_right_shift", "bitwise_left_shift"]
 )
@@ -216,11 +217,12 @@ def _has_form(value: torch.Tensor) -> bool:
 
 
 def _weight_side(graph: fx.Graph, held: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that are computed from tensors of modules only."""
+    """The nodes that are computed from tensors of modules and constants only."""
     found = set(held)
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if node.op in ("call_function", "call_method") and inputs and found.issuperset(inputs):
+        is_known = bool(inputs) or name_of(node) in _CONSTANTS
+        if node.op in ("call_function", "call_method") and is_known and found.issuperset(inputs):
             found.add(node)
     return found
 

@@ -37,6 +37,7 @@ from ..matching.value_range import value_range
 from ..matching.weight_decode import Weight, attempt, decode
 from ..matching.zero_point import frozen_sums
 from ..symbolic import Reader
+from ..symbolic.expr import Expr
 from . import w8a8
 
 ANCHORS = (
@@ -113,14 +114,15 @@ def recognize_as(
     anchor: fx.Node,
     read_weight: Callable[[Weight], W | None],
     assemble: Callable[[Matmul, FakeQuantized, W, Epilogue], RecognizedGemm | Rejection],
+    read_other: Callable[[Reader, Expr], W | None] = lambda reader, expr: None,
 ) -> RecognizedGemm | Rejection | None:
-    """``assemble`` of a product of a quantized activation and a weight that ``read_weight`` takes;
-    None: it is no such product."""
+    """``assemble`` of a product of a quantized activation and a weight that ``read_weight`` takes,
+    or ``read_other`` if it has no ``WeightFormat``; None: it is no such product."""
     if not any(read_fake_quantized(node) for node in _activation_candidates(anchor)):
         return None
     try:
         found = attempt(
-            lambda reader: _read(anchor, reader, read_weight),
+            lambda reader: _read(anchor, reader, read_weight, read_other),
             lambda found: isinstance(found, tuple),
         )
     except RecursionError:
@@ -153,7 +155,10 @@ def _is_float_input(node: fx.Node) -> bool:
 
 
 def _read(
-    anchor: fx.Node, reader: Reader, read_weight: Callable[[Weight], W | None]
+    anchor: fx.Node,
+    reader: Reader,
+    read_weight: Callable[[Weight], W | None],
+    read_other: Callable[[Reader, Expr], W | None],
 ) -> tuple[Matmul, FakeQuantized, W] | None:
     product = read_matmul(anchor, reader)
     if not isinstance(product, Matmul) or min(product.k, product.n) < 2:
@@ -162,7 +167,10 @@ def _read(
     if x is None:
         return None
     weight = decode(reader, product.weight, product.node)
-    stored = read_weight(weight) if isinstance(weight, Weight) else None
+    if isinstance(weight, Weight):
+        stored = read_weight(weight)
+    else:
+        stored = read_other(reader, product.weight)
     return None if stored is None else (product, x, stored)
 
 

@@ -4,6 +4,7 @@
 both quantized and dequantized: as ``w8a8`` and ``qdq``, with a weight that ``weight_decode`` finds
 in bit fields of 4 bits. Its integers may be functions of the nibble that are linear (shifted into
 the high half of a byte, sign-extended, less a zero point); groups along K may have a float scale.
+Integers of ``_int_mm`` may also be rounded and clamped, or wrap around (``int8_of``).
 """
 
 from __future__ import annotations
@@ -21,10 +22,16 @@ from inductor_quant.ops import w4a8 as op
 from inductor_quant.ops.w8a8 import SCALE_DTYPES, max_k
 from inductor_quant.ops.weight_only import check_format
 from inductor_quant.spec.decisions import Rejection, RejectionCode
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import (
+    AffineIndex,
+    DequantOp,
+    DequantOpKind,
+    Field,
+    WeightFormat,
+)
 
 from .. import fx_utils
-from ..fx_utils import aten
+from ..fx_utils import CAST, aten
 from ..match import Constant, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector
@@ -33,7 +40,9 @@ from ..matching.matmul_ops import Matmul
 from ..matching.operands import reject_mutated, reject_operands
 from ..matching.weight_decode import Weight, attempt, decode
 from ..symbolic import Reader, arithmetic
+from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
 from ..symbolic.index import Unsupported
+from ..symbolic.reader import broadcast
 from . import qdq, w8a8
 
 FAMILY = "w4a8"
@@ -72,7 +81,7 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """None: the weight is no such one, and another pattern may recognize the product."""
     if anchor.target == aten._int_mm.default:
         return _of_integers(anchor)
-    return qdq.recognize_as(anchor, read_int4, _assemble)
+    return qdq.recognize_as(anchor, read_int4, _assemble, int8_of)
 
 
 def read_int4(weight: Weight) -> Int4Weight | None:
@@ -211,7 +220,10 @@ def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node
     except Unsupported:
         return None
     weight = decode(reader, expr, b)
-    found = read_int4(weight) if isinstance(weight, Weight) else None
+    if isinstance(weight, Rejection):
+        found = int8_of(reader, expr)
+        return None if found is None else (found, _computed(reader))
+    found = read_int4(weight)
     if found is None or found.scale is not None or op.split(found.format)[1] is not None:
         return None
     if found.alpha != 1:
@@ -221,7 +233,98 @@ def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node
         found = dataclasses.replace(found, format=format, alpha=1.0)
         if op.problem_of(format, found.dtypes):
             return None
-    return found, [node for node in reader.nodes() if node.op == "call_function"]
+    return found, _computed(reader)
+
+
+def _computed(reader: Reader) -> list[fx.Node]:
+    return [node for node in reader.nodes() if node.op == "call_function"]
+
+
+# ------------------------------------------------------------------------------------------
+# what is made int8
+
+_CLAMPS = {
+    aten.clamp_min.default: ("self", "min"),
+    aten.clamp_max.default: ("self", "max"),
+    aten.clamp.default: ("self", "min", "max"),
+}
+_WRAPS = {
+    overload: name
+    for name in ("add", "sub", "mul")
+    for overload in (getattr(aten, name).Tensor, getattr(aten, name).Scalar)
+}
+
+
+def int8_of(reader: Reader, element: Expr) -> Int4Weight | None:
+    """The weight whose ``element`` ops round and clamp to int8 (QQQ), or compute in int8, which
+    wraps around (QServe); None: it is none."""
+    while isinstance(element, Op) and element.name == "cast":
+        (element,) = element.args
+    if not isinstance(element, (Bits, Load)) or fx_utils.is_stored(element.node):
+        return None
+    node, index = element.node, element.index
+    kind: DequantOpKind = "wrap" if node.target in _WRAPS else "round"
+    try:
+        if kind == "wrap" and isinstance(element, Bits):
+            expr = _unwrapped(reader, node, index)
+        else:
+            source = _rounded(node)
+            if source is None:
+                return None
+            expr = reader.read(source, index)
+        expr = arithmetic.cast(expr, torch.float32)
+    except Unsupported:
+        return None
+    weight = decode(reader, expr, node)
+    if isinstance(weight, Rejection) or (kind == "round" and torch.float32 not in weight.same_for):
+        return None
+    format = _linear(weight)
+    if format is None:
+        return None
+    ops = (*format.dequant_ops, DequantOp(kind))
+    return _pruned(Int4Weight(dataclasses.replace(format, dequant_ops=ops), weight.sources))
+
+
+def _rounded(node: fx.Node) -> fx.Node | None:
+    """The fp32 value that ``node`` rounds to integers and clamps to int8."""
+    is_cast = node.target == CAST and fx_utils.value(node).dtype == torch.int8
+    value = node.args[0] if is_cast else node
+    bounds, rounds = {"min": -math.inf, "max": math.inf}, 0
+    while isinstance(value, fx.Node) and fx_utils.value(value).dtype == torch.float32:
+        if value.target == aten.round.default:
+            rounds += 1
+            value = value.args[0]
+        elif value.target in _CLAMPS:
+            names = _CLAMPS[value.target][1:]
+            value, *ends = fx_utils.arguments(value, *_CLAMPS[value.target])
+            for name, end in zip(names, ends, strict=True):
+                if not isinstance(end, (int, float)):
+                    return None
+                choose = max if name == "min" else min
+                bounds[name] = choose(bounds[name], end)
+        else:
+            break
+    is_int8 = rounds == 1 and bounds == {"min": -128, "max": 127}
+    return value if is_int8 and isinstance(value, fx.Node) else None
+
+
+def _unwrapped(reader: Reader, node: fx.Node, index: Any) -> Expr:
+    """The element of ``node``, sums and products in int8, as if they were exact."""
+    found = reader.read(node, index)
+    if not isinstance(found, Bits) or not is_whole(found) or found.node.target not in _WRAPS:
+        return arithmetic.cast(found, torch.int32)
+    node, index = found.node, found.index
+    if fx_utils.value(node).dtype != torch.int8:
+        raise Unsupported("integers that wrap around beyond int8")
+    if len(node.args) > 2 or node.kwargs:
+        raise Unsupported("a multiple of the second term")
+    left, right = (
+        _unwrapped(reader, item, broadcast(item, index))
+        if isinstance(item, fx.Node)
+        else arithmetic.cast(reader.operand(item, node, index), torch.int32)
+        for item in node.args
+    )
+    return Op(_WRAPS[node.target], (left, right), torch.int32)
 
 
 def _replaced(product: RecognizedGemm, weight: Int4Weight) -> RecognizedGemm | Rejection:

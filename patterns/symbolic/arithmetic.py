@@ -264,13 +264,19 @@ def remainder(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
 
 
 def where(condition: Expr, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
-    """``where(q > 7, q - 16, q)`` of a 4-bit field: the field, sign-extended."""
+    """``where(q > 7, q - 16, q)`` of a 4-bit field: the field, sign-extended. ``where(p < 0, p +
+    2**32, p)`` of a word: unsigned."""
     if dtype not in INTEGERS:
         raise Unsupported("a choice between two floats")
     if not isinstance(condition, Op) or condition.name not in ("ge", "gt", "le", "lt"):
         raise Unsupported("a choice between two values")
     q, bound = condition.args
     value = constant(bound)
+    if condition.name == "lt" and value == 0 and isinstance(q, Bits) and q.signed and is_whole(q):
+        unsigned = dataclasses.replace(q, signed=False, dtype=dtype)
+        around = add(dataclasses.replace(q, dtype=dtype), integer(1 << q.width, dtype), dtype)
+        if held_in(b, dtype) == dataclasses.replace(q, dtype=dtype) and held_in(a, dtype) == around:
+            return unsigned
     if not isinstance(q, Bits) or q.signed or value is None:
         raise Unsupported("a choice whose condition is not on a field")
     if condition.name in ("le", "lt"):
@@ -306,6 +312,8 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return _in_range(Position(index, dtype))
     if name == "add" and isinstance(a, Position):
         a, b = b, a
+    if name == "sub" and (width := _truncated_width(a, b)):
+        return bitwise_and(a, integer((1 << width) - 1, dtype), dtype)
     if name == "sub" and _is_twice_the_sign(a, b):
         return held_in(sign_extended(a), dtype)
     if constant(b) == 0:
@@ -324,6 +332,15 @@ def _sum(name: str, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
 def _width(expr: Expr) -> int:
     low, high = interval(expr)
     return max(high, -low - 1).bit_length() + (low < 0)
+
+
+def _truncated_width(a: Expr, b: Expr) -> int:
+    """w where b is ``a >> w << w``; 0: it is not."""
+    high = _untruncated(b)
+    if not isinstance(high, Op) or high.name != "shl" or (width := constant(high.args[1])) is None:
+        return 0
+    shifted = _shifted_right(a, IndexExpr(width), a.dtype)
+    return width if held_in(high.args[0], a.dtype) == shifted else 0
 
 
 def _is_twice_the_sign(a: Expr, b: Expr) -> bool:

@@ -93,7 +93,14 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     flat = ZERO
     for size, i in zip(tensor.shape, index, strict=True):
         flat = flat * size + i
-    return Position(reader.space.look_up(compat.values_of(tensor), flat), tensor.dtype)
+    values = compat.values_of(tensor)
+    try:
+        return Position(reader.space.look_up(values, flat), tensor.dtype)
+    except Unsupported:
+        if not all(value > 0 and not value & (value - 1) for value in values):
+            raise
+    exponents = reader.space.look_up([value.bit_length() - 1 for value in values], flat)
+    return Op("shl", (integer(1, tensor.dtype), Position(exponents, torch.int64)), tensor.dtype)
 
 
 @handles(aten.index.Tensor, aten._unsafe_index.Tensor)

@@ -88,6 +88,7 @@ def _repeat(reader: Reader, node: fx.Node, index: At) -> Expr:
     aten.alias.default,
     aten.detach.default,
     aten.lift_fresh_copy.default,
+    torch.ops.prims.device_put.default,
 )
 def _same(reader: Reader, node: fx.Node, index: At) -> Expr:
     return reader.read(node.args[0], index)  # type: ignore[arg-type]

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from examples.benchmarks import formats, gemm, harness, models, random_linears
-from examples.benchmarks.workers import architectures, model, quantizers, random_linear
+from examples.benchmarks.workers import architectures, linear, model, quantizers, random_linear
 from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant.report.events import collect
 from tests.support.benchmarks import WORKER, run_main
-from tests.support.graphs.post_grad import EagerBackend
+from tests.support.graphs.post_grad import EagerBackend, capture
 from tests.support.sampling import sampled
 
 # ------------------------------------------------------------------------------------------
@@ -78,6 +78,29 @@ def test_check_fails_on_a_wrong_result_and_where_ours_does_not_run(worker, monke
     monkeypatch.setattr(gemm, "TINY", [(13, 64, 64)])
     assert run_main(monkeypatch, gemm, *tiny, "--systems", "ours", "--check") == 1
     assert capsys.readouterr().out.count("ours fails: ValueError: no such shape: 13x64x64") == 1
+
+
+@pytest.mark.parametrize("family", ["w4a8", "w4a8_channel"])
+def test_systems_of_w4a8_compute_the_same_and_ours_reads_the_packed_weight(family, monkeypatch):
+    make, systems = linear.FAMILIES[family]
+    problem = make("gemm", 20, 64, 256, "cpu")
+    arguments = (problem.a, problem.packed, problem.sa, problem.scale, problem.bias)
+    _, [rewrite] = capture(problem.gemm, arguments)
+    assert [match.family for match in rewrite.report.matches] == ["w4a8"]
+    monkeypatch.setattr(torch, "compile", lambda fn, **how: fn)
+    for measure in ("gemm", "linear"):
+        problem = make(measure, 20, 64, 256, "cpu")
+        for entry in systems.values():
+            if measure in entry.measures:
+                got, want = entry.build(problem)[-1]().double(), entry.reference(problem)
+                assert (got - want).square().mean() < (entry.bound**2) * want.square().mean()
+
+
+def test_random_sizes_have_groups_and_are_large():
+    sizes = gemm.random_sizes(20, 1, None)
+    assert sizes == gemm.random_sizes(20, 1, None) != gemm.random_sizes(20, 2, None)
+    assert all(n * k >= 1 << 22 and k % 128 == 0 for _, n, k in sizes)
+    assert len({m for m, _, _ in sizes}) > 5
 
 
 def test_a_spent_budget_leaves_the_rest_out(worker, monkeypatch, capsys):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from examples.benchmarks.harness import serve
 from examples.benchmarks.timing import Replay, copies_beyond_l2, machine, seconds
-from examples.benchmarks.workers import weight_only
+from examples.benchmarks.workers import w4a8, weight_only
 from examples.benchmarks.workers.fp8 import Fp8, Fp8Block, cublaslt, deepseek
 from inductor_quant.report import events
 
@@ -283,12 +283,24 @@ WEIGHT_ONLY_SYSTEMS: dict[str, Entry] = (
     }
 )
 
+_W4A8 = functools.partial(Entry, measures=("gemm", "linear"), families=("w4a8", "w4a8_channel"))
+W4A8_SYSTEMS: dict[str, Entry] = {
+    "ours": _W4A8(functools.partial(w4a8.compiled, "inductor_quant")),
+    "stock": _W4A8(functools.partial(w4a8.compiled, "inductor")),
+    "w8a8": _W4A8(w4a8.w8a8, w4a8.Channel.integers),  # ours, of the weight in int8
+    # ours, of the packed weight and a bf16 activation; the scaled weight is rounded to bf16
+    "w4a16": _W4A8(w4a8.w4a16, unquantized, 2 * EXACT),
+    "bf16": _W4A8(w4a8.bf16, unquantized, 2 * EXACT, measures=("linear",)),  # cuBLAS
+}
+
 # family -> its problem and its systems
 FAMILIES: dict[str, tuple[type[Any], dict[str, Entry]]] = {
     "w8a8": (W8A8, SYSTEMS),
     "w8a8_fp16": (W8A8Half, SYSTEMS),
     "fp8": (Fp8, SYSTEMS),
     "fp8_block": (Fp8Block, SYSTEMS),
+    "w4a8": (w4a8.Groups, W4A8_SYSTEMS),
+    "w4a8_channel": (w4a8.Channel, W4A8_SYSTEMS),
     "weight_only": (weight_only.GPTQ, WEIGHT_ONLY_SYSTEMS),
     "weight_only_fp16": (weight_only.GPTQHalf, WEIGHT_ONLY_SYSTEMS),
     "weight_only_awq": (weight_only.AWQ, WEIGHT_ONLY_SYSTEMS),
@@ -370,7 +382,7 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("system", choices=[*SYSTEMS, *WEIGHT_ONLY_SYSTEMS])
+    parser.add_argument("system", choices=[*SYSTEMS, *W4A8_SYSTEMS, *WEIGHT_ONLY_SYSTEMS])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--deepseek-kernel", help="Python file of the system 'deepseek'")
     options = parser.parse_args()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
+
 from inductor_quant.kernels.codegen.base import Hook
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
@@ -17,7 +19,9 @@ from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 SIGN = 8
-EACH_BYTE = 0x01010101
+EACH_BYTE, EACH_HALF = 0x01010101, 0x00010001
+# In fp16; up to 1024 plus MAX_ZERO neighbouring bits are neighbouring integers.
+BITS_OF_1024, MAX_ZERO = 0x6400, 1000
 # int32 sums that start here are, as the bits of fp32 numbers, ``MAGIC`` plus the sum, which must be
 # below 2**22: a conversion of integers takes eight times as long as an addition.
 MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
@@ -29,7 +33,7 @@ def zero_of(format: WeightFormat) -> int | None:
     element, (integers, _) = format.element, w4a8.split(format)
     total = (SIGN if element.signed else 0) - element.add
     for op in integers:
-        if op.kind != "mul":
+        if op.kind in ("add", "sub"):
             if isinstance(op.operand, Field):
                 return None
             total += int(op.operand) * (1 if op.kind == "sub" else -1)
@@ -38,13 +42,33 @@ def zero_of(format: WeightFormat) -> int | None:
 
 def shift_of(format: WeightFormat) -> int:
     """What is unpacked is the weight's nibble, with its zero point, shifted to the left by this."""
-    return 4 if zero_of(format) == SIGN else 0
+    return 4 if zero_of(format) == SIGN and not format.to_int8 else 0
 
 
 def times_of(format: WeightFormat) -> int:
     """The factor of the integers."""
+    if format.to_int8:
+        return 1
     factors = [op.operand for op in w4a8.split(format)[0] if op.kind == "mul"]
     return math.prod(int(each) for each in factors if not isinstance(each, Field))
+
+
+def is_scaled_quad(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
+    """Of a format that is made int8 of a scaled nibble: whether there are statements for it, less
+    a zero point and times a scale, which is an integer, or in fp16 for an fma that rounds."""
+    if len(format.dequant_ops) < 2:
+        return False
+    *zeros, scale, _ = format.dequant_ops
+    if scale.kind != "mul" or not isinstance(scale.operand, Field):
+        return False
+    if len(zeros) > 1 or any(zero.kind != "sub" for zero in zeros):
+        return False
+    if format.to_int8 == "wrap":
+        return True
+    least, most = w4a8.ends_of(zeros[0].operand, dtypes) or (-1, -1) if zeros else (0, 0)
+    known = (SIGN if format.element.signed else 0) - format.element.add
+    is_small = least + known >= 0 and most + known <= MAX_ZERO
+    return is_small and dtypes[scale.operand.source] == torch.float16
 
 
 class Quads(Uses):
@@ -56,11 +80,13 @@ class Quads(Uses):
         zero = zero_of(self.format)
         low = [part.digit for part in codegen.plan.low]
         of_words = [name for name in low if any(name in i.digits for i in field.index)]
+        is_high = shift_of(self.format) != 0
         kind = Quad(
-            is_high=zero == SIGN,
-            is_flipped=field.signed != (zero == SIGN),
-            subtracts=zero not in (0, SIGN),
+            is_high=is_high,
+            is_flipped=field.signed != is_high,
+            subtracts=zero not in (0, SIGN) and not self.format.to_int8,
             from_words=bool(of_words),
+            becomes=self.format.to_int8,
         )
         at = [self.offset_of(f"{i >> 1}{i & 1}") for i in range(4)]
         if kind.from_words:
@@ -72,6 +98,8 @@ class Quads(Uses):
             arguments = [" | ".join(places)]
         if kind.subtracts:
             arguments.append(f"({self._subtrahend()}) * {EACH_BYTE}")
+        if kind.becomes:
+            arguments += self._scaled(kind.becomes)
         # for each of the four, though they share a register
         none = " + ".join(f"d_{part.name}" for part in codegen.plan.low)
         arguments[0] = f"({arguments[0]}) + ({none}) * 0"
@@ -82,17 +110,30 @@ class Quads(Uses):
         self.lines += lines
         return "quads"
 
+    def _scaled(self, becomes: str) -> list[str]:
+        """What is subtracted and what multiplies, each in both halves of a word."""
+        operand = self.format.dequant_ops[-2].operand
+        assert isinstance(operand, Field)
+        scale, zero = self.field(operand), self._subtrahend()
+        if becomes == "round":  # the bits of 1024 + zero, in fp16
+            bits = f"{scale.code}.to(gl.int16, bitcast=True).to(gl.int32)"
+            factor, zero = f"({bits} & 65535)", f"({BITS_OF_1024} + {zero})"
+        else:
+            whole = f"({scale.code}.to(gl.int32) + {scale.bias})"
+            factor, zero = f"({whole} & 255)", f"((({zero}) * -{whole}) & 255)"
+        return [f"{zero} * {EACH_HALF}", f"{factor} * {EACH_HALF if becomes == 'round' else 1}"]
+
     def _subtrahend(self) -> str:
         field, (integers, _) = self.format.element, w4a8.split(self.format)
         total, terms = (SIGN if field.signed else 0) - field.add, []
         for op in integers:
-            if op.kind == "mul":
+            if op.kind not in ("add", "sub"):
                 continue
             sign = 1 if op.kind == "sub" else -1
             if isinstance(op.operand, Field):
                 value = self.field(op.operand)
                 total += sign * value.bias
-                terms.append(f"{'-' if sign < 0 else ''}({value.code})")
+                terms.append(f"{'-' if sign < 0 else ''}({value.code}).to(gl.int32)")
             else:
                 total += sign * int(op.operand)
         return " + ".join([*terms, str(total)])

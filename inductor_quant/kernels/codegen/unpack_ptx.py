@@ -294,12 +294,14 @@ class Quad:
     is_flipped  the sign bit of each nibble is
     subtracts   a number is subtracted from each; not with ``is_high``
     from_words  the four are the same nibble of four words; else all are in one word
+    becomes     "round", "wrap": how the value, less a zero point and scaled, becomes an int8
     """
 
     is_high: bool
     is_flipped: bool
     subtracts: bool = False
     from_words: bool = False
+    becomes: str = ""
 
 
 def unpack_quad(kind: Quad) -> Assembly:
@@ -308,7 +310,7 @@ def unpack_quad(kind: Quad) -> Assembly:
     Arguments: the words; the selectors, for ``prmt``, of their bytes: of one word those of the word
     with low nibbles moved into place, and of the word; of four words that of the first and that of
     the second. Then, of four words, by how much bytes are shifted; and what is subtracted, in each
-    byte.
+    byte; or, if the values are scaled, the zero point and the scale.
     """
     shift = "shl" if kind.is_high else "shr"
     mask, sign = ("0xf0f0f0f0", 0x80) if kind.is_high else ("0x0f0f0f0f", 0x08)
@@ -323,10 +325,46 @@ def unpack_quad(kind: Quad) -> Assembly:
         order = "u, $1" if kind.is_high else "$1, u"
         lines = [f"{shift}.b32 u, $1, 4;", f"prmt.b32 t, {order}, $5;"]
     flips = (sign if kind.is_flipped else 0) | (0x80 if kind.subtracts else 0)
-    target = "t" if kind.subtracts else "$0"
+    target = "t" if kind.subtracts or kind.becomes else "$0"
     lines.append(f"lop3.b32 {target}, t, {mask}, {flips * 0x01010101:#010x}, {_XOR};")
     count = 12 if kind.from_words else 8
     if kind.subtracts:  # with the sign bits set no byte borrows from the next one
         lines += [f"sub.u32 t, t, ${count + 1};", "xor.b32 $0, t, 0x80808080;"]
         count += 4
-    return _assembly(lines, "t, u", count, pack=4, bits=8)
+    if kind.becomes:
+        lines += (
+            _SCALED[kind.becomes].format(zero=f"${count + 1}", scale=f"${count + 5}").split("\n")
+        )
+        count += 8
+    return _assembly(lines, "t, u, c", count, pack=4, bits=8)
+
+
+# The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8. In fp16 1024 and a nibble is
+# the nibble under an exponent, and fma with 1152 rounds to an integer, once: 1024 and the int8 plus
+# 128, clamped.
+_SCALED = {
+    "round": """\
+prmt.b32 u, t, 0x64646464, 0x4342;
+prmt.b32 t, t, 0x64646464, 0x4140;
+sub.rn.f16x2 t, t, {zero};
+sub.rn.f16x2 u, u, {zero};
+mov.b32 c, 0x64806480;
+fma.rn.f16x2 t, t, {scale}, c;
+fma.rn.f16x2 u, u, {scale}, c;
+mov.b32 c, 0x64006400;
+max.f16x2 t, t, c;
+max.f16x2 u, u, c;
+mov.b32 c, 0x64ff64ff;
+min.f16x2 t, t, c;
+min.f16x2 u, u, c;
+prmt.b32 t, t, u, 0x6420;
+xor.b32 $0, t, 0x80808080;""",
+    # products of a nibble and a byte, in halves of a word
+    "wrap": """\
+shr.u32 u, t, 8;
+and.b32 t, t, 0x000f000f;
+and.b32 u, u, 0x000f000f;
+mad.lo.u32 t, t, {scale}, {zero};
+mad.lo.u32 u, u, {scale}, {zero};
+prmt.b32 $0, t, u, 0x6240;""",
+}

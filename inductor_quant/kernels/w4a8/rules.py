@@ -8,7 +8,7 @@ from typing import Any
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
 from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, is_quad, zero_of
+from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, is_quad, is_scaled_quad, zero_of
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
@@ -91,6 +91,9 @@ def quad_rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rej
         return refused
     if not is_in_place(as_words(weight_of(problem)).weight.format.code, 4):
         return no_kernel("a value is not one half of a byte")
+    format, dtypes = weight_of(problem).format, [t.dtype for t in weight_of(problem).tensors]
+    if format.to_int8 and not is_scaled_quad(format, dtypes):
+        return no_kernel("a scale in another dtype than fp16 is rounded, or other operations are")
     return _group_rejection(spec, weight_of(problem)) if spec.group_size else None
 
 

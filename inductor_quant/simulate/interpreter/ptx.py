@@ -1,10 +1,10 @@
 """Inline PTX as in our kernels, run on numpy arrays.
 
 Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
-``mov``, ``mul``, ``fma`` on pairs of 16-bit floats, fp32 arithmetic, rounding to a signed byte, and
-pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
-``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
-those are; here they are neighbours.
+``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32, rounding to a signed
+byte, and pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a
+call takes ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which
+elements those are; here they are neighbours.
 """
 
 from __future__ import annotations
@@ -95,15 +95,17 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return result
 
 
-def _fma(dtype: Any, storage: npt.DTypeLike) -> Callable[..., Array]:
-    """Both halves of registers, in fp64: exact for small integers and scales."""
+def _halves(
+    compute: Callable[..., Array], dtype: Any = tl.float16, storage: npt.DTypeLike = np.float16
+) -> Callable[..., Array]:
+    """Of both halves of registers, in fp64: exact for small integers and scales."""
 
     def run(*terms: Array) -> Array:
-        x, y, z = (
+        wide = (
             decode(np.ascontiguousarray(term).view(storage), dtype).astype(np.float64)
             for term in np.broadcast_arrays(*map(np.atleast_1d, terms))
         )
-        return encode(x * y + z, dtype).view(np.uint32)
+        return encode(compute(*wide), dtype).view(np.uint32)
 
     return run
 
@@ -117,6 +119,10 @@ def _fp32(compute: Callable[..., Array]) -> Callable[..., Array]:
             return compute(*wide).astype(np.float32).view(np.uint32)
 
     return run
+
+
+def _fma(x: Array, y: Array, z: Array) -> Array:
+    return x * y + z
 
 
 def _round_to_s8(x: Array) -> Array:
@@ -136,10 +142,13 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "cvt.rni.sat.s8.f32": _round_to_s8,
     "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
-    "fma.rn.bf16x2": _fma(tl.bfloat16, np.uint16),
-    "fma.rn.f16x2": _fma(tl.float16, np.float16),
-    "fma.rn.f32": _fp32(lambda a, b, c: a * b + c),
+    "fma.rn.bf16x2": _halves(_fma, tl.bfloat16, np.uint16),
+    "fma.rn.f16x2": _halves(_fma),
+    "fma.rn.f32": _fp32(_fma),
     "lop3.b32": _lop3,
+    "mad.lo.u32": _fma,
+    "max.f16x2": _halves(np.maximum),
+    "min.f16x2": _halves(np.minimum),
     "mov.b32": np.positive,
     "mov.u32": np.positive,
     "mul.lo.u32": np.multiply,
@@ -148,6 +157,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
     "shr.u32": np.right_shift,
+    "sub.rn.f16x2": _halves(np.subtract),
     "sub.u32": np.subtract,
     "xor.b32": np.bitwise_xor,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from inductor_quant.report.events import collect
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device
 from tests.support.gemms.w4a8 import Case, assert_close, described, gemm, make_inputs, reference
+from tests.support.producers.w4a8 import LAYERS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -62,11 +65,16 @@ def test_every_configuration_is_close_to_fp64(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "m"),
-    [("nibble_pairs", 1), ("gptq", 16), ("int4_words", 17), ("awq", 100), ("nibble_pairs", 256)],
+    ("name", "m", "to_int8"),
+    [
+        *(("nibble_pairs", 1, ""), ("gptq", 16, ""), ("int4_words", 17, ""), ("awq", 100, "")),
+        *(("nibble_pairs", 256, ""), ("nibble_pairs", 2, "round"), ("gptq", 12, "wrap")),
+        *(("gptq", 64, "round"), ("nibble_pairs", 200, "wrap"), ("nibble_pairs", 130, "round")),
+    ],
 )
-def test_sums_without_groups_are_those_of_the_integers_bit_for_bit(name, m):
-    case = Case(name, m, 1024, 8192, f32, groups=False, scales=("none", "none"), bias=False)
+def test_sums_of_integers_are_exact_bit_for_bit(name, m, to_int8):
+    case = Case(name, m, 1024, 8192, f32, scales=("none", "none"), bias=False)
+    case = dataclasses.replace(case, groups=to_int8 != "", to_int8=to_int8)
     inputs = make_inputs(case, "cuda")
     want = gemm(case)(*inputs)
     config, *_ = configs_of(case)
@@ -92,26 +100,11 @@ def test_what_no_kernel_takes_is_right(case):
     assert_close(got.cpu(), reference(case, inputs), slack=2.0)
 
 
-class QQQChannel(torch.nn.Module):
-    """Two int4 in a byte, in the high halves of int8: 16 times the weight."""
-
-    def __init__(self, n, k):
-        super().__init__()
-        self.n, self.k = n, k
-        self.register_buffer("qweight", torch.randint(0, 256, (n, k // 2), dtype=torch.uint8))
-        self.register_buffer("scale", torch.rand(1, n) * 0.01 + 0.001)
-
-    def forward(self, x):
-        s = x.abs().amax(-1, keepdim=True).float() / 127
-        xq = (x.float() / s).round().clamp(-128, 127).to(torch.int8)
-        pairs = torch.stack([self.qweight << 4, self.qweight & 0xF0], -1)
-        high = pairs.view(self.n, self.k).view(torch.int8)
-        return (torch._int_mm(xq, high.t()).float() * (self.scale / 16) * s).to(x.dtype)
-
-
 @pytest.mark.parametrize("m", [1, 64])
-def test_a_layer_of_plain_pytorch(m):
-    layer = QQQChannel(2048, 4096).cuda()
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_of_plain_pytorch(name, m):
+    torch.manual_seed(0)
+    layer = LAYERS[name](2048, 4096).cuda()
     x = torch.randn(m, 4096, dtype=torch.float16, device="cuda")
     # At a maximum of 127/32 each 32nd number is halfway between two integers, and eager mode's
     # quotient, a product with 1/127, is not the exact one. At 6 none but 3 is.

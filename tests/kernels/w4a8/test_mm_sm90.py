@@ -41,6 +41,21 @@ def test_it_takes_the_rows_at_which_it_was_faster(name, groups, rows):
     assert ((taken[0], taken[-1]) if taken else None) == rows
 
 
+def test_a_weight_that_is_scaled_to_int8_is_taken_up_to_256_rows():
+    for m, is_taken in ((17, True), (256, True), (257, False)):
+        spec, problem = described(Case("nibble_pairs", m, 8192, 8192, to_int8="round"))
+        assert (W4A8_MM_SM90.rejection(spec, problem, device(90)) is None) == is_taken
+
+
+def test_an_iteration_never_overwrites_what_the_product_before_reads():
+    for k, is_taken in ((4096, True), (4096 + 128, False)):
+        spec, problem = described(Case("nibble_pairs", 64, 1024, k))
+        found = W4A8_MM_SM90.configs(spec, problem, device(90))
+        assert bool(found) == is_taken
+        constants = (W4A8_MM_SM90.constants(spec, problem, each, device(90)) for each in found)
+        assert all(each["UNROLLED"] > 1 for each in constants)
+
+
 def test_m_must_be_bounded_the_card_sm90_and_operands_aligned():
     spec, problem = described(Case("nibble_pairs", 64, 1024, 4096))
     assert W4A8_MM_SM90.rejection(spec, problem, device(90)) is None

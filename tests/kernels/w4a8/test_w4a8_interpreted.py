@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.simulate.interpreter import ptx
 from tests.support.gemms import formats
 from tests.support.gemms.w4a8 import Case, assert_close, gemm, generate_case, make_inputs, reference
 
@@ -80,6 +83,46 @@ def test_results_are_close_to_fp64(kernel, case, config):
 
 
 @pytest.mark.parametrize(
+    ("kernel", "case", "config"),
+    [
+        (DIRECT, Case("nibble_pairs", 5, 64, 256, to_int8="round"), "8x32x128_w2_s1_g8"),
+        (MM, Case("nibble_pairs", 40, 64, 512, to_int8="wrap"), "64x64x128_w4_s4_g8"),
+        # nibbles of four words, zero points that are data
+        (DIRECT, Case("gptq", 5, 64, 128, to_int8="wrap"), "8x32x32_w1_s1_g8"),
+        pytest.param(
+            MM, Case("gptq", 40, 64, 512, to_int8="round"), "64x64x128_w4_s4_g8", marks=slow
+        ),
+        pytest.param(
+            MM, Case("awq", 20, 64, 256, to_int8="round"), "32x64x64_w4_s4_g8", marks=slow
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_made_int8_is_exact(kernel, case, config):
+    torch.manual_seed(0)
+    case = dataclasses.replace(case, out_dtype=f32, scales=("none", "none"), bias=False)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(kernel, case, config)
+    assert torch.equal(simulate.interpret(generated, inputs), gemm(case)(*inputs))
+
+
+def test_all_codes_and_scales_of_qqq_are_rounded_as_in_fp32():
+    """In range, at its edge (127.5, -128.5) and beyond, where torch's spelling clamps."""
+    scales = torch.arange(-(1 << 15), 1 << 15).to(torch.int16)
+    scales = scales[scales.view(torch.float16).isfinite()]
+    twice = (scales.int() & 0xFFFF) * 0x00010001
+    asm = unpack_quad(Quad(is_high=False, is_flipped=False, becomes="round"))
+    for first in range(0, 16, 4):
+        word = sum(first + i << 4 * i for i in range(4))
+        given = [torch.full_like(twice, number) for number in (word, 0x5140, 0x64086408)]
+        given = [t[:, None].expand(-1, 4).contiguous().numpy() for t in (*given, twice)]
+        [got] = ptx.run(asm.text, given, [np.int8], 4)
+        codes = torch.arange(first, first + 4.0) - 8
+        want = (codes * scales.view(torch.float16).float()[:, None]).round().clamp(-128, 127)
+        assert torch.equal(torch.from_numpy(got.view(np.int8)).float(), want)
+
+
+@pytest.mark.parametrize(
     ("kernel", "name", "config"),
     [
         (DIRECT, "nibble_pairs", "16x64x64_w1_s1_g8"),
@@ -109,6 +152,7 @@ def test_rows_of_one_number_give_the_integers_bit_for_bit(kernel, name, config):
         Case("nibble_pairs", 40, 64, 128, layout="every_second", groups=False),  # as w8a8
         Case("gptq", 12, 64, 128, zero="float"),  # as weight_only
         pytest.param(Case("shift_table", 7, 64, 128, zero="int"), marks=slow),
+        Case("nibble_pairs", 5, 64, 128, to_int8="round", layout="every_second"),
         pytest.param(Case("nibble_pairs", 70, 64, 256), marks=slow),
         # zero points without sums of the weight
         Case("int4_words", 40, 64, 128, zero="int"),

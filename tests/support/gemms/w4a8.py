@@ -31,6 +31,7 @@ class Case:
     scales   of activation and weight: "token" or "tensor" or "none"; "channel" likewise
     sums     the sums of the weight are given
     layout   of the packed weight, as in ``weight_only.Case``
+    to_int8  "round": of the weight with the scales of its groups, in fp16; "wrap": these are int8
     """
 
     name: str
@@ -45,18 +46,28 @@ class Case:
     bias: bool = True
     sums: bool = False
     layout: str = "rows"
+    to_int8: str = ""
 
     def __str__(self) -> str:
         parts = [self.name, f"{self.m}x{self.n}x{self.k}", str(self.out_dtype).split(".")[1]]
         defaults = Case("", 0, 0, 0)
-        for name in ("groups", "times", "zero", "scales", "bias", "sums", "layout"):
+        for name in ("groups", "times", "zero", "scales", "bias", "sums", "layout", "to_int8"):
             if getattr(self, name) != getattr(defaults, name):
                 parts.append(f"{name}={getattr(self, name)}")
         return "-".join(parts)
 
     @property
     def packed(self) -> formats.Packed:
-        return formats.build(self.name, self.k, self.n)
+        found = formats.build(self.name, self.k, self.n)
+        if not self.to_int8:
+            return found
+        *tensors, (_, shape, _) = found.tensors
+        scale = (
+            ("zero", shape, torch.float16)
+            if self.to_int8 == "round"
+            else ("bits", shape, torch.int8)
+        )
+        return dataclasses.replace(found, tensors=(*tensors, scale))
 
     @property
     def format(self) -> WeightFormat:
@@ -67,7 +78,10 @@ class Case:
         if self.times != 1:
             ops.append(DequantOp("mul", float(self.times)))
         is_kept = self.groups and self.name not in OF_CHANNELS
-        return dataclasses.replace(format, dequant_ops=(*ops, last) if is_kept else tuple(ops))
+        ops += [last] if is_kept else []
+        if self.to_int8:
+            ops.append(DequantOp(self.to_int8))  # type: ignore[arg-type]
+        return dataclasses.replace(format, dequant_ops=tuple(ops))
 
     @property
     def tensors(self) -> tuple[Any, ...]:
@@ -94,6 +108,8 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     bias = torch.randn(n, device=device) if case.bias else None
     scales = scale(case.scales[0], (case.m, 1)), scale(case.scales[1], (1, n))
     weight = [laid_out(t, case.layout) for t in case.packed.make(device)[: len(case.tensors)]]
+    if case.to_int8 == "round":
+        weight[-1] *= 2  # up to 24: some are clamped
     return a, *scales, bias, zero, _sums(case, weight) if case.sums else None, *weight
 
 
@@ -149,7 +165,7 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
 
 def integers(case: Case, weight: list[torch.Tensor]) -> torch.Tensor:
     """q [K, N] in fp64, by the producer's plain code."""
-    given = list(weight[: len(dataclasses.replace(case, groups=False).tensors)])
+    given = list(weight[: len(dataclasses.replace(case, groups=False, to_int8="").tensors)])
     scales = case.packed.tensors[len(given) :]
     ones = [torch.ones(shape, dtype=dtype) for _, shape, dtype in scales]
     return case.packed.dequantized([*given, *ones]) * case.times
@@ -159,11 +175,14 @@ def _products(case: Case, weight: list[torch.Tensor]) -> torch.Tensor:
     """q with the scales of its groups, in fp64."""
     if case.format == _unscaled(case):
         return integers(case, weight)
-    return case.packed.dequantized(weight) * case.times
+    scaled = case.packed.dequantized(weight) * case.times
+    if case.to_int8 == "round":
+        return scaled.round().clamp(-128, 127)
+    return scaled.to(torch.int64).to(torch.int8).double() if case.to_int8 else scaled
 
 
 def _unscaled(case: Case) -> WeightFormat:
-    return dataclasses.replace(case, groups=False).format
+    return dataclasses.replace(case, groups=False, to_int8="").format
 
 
 def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """``w4a8_mm_sm90``: int8 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64), if the
-packed words of a tile are a box of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64, of a
+weight that is scaled to int8 to 256), if the packed words of a tile are a box of a matrix.
 
 ``weight_only_mm_sm90`` with int8 operands of wgmma: W goes from shared memory to the registers of
 the first operand, four nibbles unpacked at once, while the product before runs. With groups along K
@@ -15,7 +15,7 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
+from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
@@ -46,9 +46,9 @@ TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what
 PARTIALS_PER_CYCLE = 150
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond, the int8 weight is written once; with groups, kernels of weight_only take fewer rows and
-# more.
-MAX_M, GROUPED_M = 1024, (SMALL_M + 1, 64)
+# Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
+# kernels of weight_only take fewer rows and more.
+MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 
 
 class W4A8MMSm90(rules.W4A8Kernel):
@@ -61,6 +61,8 @@ class W4A8MMSm90(rules.W4A8Kernel):
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
         least, most = GROUPED_M if spec.group_size else (DECODE_M + 1, MAX_M)
+        if problem.weight is not None and problem.weight.format.to_int8:
+            most = SCALED_M
         if problem.m > most or not problem.m_is_bounded or problem.m < least:
             return no_kernel(f"M = {problem.m} has no bound, or is not within {least} to {most}")
         if not problem.has_weight_descriptors:
@@ -144,10 +146,9 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
-    """K iterations in the loop's body: the scales of each take registers."""
-    if not spec.group_size:
-        return UNROLLED
-    return (2, 1) if _accumulators(spec, config) <= PAIRED else (1,)
+    """K iterations in the loop's body: the scales of each take registers. At least two: one would
+    be unpacked to the registers that the product before still reads."""
+    return UNROLLED[-1:] if spec.group_size else UNROLLED
 
 
 def _cost(

@@ -1,0 +1,58 @@
+"""The weights of QQQ's and QServe's layers, as their graphs unpack them, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.ops import w4a8
+from tests.support.gemms.generated import generate
+from tests.support.graphs.post_grad import calls, capture
+from tests.support.producers.w4a8 import LAYERS
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+slow = pytest.mark.slow
+
+
+def like(value: torch.Tensor) -> torch.Tensor:
+    if value.is_floating_point():
+        return (torch.rand(value.shape) * 20).to(value.dtype)
+    info = torch.iinfo(value.dtype)
+    return torch.randint(info.min, info.max, value.shape).to(value.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "m"),
+    [
+        *(("QServe", 20), ("QQQTorchGroup", 3)),
+        *(
+            pytest.param(name, m, marks=slow)
+            for name, m in (("QQQTorch", 5), ("QServe", 1), ("QQQGroup", 33), ("QQQTorchGroup", 40))
+        ),
+    ],
+)
+def test_the_layers_weight_is_read_packed_and_exact(name: str, m: int) -> None:
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](128, 512), torch.randn(m, 512).half()
+    _, [rewrite] = capture(layer, [x], read_tables=True)
+    [node] = calls(rewrite.after, w4a8.op)
+    weight = [like(source.meta["val"]) for source in node.args[1]]
+    a = torch.randint(-128, 128, (m, 512)).to(torch.int8)
+    text = node.kwargs["format"]
+
+    def fn(a: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:
+        options = {"format": text, "out_dtype": torch.float32}
+        return w4a8.op(a, list(weight), None, None, None, **options)
+
+    def make(device: str) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in (a, *weight))
+
+    generated = generate(fn, make)
+    [chosen] = [choices[0].name for choices in generated.choices]
+    assert "inductor_quant_w4a8_" in chosen
+    assert torch.equal(simulate.interpret(generated, (a, *weight)), fn(a, *weight))
