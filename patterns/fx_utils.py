@@ -95,6 +95,14 @@ def as_monomial(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
     return int(factor), {symbol: int(power) for symbol, power in powers.items()}
 
 
+def divisor(size: int | torch.SymInt) -> int:
+    """A number that divides the size in any call."""
+    if isinstance(size, int):
+        return size
+    factor = size.node.expr.as_content_primitive()[0]
+    return int(factor) if factor.is_Integer else 1
+
+
 def size_name(size: int | torch.SymInt) -> int | str:
     """A size for a report: the int, or the text of the symbolic expression."""
     return size if isinstance(size, int) else str(size)

@@ -271,6 +271,7 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
         spec,
         rows,
         fx_utils.size_hint(n) or 0,
+        divisor=fx_utils.divisor(m),
         m_is_bounded=fx_utils.limit(m) is not None,
         has_gluon=not compat.uses_cpp_wrapper(),
     )
