@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -114,9 +115,14 @@ def run(tool: str, names: list[str], limit: float) -> tuple[int, str]:
         command = [SANITIZER[0], "--tool", tool, *SANITIZER[1:], *command]
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     ) as process:
-        timer = threading.Timer(limit, process.kill)
+        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))
         timer.start()
         text, _ = process.communicate()
         timer.cancel()
