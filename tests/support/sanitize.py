@@ -135,6 +135,7 @@ def main() -> int:
     )
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=" ".join(TOOLS))
     parser.add_argument("--kernels", nargs="+", choices=each_kernel.GEMMS)
+    parser.add_argument("--jobs", type=int, default=4, help="processes at once")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for a process")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -147,11 +148,11 @@ def main() -> int:
     step = len(names) // len(tools)
     parts = [names[i * step :] + names[: i * step] for i in range(len(tools))]
     failures = 0
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         found = pool.map(run, tools, parts, [options.limit] * len(tools))
         for tool, (code, text) in zip(tools, found, strict=True):
             failures += code != 0
-            print(f"{tool}: {'ok' if code == 0 else f'FOUND SOMETHING (exit code {code})'}")
+            print(f"\n{tool}: {'ok' if code == 0 else f'FOUND SOMETHING (exit code {code})'}")
             print(text, flush=True)
     return int(failures > 0)
 
