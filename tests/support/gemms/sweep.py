@@ -177,7 +177,9 @@ def main() -> int:
     parser.add_argument("--every-m", action="store_true")
     parser.add_argument("--sizes", help="FROM:TO of the 40")
     parser.add_argument("--refusals", action="store_true")
-    parser.add_argument("--seconds", type=float, default=1e9, help="begins nothing after these")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="ends after the product that exceeds these"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a GPU")
@@ -193,14 +195,16 @@ def main() -> int:
             runs += [at_sizes(family, [each]) for each in sizes()[first:last]]
         right = done = 0
         for each in runs:
-            if time.monotonic() - start > options.seconds:
-                break
             done += 1
             for what, why in each:
                 right += not why
                 failures += bool(why)
                 if why:
                     print(f"WRONG {what}: {why}", flush=True)
+                if time.monotonic() - start > options.seconds:
+                    break
+            if time.monotonic() - start > options.seconds:
+                break
         took = time.monotonic() - start
         print(f"{family}: {done} of {len(runs)} graphs, {right} products right, {took:.0f} s")
         print("   ", ", ".join(f"{name} {count}" for name, count in sorted(KERNELS.items())))
