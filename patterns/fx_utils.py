@@ -103,6 +103,14 @@ def divisor(size: int | torch.SymInt) -> int:
     return int(factor) if factor.is_Integer else 1
 
 
+def least(size: int | torch.SymInt) -> int:
+    """The least that the size is in any call."""
+    if isinstance(size, int):
+        return size
+    lower = size.node.shape_env.bound_sympy(size.node.expr).lower
+    return int(lower) if lower.is_Integer else 0
+
+
 def size_name(size: int | torch.SymInt) -> int | str:
     """A size for a report: the int, or the text of the symbolic expression."""
     return size if isinstance(size, int) else str(size)

@@ -19,6 +19,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching import stock
 from ..matching.epilogue import FLOATS
 from ..matching.operands import (
     Scale,
@@ -266,6 +267,12 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
     m, n, _ = matmul.sizes
     rows, anchor = fx_utils.size_hint(m), matmul.anchor.target
     if rows is None or not (anchor in _ANCHORS or str(anchor) in _CALLS_SCALED_MM):
+        return False
+    if (
+        spec.b.scale is not None
+        and spec.b.scale.block[0] > 1
+        and not stock.takes_blocks(matmul.anchor)
+    ):
         return False
     return fp8.prefers_library(
         spec,

@@ -144,10 +144,11 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
-    """K iterations in the loop's body: the scales of each take registers."""
+    """K iterations in the loop's body: the scales of each take registers. More than one: ptxas lets
+    the next operand overwrite that of a product in flight if the loop comes round in between."""
     if not spec.group_size:
         return UNROLLED
-    return (2, 1) if _accumulators(spec, config) <= PAIRED else (1,)
+    return (2,) if _accumulators(spec, config) <= PAIRED else ()
 
 
 def _cost(
