@@ -54,6 +54,8 @@ class Options:
     compile_buckets   when: "met": in the first call of a range; "ahead": all ranges in the first
                       call; "background": in a thread, while the kernels of the first call's size
                       serve
+    untuned           take every GEMM on cards where nothing was tuned (all but sm_90); False: leave
+                      those as ``UNTUNED`` that a library computes there from quantized operands
     require           family -> least matches in each compiled graph that has matrix products; fewer
                       raise RequirementError, whatever on_error (for a CI)
 
@@ -75,6 +77,7 @@ class Options:
     fuse_quantization: bool = True
     row_buckets: bool | tuple[int, ...] = True
     compile_buckets: Literal["met", "ahead", "background"] = "met"
+    untuned: bool = False
     require: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -103,7 +106,8 @@ class Options:
             raise OptionError(f'on_error={self.on_error!r} must be "fallback" or "raise"')
         if self.numerics not in ("default", "strict"):
             raise OptionError(f'numerics={self.numerics!r} must be "default" or "strict"')
-        for name in ("read_tables", "verify", "horizontal_fusion", "fuse_quantization"):
+        switches = ("read_tables", "verify", "horizontal_fusion", "fuse_quantization", "untuned")
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name}={getattr(self, name)!r} must be True or False")
         if isinstance(self.max_choices, bool) or not isinstance(self.max_choices, int):

@@ -95,6 +95,22 @@ def as_monomial(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
     return int(factor), {symbol: int(power) for symbol, power in powers.items()}
 
 
+def divisor(size: int | torch.SymInt) -> int:
+    """A number that divides the size in any call."""
+    if isinstance(size, int):
+        return size
+    factor = size.node.expr.as_content_primitive()[0]
+    return int(factor) if factor.is_Integer else 1
+
+
+def least(size: int | torch.SymInt) -> int:
+    """The least that the size is in any call."""
+    if isinstance(size, int):
+        return size
+    lower = size.node.shape_env.bound_sympy(size.node.expr).lower
+    return int(lower) if lower.is_Integer else 0
+
+
 def size_name(size: int | torch.SymInt) -> int | str:
     """A size for a report: the int, or the text of the symbolic expression."""
     return size if isinstance(size, int) else str(size)

@@ -40,7 +40,7 @@ from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
-from .matching import adapters, collectives
+from .matching import adapters, collectives, stock
 from .matching.operands import source_of
 from .matching.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
@@ -254,7 +254,10 @@ def _decide(
     if isinstance(found, RecognizedGemm) and options.numerics == "strict":
         found = _policy(found, module, options) or strictly(found)
     refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
-    depends_on_rows = refusal is None or refusal.code is RejectionCode.MANY_ROWS
+    depends_on_rows = refusal is None or refusal.code in (
+        RejectionCode.MANY_ROWS,
+        RejectionCode.UNTUNED,
+    )
     if depends_on_rows and isinstance(found, RecognizedGemm) and isinstance(found.m, str):
         variants.note(f"{found.family}; {found.m}; {found.k}")
     if refusal is not None:
@@ -352,6 +355,8 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
         )
     if collectives.is_overlapped(found.anchor):
         return Rejection(RejectionCode.COLLECTIVE, f"{found.family} {found.spec}")
+    if not options.untuned and stock.is_left_to_it(found):
+        return Rejection(RejectionCode.UNTUNED, f"{found.family} {found.spec}")
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None

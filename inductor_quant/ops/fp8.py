@@ -30,6 +30,8 @@ HOPPER_SMS = 132
 GLUON_TILES = ((128, 256), (128, 192))
 MIN_GLUON_ROWS = 256
 MIN_FILLED = 0.65
+# cuBLASLt takes scales of blocks for multiples of this many rows.
+LIBRARY_ROWS = 4
 
 
 def reference(
@@ -125,9 +127,21 @@ def make_spec(
 
 
 def prefers_library(
-    spec: QuantGemmSpec, m: int, n: int, *, m_is_bounded: bool = True, has_gluon: bool = True
+    spec: QuantGemmSpec,
+    m: int,
+    n: int,
+    *,
+    divisor: int | None = None,
+    m_is_bounded: bool = True,
+    has_gluon: bool = True,
 ) -> bool:
-    """Whether ``aten._scaled_mm`` is faster than our kernels for M = ``m``, N = ``n``."""
+    """Whether ``aten._scaled_mm`` takes M = ``m``, N = ``n`` and is faster than our kernels.
+
+    ``divisor``: what divides M in any call; None: ``m``.
+    """
+    has_blocks = spec.b.scale is not None and spec.b.scale.block[0] > 1
+    if has_blocks and (m if divisor is None else divisor) % LIBRARY_ROWS:
+        return False
     halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
     is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
     is_large = not spec.fast_accum and m > MAX_PROMOTED_ROWS and not is_split

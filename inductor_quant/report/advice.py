@@ -18,6 +18,7 @@ _ADVICE: dict[RejectionCode, str] = {
     RejectionCode.FAMILY_DISABLED: 'options={"inductor_quant.families": [...]} names this family',
     RejectionCode.MODULE_EXCLUDED: "change include_modules or exclude_modules",
     RejectionCode.NUMERICS: 'numerics="default" allows results of fewer roundings',
+    RejectionCode.UNTUNED: "untuned=True takes it all the same",
     RejectionCode.COLLECTIVE: "torch._inductor.config._micro_pipeline_tp = False",
     RejectionCode.MUTATED_OPERAND: "do not write to quantized tensors inside the compiled call",
     RejectionCode.INTERNAL_ERROR: 'on_error="raise" shows the failure; please report it',

@@ -21,6 +21,7 @@ from inductor_quant.kernels.block_sparse.mm import kernel as block_sparse
 from inductor_quant.kernels.scaled_mm import fp8, int8
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.options import DISABLE_VARIABLE, FAMILIES, is_disabled_by_environment
+from inductor_quant.report.which import TUNED
 
 # The lowest compute capability of a family's kernels.
 _FAMILY_ARCH = {
@@ -32,6 +33,10 @@ _FAMILY_ARCH = {
     "block_sparse": block_sparse.MIN_ARCH,
     "experts": rules.MIN_ARCH,
 }
+UNTUNED = (
+    "untuned tiles: what aten._int_mm and aten._scaled_mm compute there is left to them, unless "
+    "untuned=True"
+)
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")
 
 
@@ -99,13 +104,14 @@ def _devices() -> list[tuple[str, str]]:
         families = [
             f"{family} {'yes' if arch >= _FAMILY_ARCH[family] else 'no'}" for family in FAMILIES
         ]
+        tiles = "tuned tiles" if arch == TUNED else UNTUNED
         features = {"wgmma": arch == 90, "TMA": arch >= 90, "fp8": arch >= 89}
         has = [name for name, there in features.items() if there]
         found.append(
             (
                 f"cuda:{index}",
                 f"{properties.name}, sm_{arch}, {properties.multi_processor_count} SMs, "
-                f"{properties.total_memory / 2**30:.0f} GiB; {', '.join(families)}; "
+                f"{properties.total_memory / 2**30:.0f} GiB; {', '.join(families)}; {tiles}; "
                 f"has {', '.join(has) or 'none of wgmma, TMA, fp8'}",
             )
         )

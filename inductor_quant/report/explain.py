@@ -21,6 +21,8 @@ from inductor_quant.spec.decisions import MEANINGS, Match, Rejection, RejectionC
 
 SCHEMA_VERSION = 1
 _PLAIN_WIDTH = 160
+# What a product with a symbolic M may be for some M only.
+_BY_ROWS = (RejectionCode.MANY_ROWS, RejectionCode.UNTUNED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +323,7 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
 
 def _is_told(decision: Match | Rejection) -> bool:
     """Not what every range repeats: a product that is left alone whatever M."""
-    depends_on_m = isinstance(decision, Match) or decision.code is RejectionCode.MANY_ROWS
+    depends_on_m = isinstance(decision, Match) or decision.code in _BY_ROWS
     return depends_on_m or not is_of_range(decision)
 
 

@@ -21,14 +21,17 @@ from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# A100, L40S, H100 and H200, B200: SMs, and the most shared memory of a CTA (CUDA C++ Programming
-# Guide, table "Technical Specifications per Compute Capability").
+# A100, A40, L40S, H100 and H200, B200, RTX 5090: SMs, and the most shared memory of a CTA (CUDA C++
+# Programming Guide, table "Technical Specifications per Compute Capability").
 DEVICES = {
     80: Device(80, num_sms=108, shared_memory=163 * 1024),
+    86: Device(86, num_sms=84, shared_memory=99 * 1024),
     89: Device(89, num_sms=142, shared_memory=99 * 1024),
     90: Device(90, num_sms=132, shared_memory=227 * 1024),
     100: Device(100, num_sms=148, shared_memory=227 * 1024),
+    120: Device(120, num_sms=170, shared_memory=99 * 1024),
 }
+TUNED = 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +83,9 @@ def which(
         notes.append("computes the column sums of the weight itself, if they are not constants")
     if decision is None or decision.kernel is None:
         decision = first(family, problem)
-    if family.startswith("fp8") and fp8.prefers_library(spec, gemm.m, gemm.n):
+    if arch != TUNED and family in ("w8a8", "fp8"):
+        notes.append("a graph that calls aten._int_mm or aten._scaled_mm keeps it (untuned)")
+    elif arch == TUNED and family.startswith("fp8") and fp8.prefers_library(spec, gemm.m, gemm.n):
         notes.append("a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)")
     if decision.kernel is None and family == "w4a8":
         notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")

@@ -32,7 +32,12 @@ class GPU:
 
 GPUS: dict[int, GPU] = {
     80: GPU("NVIDIA A100-SXM4-80GB", (8, 0), 108, 163 * KIB, 80 * GIB, 40 * MIB),
+    86: GPU("NVIDIA A40", (8, 6), 84, 99 * KIB, 48 * GIB, 6 * MIB, threads_per_sm=1536),
     89: GPU("NVIDIA L40S", (8, 9), 142, 99 * KIB, 48 * GIB, 96 * MIB, threads_per_sm=1536),
     90: GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 227 * KIB, 80 * GIB, 50 * MIB),
     100: GPU("NVIDIA B200", (10, 0), 148, 227 * KIB, 180 * GIB, 126 * MIB),
+    120: GPU(
+        *("NVIDIA GeForce RTX 5090", (12, 0), 170, 99 * KIB, 32 * GIB, 96 * MIB),
+        threads_per_sm=1536,
+    ),
 }

@@ -40,6 +40,7 @@ class RejectionCode(enum.StrEnum):
     MODULE_EXCLUDED = "module_excluded"
     NUMERICS = "numerics"
     MANY_ROWS = "many_rows"
+    UNTUNED = "untuned"
     COLLECTIVE = "collective"
     INTERNAL_ERROR = "internal_error"
     # kernels
@@ -73,6 +74,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.MODULE_EXCLUDED: "include_modules or exclude_modules excludes this module",
     RejectionCode.NUMERICS: 'not bit for bit the graph, as numerics="strict" requires',
     RejectionCode.MANY_ROWS: "M is so large that the graph is faster unchanged",
+    RejectionCode.UNTUNED: "nothing was tuned for this card, and a library computes the product",
     RejectionCode.COLLECTIVE: "_micro_pipeline_tp overlaps the product with a collective",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it unchanged",
     RejectionCode.NO_KERNEL: "no kernel supports this GEMM, or this kernel does not",

@@ -19,6 +19,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching import stock
 from ..matching.epilogue import FLOATS
 from ..matching.operands import (
     Scale,
@@ -267,10 +268,17 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
     rows, anchor = fx_utils.size_hint(m), matmul.anchor.target
     if rows is None or not (anchor in _ANCHORS or str(anchor) in _CALLS_SCALED_MM):
         return False
+    if (
+        spec.b.scale is not None
+        and spec.b.scale.block[0] > 1
+        and not stock.takes_blocks(matmul.anchor)
+    ):
+        return False
     return fp8.prefers_library(
         spec,
         rows,
         fx_utils.size_hint(n) or 0,
+        divisor=fx_utils.divisor(m),
         m_is_bounded=fx_utils.limit(m) is not None,
         has_gluon=not compat.uses_cpp_wrapper(),
     )

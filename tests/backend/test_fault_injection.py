@@ -18,6 +18,7 @@ from inductor_quant.simulate.capture import GeneratedKernel
 from tests.support import faults
 from tests.support.forks import Program
 from tests.support.graphs.post_grad import capture, rewrite_graph, snapshot
+from tests.support.producers import blocks
 
 i8, f32, e4m3 = torch.int8, torch.float32, torch.float8_e4m3fn
 M, N, K = 3, 64, 256
@@ -53,7 +54,33 @@ def fp8(x, q1, q2, w, s):
     return F.linear((q.to(f32) * t).view(M, K), w.view(N, K)), x + 1
 
 
+def w4a8(x, q1, q2, w, s):
+    """An int4 weight, in pairs of nibbles."""
+    a, t = quantized(x)
+    packed = q1.view(torch.uint8)[:, : K // 2]
+    nibbles = torch.stack([packed & 15, packed >> 4], -1).view(N, K)
+    return (torch._int_mm(a, (nibbles.to(i8) - 8).t()) * t * s, x + 1)
+
+
+def experts(x, q1, q2, w, s):
+    """Each row selects one of four weights."""
+    x, chosen = x.to(torch.float16), (x.sum(-1) > 0).long() + 2
+    stack = q1.view(4, N // 4, K)[chosen].to(x.dtype) * s.view(4, N // 4, 1)[chosen].to(x.dtype)
+    return torch.bmm(stack, x.unsqueeze(-1)).squeeze(-1), x + 1
+
+
+def block_sparse(x, q1, q2, w, s):
+    """Blocks of 32 x 32: rows of 8."""
+    half, blocks = torch.float16, N * K // 32**2
+    crow = torch.arange(0, blocks + 1, 8, dtype=torch.int32, device=x.device)
+    col = torch.arange(blocks, dtype=torch.int32, device=x.device) % 8
+    values = (q2.to(half) / 99).view(blocks, 32, 32)
+    tables = (values, crow, col, None, None, None)
+    return torch.ops.inductor_quant.block_sparse(x.to(half), *tables, n=N), x + 1
+
+
 PROGRAMS = (w8a8, weight_only, fp8)
+MORE = (w4a8, experts, block_sparse)
 
 
 def make_inputs(device):
@@ -89,13 +116,24 @@ def one_warning(run, *args):
 # the graph passes
 
 
-def test_a_function_of_the_passes_that_raises_leaves_the_graphs_meaning():
+SPARSE = blocks.Bias()
+GRAPHS = [
+    [(program, make_inputs("cpu")) for program in PROGRAMS],
+    [(program, make_inputs("cpu")) for program in MORE[:2]]
+    + [(SPARSE, (torch.randn(3, SPARSE.k).half(),))],
+]
+
+
+@pytest.mark.parametrize("graphs", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_function_of_the_passes_that_raises_leaves_the_graphs_meaning(graphs):
     """In the first program that calls it."""
     ours, seen = faults.functions("inductor_quant.patterns"), set()
-    for program in PROGRAMS:
-        [rewrite] = capture(program, make_inputs("cpu"))[1]
+    for program, inputs in GRAPHS[graphs]:
+        with torch.no_grad():
+            [rewrite] = capture(program, inputs, read_tables=program is SPARSE)[1]
         rewritten = functools.partial(rewritten_again, rewrite)
         called = set(faults.called_by(rewritten, ours))
+        assert rewrite.report.matches
         assert len(called) > 90
         expected = rewrite.before(*rewrite.inputs)
         for name in called - seen:
@@ -119,16 +157,16 @@ def rewritten_again(rewrite):
 COMPILE = """
 import json, sys
 from tests.backend import test_fault_injection
-print(json.dumps(test_fault_injection.compiled(sys.argv[1])))
+print(json.dumps(test_fault_injection.compiled(*sys.argv[1:])))
 """
 
 
-def compiled(package):
+def compiled(package, which):
     """What goes wrong when functions of ``package`` raise while a program is compiled, each in the
-    first program that calls it."""
+    first program that calls it. ``which``: a name of programs."""
     ours, inputs = faults.functions(package), make_inputs("cpu")
     seen, escaped = set(), {}
-    for program in PROGRAMS:
+    for program in globals()[which]:
         generated = functools.partial(
             simulate.generate, program, make_inputs, backend="inductor_quant"
         )
@@ -150,16 +188,18 @@ def compiled(package):
 
 @pytest.mark.compiles
 @pytest.mark.parametrize(
-    ("package", "least"),
+    ("package", "which", "least"),
     [
-        ("inductor_quant.lowering", 30),
-        pytest.param("inductor_quant.kernels", 50, marks=pytest.mark.slow),
+        ("inductor_quant.lowering", "PROGRAMS", 30),
+        pytest.param("inductor_quant.kernels", "PROGRAMS", 50, marks=pytest.mark.slow),
+        pytest.param("inductor_quant.lowering", "MORE", 30, marks=pytest.mark.slow),
+        pytest.param("inductor_quant.kernels", "MORE", 50, marks=pytest.mark.slow),
     ],
 )
 def test_a_function_of_the_lowerings_that_raises_leaves_the_graph_to_inductor(
-    package, least, interpreter_forks
+    package, which, least, interpreter_forks
 ):
-    [line] = interpreter_forks.run(Program(COMPILE, (package,)))
+    [line] = interpreter_forks.run(Program(COMPILE, (package, which)))
     count, escaped = json.loads(line)
     assert escaped == {}
     assert count >= least

@@ -15,6 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph_pass
+from inductor_quant.patterns.matching import weight_decode
+from inductor_quant.patterns.symbolic import Reader
+from tests.support.graphs.post_grad import capture as capture_graphs
 from tests.support.graphs.post_grad import printed, rewrite_graph
 from tests.support.producers.registry import PRODUCERS, capture, need
 from tests.support.sampling import sampled
@@ -147,3 +150,30 @@ def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str
     [(ops_on_fakes, calls)] = found
     assert ops_on_fakes == 0
     assert calls < MOST_CALLS
+
+
+def attend(q, cache, x, w, scale):
+    """Keys of a cache, the last of them rotated and of an int8 product, for groups of heads."""
+    new = (torch._int_mm(x, w.t()).float() * scale).to(cache.dtype).view(4, 2, 1, 64)
+    rotated = torch.cat([-new[..., 32:], new[..., :32]], -1)
+    cache = cache.slice_scatter(new + rotated, 2, 15, 16)
+    keys = cache.unsqueeze(2).expand(4, 2, 4, 16, 64).reshape(32, 16, 64)
+    return torch.bmm(q, keys.transpose(1, 2)), cache
+
+
+def test_keys_of_attention_are_read_once_by_each_recognizer(monkeypatch):
+    """They are torn, as packed weights are, but hold no codes: nothing is tried again."""
+    readers = []
+
+    class Counted(Reader):
+        def __init__(self, *args):
+            readers.append(self)
+            super().__init__(*args)
+
+    monkeypatch.setattr(weight_decode, "Reader", Counted)
+    q, cache = torch.randn(32, 1, 64), torch.randn(4, 2, 16, 64)
+    int8 = [torch.ones(rows, 256, dtype=torch.int8) for rows in (4, 128)]
+    _, [rewrite] = capture_graphs(attend, [q.bfloat16(), cache.bfloat16(), *int8, torch.rand(128)])
+    assert [match.family for match in rewrite.report.matches] == ["w8a8"]
+    assert any(reader.space.is_torn for reader in readers)
+    assert len(readers) == 2  # weight_only, experts

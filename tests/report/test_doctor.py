@@ -42,6 +42,7 @@ def test_a_card_is_described_with_what_it_can_do(arch, has_wgmma):
     assert f"sm_{arch}" in described["cuda:0"]
     assert "w8a8 yes" in described["cuda:0"]
     assert ("has wgmma" in described["cuda:0"]) == has_wgmma
+    assert (doctor.UNTUNED in described["cuda:0"]) == (arch != 90)
     assert "cuda:1" in described
     assert not obstacles
 

@@ -170,6 +170,7 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
         (128, 4096, (128, 128), False, []),  # half of the chip would be idle
         (128, 24576, (128, 128), False, ["many_rows"]),
         (256, 7168, (128, 128), False, ["many_rows"]),
+        (258, 7168, (128, 128), False, []),  # cuBLASLt refuses blocks of 258 rows
         (4096, 4096, (128, 128), False, []),  # 3.9 rounds of tiles of 256 columns
         (1024, 2112, (128, 128), False, []),  # two thirds of one, of 192
         (513, 256, None, False, ["many_rows"]),
@@ -212,20 +213,20 @@ def test_an_operand_that_is_written_to_is_refused() -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("kind", ["row", "block"])
-def test_a_dynamic_number_of_rows_is_matched(kind: str) -> None:
-    case = Case(48, 256, 512, block=(128, 128) if kind == "block" else None, bias=False)
+@pytest.mark.parametrize(("kind", "rows"), [("row", 48), ("block", 48), ("block", 600)])
+def test_a_dynamic_number_of_rows_is_matched(kind: str, rows: int) -> None:
+    """Blocks also of 600 rows, and a size: cuBLASLt would refuse three of four calls."""
+    case = Case(rows, 256, 512, block=(128, 128) if kind == "block" else None, bias=False)
 
     def fn(a, w, sa, sb):
         return torch._scaled_mm(a, w.t(), sa, sb if kind == "row" else sb.t(), out_dtype=bf16)
 
     def make(device):
         a, w, sa, sb, _ = make_inputs(case, device)
-        if kind == "row":
-            torch._dynamo.mark_dynamic(a, 0)
-            torch._dynamo.mark_dynamic(sa, 0)
-            return a, w, sa, sb
-        return a, w, sa.t().contiguous().t(), sb
+        sa = sa if kind == "row" else sa.t().contiguous().t()
+        torch._dynamo.mark_dynamic(a, 0)
+        torch._dynamo.mark_dynamic(sa, 0)
+        return a, w, sa, sb
 
     _, report = compiled(fn, make)
     assert [match.family for match in report.matches] == [case.family]

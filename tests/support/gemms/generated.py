@@ -37,6 +37,7 @@ def generate(
             "inductor_quant.horizontal_fusion": horizontal_fusion,
             "inductor_quant.fuse_quantization": fuse_quantization,
             "inductor_quant.row_buckets": False,
+            "inductor_quant.untuned": True,
         },
         **simulated,
     )

@@ -1,0 +1,68 @@
+"""On every card: default configurations fit; nothing untuned replaces what a library computes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+import inductor_quant
+from inductor_quant import simulate
+from tests.support.gemms import each_kernel, formats, fp8, w8a8
+from tests.support.gemms.generated import generate
+
+BLOCK = (128, 128)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("case", "arch", "codes"),
+    [
+        (w8a8.Case(32, 64, 64), 90, []),
+        (w8a8.Case(32, 64, 64), 80, ["untuned"]),
+        (w8a8.Case(16, 64, 64), 80, []),  # the library takes more rows
+        (w8a8.Case(32, 64, 60), 80, []),  # and K in multiples of 8
+        (fp8.Case(32, 64, 64), 120, ["untuned"]),
+        (fp8.Case(32, 64, 64), 86, []),  # it has no FP8
+        (fp8.Case(256, 7168, 512, BLOCK, a_scales="m"), 90, ["many_rows"]),
+        (fp8.Case(256, 7168, 512, BLOCK, a_scales="m"), 100, []),  # nor blocks, but on Hopper
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("untuned", [False, True])
+def test_what_a_library_computes_stays_on_a_card_that_was_not_measured(case, arch, codes, untuned):
+    def scaled(a, w, s, t, bias):
+        t = t.t() if case.block else t
+        return torch._scaled_mm(a, w.t(), s, t, out_dtype=torch.bfloat16)
+
+    fn = w8a8.gemm(case) if isinstance(case, w8a8.Case) else scaled
+    of = each_kernel.module_of(case)
+    options = {"inductor_quant.untuned": untuned, "inductor_quant.on_error": "raise"}
+    with inductor_quant.collect() as report, contextlib.suppress(Exception):
+        # a library's call has no kernel on a virtual GPU
+        simulate.generate(
+            fn,
+            lambda device: of.make_inputs(case, device),
+            arch=arch,
+            backend="inductor_quant",
+            options=options,
+        )
+    expected = [code for code in codes if not (untuned and code == "untuned")]
+    assert [rejection.code.value for rejection in report.rejections] == expected
+    assert len(report.matches) == 1 - len(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", simulate.GPUS)
+@pytest.mark.parametrize("gemm", each_kernel.GEMMS)
+def test_the_default_configuration_fits_and_does_not_spill(gemm, arch, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
+    fn, make = each_kernel.parts(each_kernel.GEMMS[gemm])
+    generated = generate(fn, make, arch=arch)
+    limit = simulate.GPUS[arch].shared_memory_per_block_optin
+    for name, source in generated.kernels.items():
+        compiled = simulate.compile_kernel(name, source)
+        assert compiled.shared_bytes <= limit, name
+        assert compiled.spill_stores == compiled.spill_loads == 0, (name, compiled.registers)

@@ -1,0 +1,65 @@
+"""No kernel writes to the registers that a product in flight still reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from tests.support import in_flight
+from tests.support.gemms import each_kernel, formats, w4a8
+from tests.support.gemms.generated import generate
+from tests.support.gemms.weight_only import Case
+
+slow = pytest.mark.slow
+LOOP = [
+    (0x10, "LDS.64 R8, [R3]"),
+    (0x20, "WARPGROUP.DEPBAR.LE gsb0, 0x0"),
+    (0x30, "IGMMA.64x64x32.S8.S8 R24, R8, gdesc[UR8], R24, gsb0"),
+    (0x40, "@P0 BRA 0x10"),
+]
+
+
+def test_what_comes_round_before_the_wait_is_found():
+    assert in_flight.overwritten(LOOP) == ["0x10 LDS.64 R8, [R3]"]
+    assert (
+        in_flight.overwritten([LOOP[1], (0x18, LOOP[0][1]), *LOOP[2:3], (0x40, "BRA 0x20")]) == []
+    )
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+@pytest.mark.parametrize(
+    "case",
+    [
+        each_kernel.GEMMS["w4a8_mm_sm90"],
+        *(
+            pytest.param(case, marks=slow)
+            for case in (
+                each_kernel.GEMMS["weight_only_small_m_sm90"],
+                each_kernel.GEMMS["weight_only_medium_m_sm90"],
+                each_kernel.GEMMS["weight_only_large_m_sm90"],
+                w4a8.Case("int4_words", 200, 4096, 4096),
+                *(Case(name, 61, 2112, 1152) for name in ("awq", "int8_channel", "nf4", "fp8_row")),
+                *(Case(name, 40, 2112, 4096) for name in ("awq", "gptq")),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_operands_stay_until_the_product_is_done(case, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
+    generated = generate(*each_kernel.parts(case))
+    [(name, source)] = [each for each in generated.kernels.items() if "triton_tem" in each[0]]
+    code = in_flight.machine_code(simulate.compile_kernel(name, source).ptx)
+    assert in_flight.products(code) >= 8
+    assert in_flight.overwritten(code) == []
+
+
+@pytest.mark.compiles
+def test_an_odd_number_of_groups_has_another_kernel(monkeypatch):
+    """One product in the loop's body would come round."""
+    monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
+    case = w4a8.Case("nibble_pairs", 61, 4100, 1152)
+    names = [choices[0].name for choices in generate(*each_kernel.parts(case)).choices]
+    assert not any("w4a8_mm_sm90" in name for name in names)

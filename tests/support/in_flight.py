@@ -1,0 +1,77 @@
+"""Registers of a product in flight, in machine code: wgmma reads its first operand from registers
+after the instruction is issued, until a wait covers it. ptxas keeps them in straight code; where
+the loop comes round before the wait it was seen to reuse them, and results differed now and then."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import triton
+
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+Code = list[tuple[int, str]]
+_STORES = ("ST", "BRA", "RED", "BAR", "SYNCS.ARR", "WARPGROUP", "DEPBAR")
+
+
+def machine_code(ptx: str) -> Code:
+    """(address, instruction) of each instruction for sm_90a."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(ptx)
+        subprocess.run([BIN / "ptxas", "-arch=sm_90a", source, "-o", cubin], check=True)
+        command = [BIN / "cuobjdump", "-sass", cubin]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", text)
+    return [(int(address, 16), instruction.strip()) for address, instruction in found]
+
+
+def products(code: Code) -> int:
+    """How many take the first operand from registers."""
+    return sum(_operand(instruction) is not None for _, instruction in code)
+
+
+def overwritten(code: Code) -> list[str]:
+    """The instructions that write to a register of a product in flight, in two rounds of each loop
+    with products."""
+    at = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, instruction) in enumerate(code):
+        target = re.search(r"BRA 0x([0-9a-f]+)", instruction)
+        first = at.get(int(target[1], 16), i) if target else i
+        if first < i and any("GMMA" in each for _, each in code[first:i]):
+            loops.append((first, i))
+    inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
+    return [each for first, last in inner for each in _overwritten(code[first : last + 1] * 2)]
+
+
+def _overwritten(code: Code) -> list[str]:
+    found: list[str] = []
+    flying: list[set[int]] = []  # by group
+    group: set[int] = set()
+    for address, instruction in code:
+        if "GMMA" in instruction:
+            group |= _operand(instruction) or set()
+            if "gsb0" in instruction:
+                flying, group = [*flying, group], set()
+        elif wait := re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\w+)", instruction):
+            left = int(wait[1], 16)
+            flying = flying[-left:] if left else []
+        elif _written(instruction) & set().union(group, *flying):
+            found.append(f"{address:#x} {instruction}")
+    return found
+
+
+def _operand(instruction: str) -> set[int] | None:
+    operand = re.search(r"GMMA\S*\s+R\d+,\s*R(\d+),", instruction)
+    return set(range(int(operand[1]), int(operand[1]) + 4)) if operand else None
+
+
+def _written(instruction: str) -> set[int]:
+    parts = re.match(r"(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s+(?:P\w+,\s*)?R(\d+)", instruction)
+    if not parts or parts[1].startswith(_STORES):
+        return set()
+    width = 4 if ".128" in parts[1] else 2 if re.search(r"\.64|WIDE", parts[1]) else 1
+    return set(range(int(parts[2]), int(parts[2]) + width))
