@@ -18,6 +18,7 @@ from torch import fx
 
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.weight_format import (
+    NO_TENSOR,
     AffineIndex,
     DequantOp,
     DequantOpKind,
@@ -53,7 +54,7 @@ from ..symbolic.expr import (
     told_apart,
 )
 from ..symbolic.functions import as_function
-from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
+from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported, Whole
 from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
 from .weight_rounding import Rounding, stripped
 
@@ -81,14 +82,20 @@ Found = TypeVar("Found")
 
 
 def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
-    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
+    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole, or
+    in digits of their own where a dimension's edges are not met."""
     reader = Reader()
     first = read(reader)
     if is_good(first) or not reader.space.is_torn or reader.is_cut:
         return first
-    for whole in WHOLE:
+    ways: list[tuple[Whole | None, bool]] = [(whole, False) for whole in WHOLE]
+    if reader.pieces:
+        ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
+        last = sum(whole.radix == reader.pieces for whole in WHOLE)
+        ways.insert(last, (None, True))
+    for whole, computes in ways:
         try:
-            found = read(Reader(whole))
+            found = read(Reader(whole, computes=computes))
         except Unsupported:
             continue
         if is_good(found):
@@ -312,8 +319,7 @@ class _Decoder:
 
     def _codes(self, stored: Bits | Load) -> list[Expr]:
         """The elements, one for every (k, n), that index into ``stored``."""
-        data = [datum.expr for index in stored.index for datum, _ in index.data]
-        return [expr for expr in data if self._is_element(expr)]
+        return [expr for expr in data_of(stored) if self._is_element(expr)]
 
     # -- fields
 
@@ -380,6 +386,11 @@ class _Decoder:
                 found = dataclasses.replace(self._field(part), width=part.width, high=found)
             assert found is not None
             return found
+        if isinstance(expr, Op) and expr.name == "digit":
+            place, *numbers = expr.args
+            divisor, modulus = (each.index.const for each in numbers)
+            form = self._form(place.index)
+            return Field(NO_TENSOR, (form,), divisor=divisor, modulus=modulus)
         if isinstance(expr, Op) and expr.name == "difference":
             inner, minus = map(self._field, expr.args)
             return dataclasses.replace(inner, minus=minus, bits=torch.iinfo(expr.dtype).bits)

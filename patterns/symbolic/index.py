@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -81,7 +82,11 @@ class IndexExpr:
 
     def __add__(self, other: IndexExpr | int) -> IndexExpr:
         if isinstance(other, int):
-            return dataclasses.replace(self, const=self.const + other)
+            return IndexExpr(self.const + other, self.terms, self.data) if other else self
+        if other.is_const:
+            return self + other.const
+        if self.is_const:
+            return other + self.const
         return _index(
             self.const + other.const, (*self.terms, *other.terms), (*self.data, *other.data)
         )
@@ -89,8 +94,11 @@ class IndexExpr:
     def __mul__(self, factor: int) -> IndexExpr:
         if factor == 1:
             return self
-        terms = [(d, _scaled(t, factor)) for d, t in self.terms]
-        return _index(self.const * factor, terms, [(d, c * factor) for d, c in self.data])
+        if self.is_const or not factor:
+            return IndexExpr(self.const * factor)
+        terms = tuple((d, _scaled(t, factor)) for d, t in self.terms)
+        data = tuple((d, c * factor) for d, c in self.data)
+        return IndexExpr(self.const * factor, terms, data)
 
     def __sub__(self, other: IndexExpr) -> IndexExpr:
         return self + other * -1
@@ -144,7 +152,7 @@ def _index(
         else:
             linear[digit] = linear.get(digit, 0) + term
     found: list[tuple[Digit, int | Table]] = []
-    for digit in sorted({*linear, *tables}, key=lambda d: d.serial):
+    for digit in sorted({**linear, **tables} if tables else linear, key=_serial):
         coef = linear.get(digit, 0)
         if digit in tables:
             values = [v + coef * i for i, v in enumerate(tables[digit])]
@@ -159,6 +167,9 @@ def _index(
     for datum, factor in data:
         merged[datum] = merged.get(datum, 0) + factor
     return IndexExpr(const, tuple(found), tuple((d, c) for d, c in merged.items() if c))
+
+
+_serial = operator.attrgetter("serial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +235,10 @@ class Space:
 
     def leaves(self, index: IndexExpr) -> IndexExpr:
         """The same index in unsplit digits."""
-        if all(digit.children is None for digit, _ in index.terms):
+        for digit, _ in index.terms:
+            if digit.children is not None:
+                break
+        else:
             return index
         terms: list[tuple[Digit, int | Table]] = []
         const = index.const

@@ -64,10 +64,15 @@ class Reader:
 
     row   of the product, if each row may select a weight of its own
     ids   the tensor that does; what it selects by is the variable "e", not data
+
+    With ``computes``, a position that its digits do not divide is read in digits of its own
+    (``divided``).
     """
 
-    def __init__(self, whole: Whole | None = None) -> None:
+    def __init__(self, whole: Whole | None = None, *, computes: bool = False) -> None:
         self.space = Space(whole)
+        self.computes = computes
+        self.pieces = 0  # of a dimension whose edges the digits do not meet
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
