@@ -15,6 +15,7 @@ from inductor_quant._compat import inductor as compat
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+DEVICE_PUT = torch.ops.prims.device_put.default
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 SQUEEZES = (
@@ -236,8 +237,12 @@ def has_fixed_values(node: fx.Node) -> bool:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether the value is in memory before the graph runs: an input, a constant or a view."""
-    return base(node).op in ("placeholder", "get_attr")
+    """Whether the value is in memory before the graph runs: an input, a constant or a view; or a
+    copy of such on another device, as of a table that was made on the CPU."""
+    owner = base(node)
+    while owner.target is DEVICE_PUT:
+        owner = base(owner.args[0])  # type: ignore[arg-type]
+    return owner.op in ("placeholder", "get_attr")
 
 
 def is_of_wide_floats(node: fx.Node) -> bool:
