@@ -106,7 +106,8 @@ class Evaluator:
         if field.is_position:
             value = self.index(field.index[0])
             value = call(aten.div.Tensor_mode, value, field.divisor, rounding_mode="floor")
-            return call(aten.remainder.Scalar, value, field.modulus)
+            value = call(aten.remainder.Scalar, value, field.modulus)
+            return self.table(field.table, value) if field.table else value
         value = source = self.sources[field.source]
         if not is_float(_dtype_of(source)):
             # Before indexing, which some integer dtypes lack; the packed tensor is also smaller.

@@ -341,11 +341,8 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
 
 def _check_position(format: WeightFormat, field: Field) -> None:
     """That a digit of a position is one. Raises SpecError otherwise."""
-    if (
-        len(field.index) == 1
-        and not field.index[0].is_data
-        and min(field.divisor, field.modulus) > 0
-    ):
+    is_digit = field.divisor > 0 and field.modulus > 0 and len(field.table) in (0, field.modulus)
+    if is_digit and len(field.index) == 1 and not field.index[0].is_data:
         own = dataclasses.replace(field, source=0)
         low, high = field.index[0].bounds(format.radix)
         if low >= 0 and _problem(format, own, torch.int64, (high + 1,)) is None:

@@ -92,7 +92,8 @@ class Field:
     those of ``high``, before ``add``: fields of two words, or of two tensors.
 
     Without a tensor (``source`` is NO_TENSOR) the value is a digit of a position that the digits of
-    k and n do not divide: ``index[0] // divisor % modulus``. Such a field is part of an index.
+    k and n do not divide: ``index[0] // divisor % modulus``, or the entry of ``table`` there. Such
+    a field is part of an index.
 
     Last, the integer field ``minus`` is subtracted in integers of ``bits`` bits, which wrap around.
     Only the element has one: a zero point that a dequant op, in fp32, might round.
@@ -109,6 +110,7 @@ class Field:
     float8: str = ""
     divisor: int = 0
     modulus: int = 0
+    table: tuple[int, ...] = ()
     minus: Field | None = None
     bits: int = 64
     high: Field | None = None
@@ -138,7 +140,8 @@ class Field:
 
     def __str__(self) -> str:
         if self.is_position:
-            return f"(({self.index[0]})//{self.divisor}%{self.modulus})"
+            table = f"{{{','.join(map(str, self.table))}}}" if self.table else ""
+            return f"{table}(({self.index[0]})//{self.divisor}%{self.modulus})"
         text = f"w{self.source}[{','.join(map(str, self.index))}]"
         if self.width:
             text += f":{'i' if self.signed else 'u'}{self.width}@{self.offset}"
@@ -330,10 +333,10 @@ def _index(raw: Any) -> AffineIndex:
 
 
 def _field(raw: Any) -> Field:
-    source, index, offset, *rest, minus, bits, high = raw
+    source, index, offset, *rest, table, minus, bits, high = raw
     found = Field(source, tuple(map(_index, index)), _index(offset), *rest)
     minus, high = (_field(each) if each else None for each in (minus, high))
-    return dataclasses.replace(found, minus=minus, bits=bits, high=high)
+    return dataclasses.replace(found, table=tuple(table), minus=minus, bits=bits, high=high)
 
 
 def _op(raw: Any) -> DequantOp:

@@ -47,10 +47,12 @@ from ..symbolic.expr import (
     integer,
     interval,
     is_gathered,
+    is_position,
     is_whole,
     limits,
     normalized,
     normalized_index,
+    numbers_of,
     told_apart,
 )
 from ..symbolic.functions import as_function
@@ -89,10 +91,11 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     if is_good(first) or not reader.space.is_torn or reader.is_cut:
         return first
     ways: list[tuple[Whole | None, bool]] = [(whole, False) for whole in WHOLE]
+    likely = len(WHOLE)
     if reader.pieces:
         ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
-        last = sum(whole.radix == reader.pieces for whole in WHOLE)
-        ways.insert(last, (None, True))
+        likely = sum(whole.radix == reader.pieces for whole in WHOLE)
+    ways.insert(likely, (None, True))
     for whole, computes in ways:
         try:
             found = read(Reader(whole, computes=computes))
@@ -378,6 +381,9 @@ class _Decoder:
                 offset = self._form(expr.offset)
                 field = Field(0, (), offset, expr.width, expr.signed)
             return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Lookup) and is_position(expr) and isinstance(expr.values, bytes):
+            table = tuple(numbers_of(expr.values, expr.dtype))
+            return dataclasses.replace(self._field(expr.code), table=table)
         if isinstance(expr, Lookup):
             return self._looked_up(expr)
         if isinstance(expr, Op) and expr.name == "or" and (parts := dense_parts(expr)):

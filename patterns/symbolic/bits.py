@@ -18,6 +18,7 @@ from .expr import (
     constant,
     integer,
     interval,
+    is_position,
     is_whole,
     limits,
     numbers_of,
@@ -55,7 +56,8 @@ def extract(expr: Expr, low: IndexExpr, width: int) -> Expr:
 
 def _extract_bits(expr: Bits, low: IndexExpr, width: int) -> Expr:
     least, most = low.bounds()
-    if low.data:  # an arithmetic shift by data, then a mask: right for any amount
+    if not all(is_position(datum.expr) for datum, _ in low.data):
+        # an arithmetic shift by data, then a mask: right for any amount
         if not is_whole(expr):
             raise Unsupported("a shift by data of a part of a word")
     elif least < 0:

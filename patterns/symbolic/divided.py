@@ -11,9 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import torch
-
-from .expr import Choice, Expr, Lookup, Op, Position, by_data, integer, mapped, normalized
+from .expr import Choice, Expr, Lookup, Op, by_data, digit_of, mapped, normalized
 from .index import Digit, IndexExpr, Unsupported
 from .reader import Reader
 
@@ -33,9 +31,7 @@ def divided(reader: Reader, place: IndexExpr, unit: int, read: Callable[[IndexEx
     computed: dict[Digit, IndexExpr] = {}
     divisor = 1
     for digit in reversed([digit for axis in axes for digit in space.axes[axis]]):
-        sizes = (integer(size, torch.int64) for size in (divisor, digit.radix))
-        where = Position(place, torch.int64)
-        computed[digit] = by_data(Op("digit", (where, *sizes), torch.int64))
+        computed[digit] = by_data(digit_of(place, divisor, digit.radix))
         divisor *= digit.radix
     return _computed(found, computed)
 

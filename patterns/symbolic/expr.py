@@ -12,7 +12,7 @@ import functools
 import operator
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -197,8 +197,39 @@ def forms(expr: Expr, *, through_data: bool = True) -> tuple[IndexExpr, ...]:
 
 
 def is_position(expr: Expr) -> bool:
-    """Whether it is a digit of a position that the digits of the space do not divide."""
-    return isinstance(expr, Op) and expr.name == "digit"
+    """Whether it is a digit of a position that the digits of the space do not divide, or a table
+    of such a digit."""
+    code = expr.code if isinstance(expr, Lookup) else expr
+    return isinstance(code, Op) and code.name == "digit"
+
+
+def digit_of(place: IndexExpr, divisor: int, modulus: int) -> Op:
+    sizes = (integer(size, torch.int64) for size in (divisor, modulus))
+    return Op("digit", (Position(place, torch.int64), *sizes), torch.int64)
+
+
+def table_of_digit(place: IndexExpr, radix: int, table: tuple[int, ...]) -> Datum:
+    """``table[place]``."""
+    memory = b"".join(value.to_bytes(8, sys.byteorder, signed=True) for value in table)
+    values = Lookup(digit_of(place, 1, radix), memory, torch.int64)
+    return Datum(values, min(table), max(table))
+
+
+def value_at(index: IndexExpr, position: Mapping[Digit, int]) -> int:
+    """The value at these digits. Its data are digits of a position or tables of such."""
+    value = index.const
+    for digit, term in index.terms:
+        at = position[digit]
+        value += term[at] if isinstance(term, tuple) else term * at
+    for datum, coef in index.data:
+        expr = datum.expr
+        digit = expr.code if isinstance(expr, Lookup) else expr
+        place, divisor, modulus = (each.index for each in digit.args)
+        at = value_at(place, position) // divisor.const % modulus.const
+        if isinstance(expr, Lookup) and isinstance(expr.values, bytes):
+            at = numbers_of(expr.values, expr.dtype)[at]
+        value += coef * at
+    return value
 
 
 def digits(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]:

@@ -133,6 +133,7 @@ class IndexExpr:
 
 
 ZERO = IndexExpr()
+AsData = Callable[[IndexExpr, int, Table], Datum]
 
 
 def _scaled(term: int | Table, factor: int) -> int | Table:
@@ -197,12 +198,14 @@ class Space:
     The fields of a packed word may be far apart along an axis, in a permuted order, and a group may
     end between them. Then the group splits the digit that counts the fields, and their order is no
     sum over the parts: ``is_torn``. The same where neighbours' fields cross words. A second reading
-    avoids that: ``whole`` keeps a digit whole from the start.
+    avoids that: ``whole`` keeps a digit whole from the start. With ``as_data``, what cannot be
+    split stays a table of the digit, (its position, radix, table) -> data.
     """
 
-    def __init__(self, whole: Whole | None = None) -> None:
+    def __init__(self, whole: Whole | None = None, as_data: AsData | None = None) -> None:
         self.axes: dict[str, list[Digit]] = {}
         self.is_torn = False
+        self.as_data = as_data
         self._whole = whole
         self._serials = itertools.count()
 
@@ -241,7 +244,7 @@ class Space:
         else:
             return index
         terms: list[tuple[Digit, int | Table]] = []
-        const = index.const
+        const, data = index.const, list(index.data)
         todo = list(index.terms)
         while todo:
             digit, term = todo.pop()
@@ -250,12 +253,19 @@ class Space:
                 continue
             high, low = digit.children
             if isinstance(term, tuple):
-                first, upper, lower = _outer_sum(term, low.radix)
+                try:
+                    first, upper, lower = _outer_sum(term, low.radix)
+                except SplitConflict:
+                    if self.as_data is None:
+                        raise
+                    place = self.leaves(IndexExpr(0, ((digit, 1),)))
+                    data.append((self.as_data(place, digit.radix, term), 1))
+                    continue
                 const += first
                 todo += [(high, upper), (low, lower)]
             else:
                 todo += [(high, term * low.radix), (low, term)]
-        return _index(const, terms, index.data)
+        return _index(const, terms, data)
 
     def divmod(self, index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
         """Quotient and remainder of an index >= 0; splits digits as needed."""

@@ -30,6 +30,7 @@ from .expr import (
     normalized,
     placed,
     size_of,
+    table_of_digit,
     whole,
 )
 from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
@@ -66,11 +67,11 @@ class Reader:
     ids   the tensor that does; what it selects by is the variable "e", not data
 
     With ``computes``, a position that its digits do not divide is read in digits of its own
-    (``divided``).
+    (``divided``), and a table of a digit that is split stays one.
     """
 
     def __init__(self, whole: Whole | None = None, *, computes: bool = False) -> None:
-        self.space = Space(whole)
+        self.space = Space(whole, table_of_digit if computes else None)
         self.computes = computes
         self.pieces = 0  # of a dimension whose edges the digits do not meet
         self.row: IndexExpr | None = None
@@ -169,7 +170,7 @@ class Reader:
         return self._joined(digit, [normalized(case, self.space) for case in cases])
 
     def _joined(self, digit: Digit, cases: list[Expr]) -> Expr:
-        joined = join(digit, cases)
+        joined = join(digit, cases, self.space.as_data)
         self.space.is_torn |= isinstance(joined, Choice)
         return joined
 

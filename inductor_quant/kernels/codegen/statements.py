@@ -282,7 +282,12 @@ class Statements:
         code = f"({self.index(index, rows, columns, self.layout(columns))}) // {field.divisor}"
         if index.bounds(self.format.radix)[1] // field.divisor >= field.modulus:
             code = f"{code} % {field.modulus}"
-        return Value(self.assign("q", code), rows, columns, limit=field.modulus)
+        code = self.assign("q", code)
+        if not field.table:
+            return Value(code, rows, columns, limit=field.modulus)
+        least, most = min(field.table), max(field.table)
+        code = self.dialect.lookup(tuple(value - least for value in field.table), code)
+        return Value(self.assign("t", code), rows, columns, bias=least, limit=most - least + 1)
 
     def _from_end(self, value: Value, field: Field) -> Value:
         """``value`` with the field's ``size`` added if it is negative."""

@@ -335,13 +335,13 @@ def ten_parts(k: int, n: int) -> Packed:
     rows = -(-groups // 10)
     place = form(("n0", k // GROUP), ("k0", 1))
     row = Field(NO_TENSOR, (place,), divisor=1, modulus=rows)
-    part = Field(NO_TENSOR, (place,), divisor=rows, modulus=10)
-    offset = AffineIndex(27, fields=((part, -3),))
-    code = Field(0, (form(data=row), form(("k1", 1))), offset, 3)
+    shifts = tuple(range(27, -1, -3))
+    shift = Field(NO_TENSOR, (place,), divisor=rows, modulus=10, table=shifts)
+    code = Field(0, (form(data=row), form(("k1", 1))), form(data=shift), 3)
     steps = (DequantOp("sub", Field(1, (place,))), DequantOp("mul", Field(2, (place,))))
 
     def read(words, zeros, scales):  # type: ignore[no-untyped-def]
-        q = torch.cat([words >> shift & 7 for shift in range(27, -1, -3)])[:groups]
+        q = torch.cat([words >> shift & 7 for shift in shifts])[:groups]
         return ((q - zeros[:, None].double()) * scales[:, None].double()).view(n, k).t()
 
     tensors = (("bits", (rows, GROUP), i32), ("zero", (groups,), f16), ("scale", (groups,), f16))
