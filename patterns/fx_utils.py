@@ -56,10 +56,8 @@ def single_user(node: fx.Node) -> fx.Node | None:
 
 def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     """The first arguments of a call, given by position or by these names."""
-    return tuple(
-        node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        for i, name in enumerate(names)
-    )
+    args, kwargs = node.args, node.kwargs
+    return (*args[: len(names)], *[kwargs.get(name) for name in names[len(args) :]])
 
 
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -8,10 +8,9 @@ integer like those in tensors.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
-from .expr import Choice, Expr, Lookup, Op, by_data, digit_of, mapped, normalized
+from .expr import Choice, Expr, Lookup, Op, by_data, changed, digit_of, mapped, normalized
 from .index import Digit, IndexExpr, Unsupported
 from .reader import Reader
 
@@ -46,7 +45,7 @@ def _computed(expr: Expr, digits: Mapping[Digit, IndexExpr]) -> Expr:
         lambda arg: _computed(arg, digits),
     )
     if isinstance(found, (Op, Lookup, Choice)) and found.at is not None:
-        return dataclasses.replace(found, at=None)  # its position is in these digits
+        return changed(found, at=None)  # its position is in these digits
     return found
 
 

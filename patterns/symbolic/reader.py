@@ -24,11 +24,11 @@ from .expr import (
     Number,
     Op,
     at,
+    changed,
     fixed,
     integer,
     limits,
     normalized,
-    placed,
     size_of,
     table_of_digit,
     whole,
@@ -98,7 +98,7 @@ class Reader:
                 if size_of(found) > MAX_SIZE:
                     found, self.is_cut = self.leaf(node, index), True
                 if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
-                    found = placed(found, (node, index))
+                    found = changed(found, at=(node, index))
                 self._memo[key] = found
             finally:
                 self._depth -= 1
@@ -227,7 +227,10 @@ def for_any(size: int | torch.SymInt) -> Iterator[None]:
 
 def sizes(node: fx.Node) -> list[int]:
     """The shape of a node. Raises Unsupported if it is symbolic, except within ``for_any``."""
-    return [_size(size) for size in fx_utils.value(node).shape]
+    shape = fx_utils.value(node).shape
+    if not _any_symbols.get() and all(type(size) is int for size in shape):
+        return list(shape)
+    return [_size(size) for size in shape]
 
 
 def _size(size: int | torch.SymInt) -> int:
