@@ -15,6 +15,7 @@ from inductor_quant._compat import inductor as compat
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+DEVICE_PUT = torch.ops.prims.device_put.default
 
 RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 SQUEEZES = (
@@ -55,10 +56,8 @@ def single_user(node: fx.Node) -> fx.Node | None:
 
 def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     """The first arguments of a call, given by position or by these names."""
-    return tuple(
-        node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        for i, name in enumerate(names)
-    )
+    args, kwargs = node.args, node.kwargs
+    return (*args[: len(names)], *[kwargs.get(name) for name in names[len(args) :]])
 
 
 def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
@@ -252,8 +251,12 @@ def has_fixed_values(node: fx.Node) -> bool:
 
 
 def is_stored(node: fx.Node) -> bool:
-    """Whether the value is in memory before the graph runs: an input, a constant or a view."""
-    return base(node).op in ("placeholder", "get_attr")
+    """Whether the value is in memory before the graph runs: an input, a constant or a view; or a
+    copy of such on another device, as of a table that was made on the CPU."""
+    owner = base(node)
+    while owner.target is DEVICE_PUT:
+        owner = base(owner.args[0])  # type: ignore[arg-type]
+    return owner.op in ("placeholder", "get_attr")
 
 
 def is_of_wide_floats(node: fx.Node) -> bool:

@@ -115,8 +115,13 @@ class Evaluator:
         return self._fields[field]
 
     def _evaluate(self, field: Field) -> Any:
-        call, source = self.call, self.sources[field.source]
-        value = source
+        call = self.call
+        if field.is_position:
+            value = self.index(field.index[0])
+            value = call(aten.div.Tensor_mode, value, field.divisor, rounding_mode="floor")
+            value = call(aten.remainder.Scalar, value, field.modulus)
+            return self.table(field.table, value) if field.table else value
+        value = source = self.sources[field.source]
         if not is_float(_dtype_of(source)):
             # Before indexing, which some integer dtypes lack; the packed tensor is also smaller.
             value = self.convert(value, torch.int64)

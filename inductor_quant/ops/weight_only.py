@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -121,9 +122,12 @@ def preferred_rows(
 
     Fused kernels dequantize W for each tile of M; a weight that is only converted costs less a
     tile. Set between measured values of M where the one and the other was faster; a number of
-    several fields has only the general kernel, which dequantizes it slowly (not measured).
+    several fields, and one whose place is computed, has only the general kernel, which dequantizes
+    it slowly (not measured).
     """
-    if format.element.high:
+    code = format.code
+    places = (*code.index, code.offset)
+    if format.element.high or any(p.is_position for form in places for p, _ in form.fields):
         return 16
     kept, _ = split_dequant_ops(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code
@@ -305,7 +309,9 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
                 f"{dtype} {list(shape)})"
             )
         for part in field.nested:
-            if part.float8 or is_float(tensors[part.source][0]):
+            if part.is_position:
+                _check_position(format, part)
+            elif part.float8 or is_float(tensors[part.source][0]):
                 raise SpecError(f"weight_only: position {part} of {format} is not an integer")
     for step in format.dequant_ops:
         if not isinstance(step.operand, Field) and not math.isfinite(step.operand):
@@ -331,6 +337,17 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
         raise SpecError(
             f"weight_only: the element of {format} is wider than {MAX_ELEMENT_BITS} bits"
         )
+
+
+def _check_position(format: WeightFormat, field: Field) -> None:
+    """That a digit of a position is one. Raises SpecError otherwise."""
+    is_digit = field.divisor > 0 and field.modulus > 0 and len(field.table) in (0, field.modulus)
+    if is_digit and len(field.index) == 1 and not field.index[0].is_data:
+        own = dataclasses.replace(field, source=0)
+        low, high = field.index[0].bounds(format.radix)
+        if low >= 0 and _problem(format, own, torch.int64, (high + 1,)) is None:
+            return
+    raise SpecError(f"weight_only: {field} of {format} is no digit of a position")
 
 
 _SMALL_INTS = (torch.int8, torch.uint8, torch.int16)

@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 DequantOpKind = Literal["add", "sub", "mul", "div", "round", "wrap"]
 TO_INT8 = ("round", "wrap")  # kinds
+NO_TENSOR = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,10 @@ class Field:
     With ``high``, an unsigned field, these bits are the lowest of a number whose other bits are
     those of ``high``, before ``add``: fields of two words, or of two tensors.
 
+    Without a tensor (``source`` is NO_TENSOR) the value is a digit of a position that the digits of
+    k and n do not divide: ``index[0] // divisor % modulus``, or the entry of ``table`` there. Such
+    a field is part of an index.
+
     Last, the integer field ``minus`` is subtracted in integers of ``bits`` bits, which wrap around.
     Only the element has one: a zero point that a dequant op, in fp32, might round.
     """
@@ -104,6 +109,9 @@ class Field:
     wrap: bool = False
     size: int = 0
     float8: str = ""
+    divisor: int = 0
+    modulus: int = 0
+    table: tuple[int, ...] = ()
     minus: Field | None = None
     bits: int = 64
     high: Field | None = None
@@ -113,6 +121,11 @@ class Field:
         """The digits on which the value depends."""
         own = self.offset.digits.union(*(index.digits for index in self.index))
         return own | self.high.digits if self.high else own
+
+    @property
+    def is_position(self) -> bool:
+        """Whether the value depends on the position alone."""
+        return self.source == NO_TENSOR
 
     @property
     def total_width(self) -> int:
@@ -127,6 +140,9 @@ class Field:
         return (*found, self.high) if self.high else found
 
     def __str__(self) -> str:
+        if self.is_position:
+            table = f"{{{','.join(map(str, self.table))}}}" if self.table else ""
+            return f"{table}(({self.index[0]})//{self.divisor}%{self.modulus})"
         text = f"w{self.source}[{','.join(map(str, self.index))}]"
         if self.width:
             text += f":{'i' if self.signed else 'u'}{self.width}@{self.offset}"
@@ -200,14 +216,15 @@ class WeightFormat:
         return math.prod(self.radices(digit[0])[int(digit[1:]) + 1 :])
 
     def fields(self) -> Iterator[Field]:
-        """All fields: the element, the operands of the ops, and the fields nested in each."""
+        """All fields of tensors: the element, the operands of the ops, those nested in each."""
         operands = (op.operand for op in self.dequant_ops)
         fields = (self.element, self.element.minus, *operands)
         todo = [field for field in fields if isinstance(field, Field)]
         while todo:
             field = todo.pop(0)
-            yield field
-            todo.extend(field.nested)
+            if not field.is_position:
+                yield field
+                todo.extend(field.nested)
 
     @property
     def code(self) -> Field:
@@ -217,7 +234,9 @@ class WeightFormat:
         not depend on both selects a row there, or an expert.
         """
         field = self.element
-        while data := [nested for index in field.index for nested, _ in index.fields]:
+        while data := [
+            nested for index in field.index for nested, _ in index.fields if not nested.is_position
+        ]:
             own = {name[0] for index in field.index for name, _ in index.linear + index.tables}
             selects = not {name[0] for each in data for name in each.digits} >= {"k", "n"}
             if len(data) != 1 or (own & {"k", "n"} and selects):
@@ -327,10 +346,10 @@ def _index(raw: Any) -> AffineIndex:
 
 
 def _field(raw: Any) -> Field:
-    source, index, offset, *rest, minus, bits, high = raw
+    source, index, offset, *rest, table, minus, bits, high = raw
     found = Field(source, tuple(map(_index, index)), _index(offset), *rest)
     minus, high = (_field(each) if each else None for each in (minus, high))
-    return dataclasses.replace(found, minus=minus, bits=bits, high=high)
+    return dataclasses.replace(found, table=tuple(table), minus=minus, bits=bits, high=high)
 
 
 def _op(raw: Any) -> DequantOp:

@@ -12,7 +12,7 @@ from inductor_quant._compat import inductor as compat
 from .. import fx_utils
 from ..match import Constant, Derived
 from ..symbolic.bits import dense_parts
-from ..symbolic.expr import Bits, Expr, Load, Lookup, Op
+from ..symbolic.expr import Bits, Expr, Load, Lookup, Op, is_position
 from ..symbolic.index import Unsupported
 
 Source = fx.Node | Constant | Derived
@@ -57,9 +57,10 @@ def _float8_of(values: torch.Tensor) -> str:
     return ""
 
 
-def data_of(expr: Load) -> list[Expr]:
+def data_of(expr: Bits | Load) -> list[Expr]:
     """The integers in tensors that select the element."""
-    return [datum.expr for index in expr.index for datum, _ in index.data]
+    data = [datum.expr for index in expr.index for datum, _ in index.data]
+    return [expr for expr in data if not is_position(expr)]
 
 
 def is_index(expr: Expr) -> bool:

@@ -64,6 +64,9 @@ class ValueRange:
         return ValueRange(low, high, self.is_integer)
 
 
+_ANY = ValueRange()
+
+
 def value_range(node: Any) -> ValueRange:
     """The proven range of a node or of a Python number."""
     return _value_range(node, 0, {})
@@ -76,7 +79,7 @@ def _value_range(node: Any, depth: int, known: dict[fx.Node, ValueRange]) -> Val
         return ValueRange()
     if node not in known:
         found = _of_op(node, depth, known) if depth <= MAX_DEPTH else None
-        if found is not None and fx_utils.is_mutated(node):
+        if found is not None and found != _ANY and fx_utils.is_mutated(node):
             found = None
         # an inexact result rounds or wraps around
         known[node] = (found or ValueRange()).held_in(fx_utils.value(node).dtype)

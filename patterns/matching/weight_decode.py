@@ -18,6 +18,7 @@ from torch import fx
 
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.weight_format import (
+    NO_TENSOR,
     AffineIndex,
     DequantOp,
     DequantOpKind,
@@ -46,14 +47,16 @@ from ..symbolic.expr import (
     integer,
     interval,
     is_gathered,
+    is_position,
     is_whole,
     limits,
     normalized,
     normalized_index,
+    numbers_of,
     told_apart,
 )
 from ..symbolic.functions import as_function
-from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported
+from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported, Whole
 from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
 from .weight_rounding import Rounding, stripped
 
@@ -81,14 +84,21 @@ Found = TypeVar("Found")
 
 
 def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
-    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
+    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole, or
+    in digits of their own where a dimension's edges are not met."""
     reader = Reader()
     first = read(reader)
     if is_good(first) or not reader.space.is_torn or reader.is_cut or not _has_codes(reader):
         return first
-    for whole in WHOLE:
+    ways: list[tuple[Whole | None, bool]] = [(whole, False) for whole in WHOLE]
+    likely = len(WHOLE)
+    if reader.pieces:
+        ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
+        likely = sum(whole.radix == reader.pieces for whole in WHOLE)
+    ways.insert(likely, (None, True))
+    for whole, computes in ways:
         try:
-            found = read(Reader(whole))
+            found = read(Reader(whole, computes=computes))
         except Unsupported:
             continue
         if is_good(found):
@@ -323,8 +333,7 @@ class _Decoder:
 
     def _codes(self, stored: Bits | Load) -> list[Expr]:
         """The elements, one for every (k, n), that index into ``stored``."""
-        data = [datum.expr for index in stored.index for datum, _ in index.data]
-        return [expr for expr in data if self._is_element(expr)]
+        return [expr for expr in data_of(stored) if self._is_element(expr)]
 
     # -- fields
 
@@ -383,6 +392,9 @@ class _Decoder:
                 offset = self._form(expr.offset)
                 field = Field(0, (), offset, expr.width, expr.signed)
             return self._loaded(expr.node, expr.index, field)
+        if isinstance(expr, Lookup) and is_position(expr) and isinstance(expr.values, bytes):
+            table = tuple(numbers_of(expr.values, expr.dtype))
+            return dataclasses.replace(self._field(expr.code), table=table)
         if isinstance(expr, Lookup):
             return self._looked_up(expr)
         if isinstance(expr, Op) and expr.name == "or" and (parts := dense_parts(expr)):
@@ -391,6 +403,11 @@ class _Decoder:
                 found = dataclasses.replace(self._field(part), width=part.width, high=found)
             assert found is not None
             return found
+        if isinstance(expr, Op) and expr.name == "digit":
+            place, *numbers = expr.args
+            divisor, modulus = (each.index.const for each in numbers)
+            form = self._form(place.index)
+            return Field(NO_TENSOR, (form,), divisor=divisor, modulus=modulus)
         if isinstance(expr, Op) and expr.name == "difference":
             inner, minus = map(self._field, expr.args)
             return dataclasses.replace(inner, minus=minus, bits=torch.iinfo(expr.dtype).bits)

@@ -7,7 +7,6 @@ Raises ``Unsupported`` if the result has no form here.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
 from collections.abc import Callable
 
@@ -26,6 +25,7 @@ from .expr import (
     Position,
     Undefined,
     by_data,
+    changed,
     constant,
     integer,
     interval,
@@ -152,7 +152,7 @@ def bitwise_xor(a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
         return Op("add", (sign_extended(a), integer(value, dtype)), dtype)
     if isinstance(a, Bits) and a.signed and is_whole(a) and value == -(1 << (a.width - 1)):
         # int8 ^ -128: the sign bit of the whole element, and its copies in a wider dtype
-        unsigned = dataclasses.replace(a, signed=False)
+        unsigned = changed(a, signed=False)
         return Op("sub", (unsigned, integer(1 << (a.width - 1), dtype)), dtype)
     raise Unsupported("xor that does not flip the sign bit of a field")
 
@@ -199,7 +199,7 @@ def _shifted_right(a: Expr, amount: IndexExpr, dtype: torch.dtype) -> Expr:
     if isinstance(a, Bits) and amount.is_const and amount.const < a.width:
         width = a.width - amount.const
         offset = further(a.offset, amount)
-        return dataclasses.replace(a, offset=offset, width=width, dtype=dtype)
+        return changed(a, offset=offset, width=width, dtype=dtype)
     return Op("shr", (a, Position(amount, dtype)), dtype)
 
 
@@ -285,7 +285,7 @@ def where(condition: Expr, a: Expr, b: Expr, dtype: torch.dtype) -> Expr:
     else:
         value += condition.name == "gt"
     half = 1 << (q.width - 1)
-    same = dataclasses.replace(q, dtype=dtype)
+    same = changed(q, dtype=dtype)
     negative = subtract(same, integer(2 * half, dtype), dtype)
     if value == half and held_in(b, dtype) == same and held_in(a, dtype) == negative:
         return held_in(sign_extended(same), dtype)
@@ -348,7 +348,7 @@ def _is_twice_the_sign(a: Expr, b: Expr) -> bool:
     if not isinstance(a, Bits) or a.signed or not isinstance(b, Op) or b.name != "shl":
         return False
     sign, amount = b.args
-    top = dataclasses.replace(a, offset=a.offset + (a.width - 1), width=1, dtype=sign.dtype)
+    top = changed(a, offset=a.offset + (a.width - 1), width=1, dtype=sign.dtype)
     return bool(sign == top and constant(amount) == a.width)
 
 

@@ -15,9 +15,11 @@ from .expr import (
     Lookup,
     Op,
     Position,
+    changed,
     constant,
     integer,
     interval,
+    is_position,
     is_whole,
     limits,
     numbers_of,
@@ -55,7 +57,8 @@ def extract(expr: Expr, low: IndexExpr, width: int) -> Expr:
 
 def _extract_bits(expr: Bits, low: IndexExpr, width: int) -> Expr:
     least, most = low.bounds()
-    if low.data:  # an arithmetic shift by data, then a mask: right for any amount
+    if not all(is_position(datum.expr) for datum, _ in low.data):
+        # an arithmetic shift by data, then a mask: right for any amount
         if not is_whole(expr):
             raise Unsupported("a shift by data of a part of a word")
     elif least < 0:
@@ -67,7 +70,7 @@ def _extract_bits(expr: Bits, low: IndexExpr, width: int) -> Expr:
             raise Unsupported("a field that reaches beyond its word")
         width = expr.width - low.const  # zeros above
     offset = further(expr.offset, low)
-    return dataclasses.replace(expr, offset=offset, width=width, signed=False)
+    return changed(expr, offset=offset, width=width, signed=False)
 
 
 def _extract_op(expr: Op, low: IndexExpr, width: int) -> Expr | None:
@@ -123,7 +126,7 @@ def parts_of(expr: Expr, low: int, width: int) -> Parts:
         if width <= 0:
             return ()
         offset = further(expr.offset, IndexExpr(low))
-        return ((0, dataclasses.replace(expr, offset=offset, width=width, signed=False)),)
+        return ((0, changed(expr, offset=offset, width=width, signed=False)),)
     if (value := constant(expr)) is not None and value >> low & ((1 << width) - 1) == 0:
         return ()
     if isinstance(expr, Op):
@@ -159,9 +162,9 @@ def merged(parts: list[tuple[int, Bits]]) -> Parts:
             at, last = found[-1]
             if at + last.width > place:
                 raise Unsupported("fields that share a bit")
-            follows = dataclasses.replace(last, offset=last.offset + last.width, width=field.width)
+            follows = changed(last, offset=last.offset + last.width, width=field.width)
             if at + last.width == place and follows == field:
-                found[-1] = (at, dataclasses.replace(last, width=last.width + field.width))
+                found[-1] = (at, changed(last, width=last.width + field.width))
                 continue
         found.append((place, field))
     return tuple(found)
@@ -171,7 +174,7 @@ def concatenated(parts: Parts, dtype: torch.dtype) -> Expr:
     """The integer that consists of these fields."""
     found: Expr = integer(0, dtype)
     for place, field in parts:
-        part: Expr = dataclasses.replace(field, dtype=dtype)
+        part: Expr = changed(field, dtype=dtype)
         if place:
             part = Op("shl", (part, integer(place, torch.int64)), dtype)
         found = part if constant(found) == 0 else Op("or", (found, part), dtype)
@@ -194,11 +197,13 @@ def sign_extended(field: Expr) -> Bits:
     """The bits of an unsigned field, read as a signed integer."""
     if not isinstance(field, Bits) or field.signed:
         raise Unsupported("a sign bit outside of a field")
-    return dataclasses.replace(field, signed=True)
+    return changed(field, signed=True)
 
 
 def held_in(expr: Expr, dtype: torch.dtype) -> Expr:
     """The same integer in another dtype. Raises Unsupported if it might not fit."""
+    if isinstance(expr, Bits) and dtype == expr.dtype:
+        return expr
     low, high = interval(expr)
     least, most = limits(dtype)
     if low < least or high > most:
@@ -210,7 +215,7 @@ def held_in(expr: Expr, dtype: torch.dtype) -> Expr:
             raise Unsupported("a cast of a table of the model")
         numbers = numbers_of(expr.values, expr.dtype)
         return dataclasses.replace(expr, values=_memory(numbers, dtype), dtype=dtype)
-    return dataclasses.replace(expr, dtype=dtype)
+    return changed(expr, dtype=dtype)
 
 
 def cast_integer(expr: Expr, dtype: torch.dtype) -> Expr:

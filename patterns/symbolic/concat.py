@@ -15,8 +15,9 @@ from torch import fx
 from .. import fx_utils
 from ..fx_utils import aten
 from . import arithmetic
+from .divided import divided
 from .expr import Expr
-from .index import IndexExpr, Unsupported
+from .index import IndexExpr, SplitConflict, Unsupported
 from .reader import At, Reader, dimension, handles, sizes
 from .views import slice_bounds
 
@@ -34,7 +35,17 @@ def _piecewise(
         if begin <= bounds[0] and bounds[1] < end:
             return read((*index[:dim], here + -begin, *index[dim + 1 :]))
     unit = math.gcd(*(edge for begin, end, _ in pieces for edge in (begin, end)))
-    block, _ = reader.space.divmod(here, unit)
+
+    def at_digits(position: IndexExpr) -> Expr:
+        return _piecewise(reader, (*index[:dim], position, *index[dim + 1 :]), dim, pieces)
+
+    try:
+        block, _ = reader.space.divmod(here, unit)
+    except SplitConflict:
+        reader.pieces = pieces[-1][1] // unit
+        if not reader.computes:
+            raise
+        return divided(reader, here, unit, at_digits)
     if block.is_const:
         raise Unsupported("a position on both sides of an edge")
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import struct
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -95,6 +96,7 @@ class Op:
         from_end   (x, size)           x + size where x < 0
         float8     (x,)                eight bits read as ``dtype``
         difference (x, y)              x - y, which wraps around in ``dtype``
+        digit      (x, d, m)           x // d modulo m, of a position x
     """
 
     name: str
@@ -148,10 +150,13 @@ class Choice:
 Expr = Load | Bits | Number | Position | Undefined | Op | Lookup | Choice
 
 
-def placed(expr: Op | Lookup | Choice, at: tuple[fx.Node, tuple[IndexExpr, ...]]) -> Expr:
-    """``expr``, computed there."""
-    found = object.__new__(type(expr))  # as dataclasses.replace, at a tenth of its cost
-    found.__dict__.update(expr.__dict__, at=at)
+Kind = TypeVar("Kind", bound=Expr)
+
+
+def changed(expr: Kind, **fields: Any) -> Kind:
+    """``dataclasses.replace`` at a tenth of its cost; not of ``args`` or ``cases``."""
+    found = object.__new__(type(expr))
+    found.__dict__.update(expr.__dict__, **fields)
     return found
 
 
@@ -172,8 +177,8 @@ def _each(expr: Op, function: Callable[[Any], Any]) -> tuple[Any, ...]:
 def forms(expr: Expr, *, through_data: bool = True) -> tuple[IndexExpr, ...]:
     """All indices of an expression, with ``through_data`` also those inside data.
 
-    The data of a field's offset always counts, because it selects the value within the word. Data
-    in an index only selects the word.
+    The data of a field's offset always counts, because it selects the value within the word; so do
+    digits of a position. Data in an index only selects the word.
     """
     own: tuple[IndexExpr, ...] = ()
     if isinstance(expr, (Load, Bits)):
@@ -187,10 +192,47 @@ def forms(expr: Expr, *, through_data: bool = True) -> tuple[IndexExpr, ...]:
     elif isinstance(expr, Choice):
         return tuple(i for case in expr.cases for i in forms(case, through_data=through_data))
     if not through_data:
+        places = [data for form in own for data in form.data if is_position(data[0].expr)]
         shifts = expr.offset.data if isinstance(expr, Bits) else ()
-        return (*own, *(index for data, _ in shifts for index in forms(data.expr)))
+        return (*own, *(index for data, _ in (*shifts, *places) for index in forms(data.expr)))
     inner = (index for form in own for data, _ in form.data for index in forms(data.expr))
     return (*own, *inner)
+
+
+def is_position(expr: Expr) -> bool:
+    """Whether it is a digit of a position that the digits of the space do not divide, or a table
+    of such a digit."""
+    code = expr.code if isinstance(expr, Lookup) else expr
+    return isinstance(code, Op) and code.name == "digit"
+
+
+def digit_of(place: IndexExpr, divisor: int, modulus: int) -> Op:
+    sizes = (integer(size, torch.int64) for size in (divisor, modulus))
+    return Op("digit", (Position(place, torch.int64), *sizes), torch.int64)
+
+
+def table_of_digit(place: IndexExpr, radix: int, table: tuple[int, ...]) -> Datum:
+    """``table[place]``."""
+    memory = b"".join(value.to_bytes(8, sys.byteorder, signed=True) for value in table)
+    values = Lookup(digit_of(place, 1, radix), memory, torch.int64)
+    return Datum(values, min(table), max(table))
+
+
+def value_at(index: IndexExpr, position: Mapping[Digit, int]) -> int:
+    """The value at these digits. Its data are digits of a position or tables of such."""
+    value = index.const
+    for digit, term in index.terms:
+        at = position[digit]
+        value += term[at] if isinstance(term, tuple) else term * at
+    for datum, coef in index.data:
+        expr = datum.expr
+        digit = expr.code if isinstance(expr, Lookup) else expr
+        place, divisor, modulus = (each.index for each in digit.args)
+        at = value_at(place, position) // divisor.const % modulus.const
+        if isinstance(expr, Lookup) and isinstance(expr.values, bytes):
+            at = numbers_of(expr.values, expr.dtype)[at]
+        value += coef * at
+    return value
 
 
 def digits(expr: Expr, space: Space, *, through_data: bool = True) -> set[Digit]:
@@ -218,21 +260,28 @@ def told_apart(expr: Expr, space: Space, *, through_data: bool = True) -> set[Di
     return found
 
 
-def _mapped(
+def mapped(
     expr: Expr,
     indices: Callable[[tuple[IndexExpr, ...]], tuple[IndexExpr, ...]],
     inner: Callable[[Any], Any],
 ) -> Expr:
-    """``expr`` with ``indices`` applied to its own indices, and ``inner`` to its arguments."""
+    """``expr`` with ``indices`` applied to its own indices, and ``inner`` to its arguments; itself
+    if that changes none."""
     if isinstance(expr, Load):
-        return dataclasses.replace(expr, index=indices(expr.index))
+        found = indices(expr.index)
+        return expr if found is expr.index else Load(expr.node, found, expr.dtype)
     if isinstance(expr, Bits):
-        *index, offset = indices((*expr.index, expr.offset))
-        return dataclasses.replace(expr, index=tuple(index), offset=offset)
+        own = (*expr.index, expr.offset)
+        if (moved := indices(own)) is own:
+            return expr
+        return Bits(expr.node, moved[:-1], moved[-1], expr.width, expr.signed, expr.dtype)
     if isinstance(expr, Position):
-        return dataclasses.replace(expr, index=indices((expr.index,))[0])
+        (index,) = indices((expr.index,))
+        return expr if index is expr.index else Position(index, expr.dtype)
     if isinstance(expr, Op):
-        return dataclasses.replace(expr, args=_each(expr, inner))
+        args = _each(expr, inner)
+        is_same = all(map(operator.is_, args, expr.args))
+        return expr if is_same else Op(expr.name, args, expr.dtype, expr.at)
     if isinstance(expr, Lookup):
         return dataclasses.replace(expr, code=inner(expr.code))
     if isinstance(expr, Choice):
@@ -244,15 +293,17 @@ def at(expr: Expr, digit: Digit, value: int) -> Expr:
     """The expression where ``digit`` has this value."""
     if isinstance(expr, Choice) and expr.digit is digit:
         return expr.cases[value]
-    found = _mapped(expr, lambda i: _at(i, digit, value), lambda arg: at(arg, digit, value))
-    if found == expr:
+    found = mapped(expr, lambda i: _at(i, digit, value), lambda arg: at(arg, digit, value))
+    if found is expr or found == expr:
         return expr
     if isinstance(found, (Op, Lookup, Choice)):
-        return dataclasses.replace(found, at=None)
+        return changed(found, at=None)
     return found
 
 
 def _at(forms: tuple[IndexExpr, ...], digit: Digit, value: int) -> tuple[IndexExpr, ...]:
+    if not any(form.data or digit in dict(form.terms) for form in forms):
+        return forms
     return tuple(
         form.at(digit, value)
         + sum(
@@ -276,7 +327,7 @@ def normalized(expr: Expr, space: Space) -> Expr:
     """The same expression in unsplit digits; needed before a digit is fixed or forms compared."""
     if isinstance(expr, Choice) and expr.digit.children is not None:
         raise SplitConflict("a digit is split on which cases depend")
-    return _mapped(expr, lambda i: _normalized(i, space), lambda arg: normalized(arg, space))
+    return mapped(expr, lambda i: _normalized(i, space), lambda arg: normalized(arg, space))
 
 
 def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, ...]:
@@ -289,7 +340,7 @@ def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, 
             )
             new = dataclasses.replace(new, data=data)
         found.append(new)
-    return tuple(found)
+    return forms if all(map(operator.is_, found, forms)) else tuple(found)
 
 
 def is_gathered(index: tuple[IndexExpr, ...], space: Space) -> bool:
@@ -349,6 +400,8 @@ def interval(expr: Expr) -> tuple[int, int]:
         return 0, (1 << expr.args[1].index.const) - 1
     if isinstance(expr, Op) and expr.name == "from_end":
         return 0, expr.args[1].index.const - 1  # others are an error in torch
+    if isinstance(expr, Op) and expr.name == "digit":
+        return 0, expr.args[2].index.const - 1
     if isinstance(expr, Op) and expr.name == "trunc":
         return limits(expr.args[1])
     if isinstance(expr, Op) and expr.name == "shl" and not expr.args[1].index.data:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -81,7 +82,11 @@ class IndexExpr:
 
     def __add__(self, other: IndexExpr | int) -> IndexExpr:
         if isinstance(other, int):
-            return dataclasses.replace(self, const=self.const + other)
+            return IndexExpr(self.const + other, self.terms, self.data) if other else self
+        if other.is_const:
+            return self + other.const
+        if self.is_const:
+            return other + self.const
         return _index(
             self.const + other.const, (*self.terms, *other.terms), (*self.data, *other.data)
         )
@@ -89,8 +94,11 @@ class IndexExpr:
     def __mul__(self, factor: int) -> IndexExpr:
         if factor == 1:
             return self
-        terms = [(d, _scaled(t, factor)) for d, t in self.terms]
-        return _index(self.const * factor, terms, [(d, c * factor) for d, c in self.data])
+        if self.is_const or not factor:
+            return IndexExpr(self.const * factor)
+        terms = tuple((d, _scaled(t, factor)) for d, t in self.terms)
+        data = tuple((d, c * factor) for d, c in self.data)
+        return IndexExpr(self.const * factor, terms, data)
 
     def __sub__(self, other: IndexExpr) -> IndexExpr:
         return self + other * -1
@@ -125,6 +133,7 @@ class IndexExpr:
 
 
 ZERO = IndexExpr()
+AsData = Callable[[IndexExpr, int, Table], Datum]
 
 
 def _scaled(term: int | Table, factor: int) -> int | Table:
@@ -144,7 +153,7 @@ def _index(
         else:
             linear[digit] = linear.get(digit, 0) + term
     found: list[tuple[Digit, int | Table]] = []
-    for digit in sorted({*linear, *tables}, key=lambda d: d.serial):
+    for digit in sorted({**linear, **tables} if tables else linear, key=_serial):
         coef = linear.get(digit, 0)
         if digit in tables:
             values = [v + coef * i for i, v in enumerate(tables[digit])]
@@ -159,6 +168,9 @@ def _index(
     for datum, factor in data:
         merged[datum] = merged.get(datum, 0) + factor
     return IndexExpr(const, tuple(found), tuple((d, c) for d, c in merged.items() if c))
+
+
+_serial = operator.attrgetter("serial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +198,14 @@ class Space:
     The fields of a packed word may be far apart along an axis, in a permuted order, and a group may
     end between them. Then the group splits the digit that counts the fields, and their order is no
     sum over the parts: ``is_torn``. The same where neighbours' fields cross words. A second reading
-    avoids that: ``whole`` keeps a digit whole from the start.
+    avoids that: ``whole`` keeps a digit whole from the start. With ``as_data``, what cannot be
+    split stays a table of the digit, (its position, radix, table) -> data.
     """
 
-    def __init__(self, whole: Whole | None = None) -> None:
+    def __init__(self, whole: Whole | None = None, as_data: AsData | None = None) -> None:
         self.axes: dict[str, list[Digit]] = {}
         self.is_torn = False
+        self.as_data = as_data
         self._whole = whole
         self._serials = itertools.count()
 
@@ -224,10 +238,13 @@ class Space:
 
     def leaves(self, index: IndexExpr) -> IndexExpr:
         """The same index in unsplit digits."""
-        if all(digit.children is None for digit, _ in index.terms):
+        for digit, _ in index.terms:
+            if digit.children is not None:
+                break
+        else:
             return index
         terms: list[tuple[Digit, int | Table]] = []
-        const = index.const
+        const, data = index.const, list(index.data)
         todo = list(index.terms)
         while todo:
             digit, term = todo.pop()
@@ -236,12 +253,19 @@ class Space:
                 continue
             high, low = digit.children
             if isinstance(term, tuple):
-                first, upper, lower = _outer_sum(term, low.radix)
+                try:
+                    first, upper, lower = _outer_sum(term, low.radix)
+                except SplitConflict:
+                    if self.as_data is None:
+                        raise
+                    place = self.leaves(IndexExpr(0, ((digit, 1),)))
+                    data.append((self.as_data(place, digit.radix, term), 1))
+                    continue
                 const += first
                 todo += [(high, upper), (low, lower)]
             else:
                 todo += [(high, term * low.radix), (low, term)]
-        return _index(const, terms, index.data)
+        return _index(const, terms, data)
 
     def divmod(self, index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
         """Quotient and remainder of an index >= 0; splits digits as needed."""

@@ -24,12 +24,13 @@ from .expr import (
     Number,
     Op,
     at,
+    changed,
     fixed,
     integer,
     limits,
     normalized,
-    placed,
     size_of,
+    table_of_digit,
     whole,
 )
 from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
@@ -64,10 +65,15 @@ class Reader:
 
     row   of the product, if each row may select a weight of its own
     ids   the tensor that does; what it selects by is the variable "e", not data
+
+    With ``computes``, a position that its digits do not divide is read in digits of its own
+    (``divided``), and a table of a digit that is split stays one.
     """
 
-    def __init__(self, whole: Whole | None = None) -> None:
-        self.space = Space(whole)
+    def __init__(self, whole: Whole | None = None, *, computes: bool = False) -> None:
+        self.space = Space(whole, table_of_digit if computes else None)
+        self.computes = computes
+        self.pieces = 0  # of a dimension whose edges the digits do not meet
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
@@ -92,7 +98,7 @@ class Reader:
                 if size_of(found) > MAX_SIZE:
                     found, self.is_cut = self.leaf(node, index), True
                 if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
-                    found = placed(found, (node, index))
+                    found = changed(found, at=(node, index))
                 self._memo[key] = found
             finally:
                 self._depth -= 1
@@ -164,7 +170,7 @@ class Reader:
         return self._joined(digit, [normalized(case, self.space) for case in cases])
 
     def _joined(self, digit: Digit, cases: list[Expr]) -> Expr:
-        joined = join(digit, cases)
+        joined = join(digit, cases, self.space.as_data)
         self.space.is_torn |= isinstance(joined, Choice)
         return joined
 
@@ -221,7 +227,10 @@ def for_any(size: int | torch.SymInt) -> Iterator[None]:
 
 def sizes(node: fx.Node) -> list[int]:
     """The shape of a node. Raises Unsupported if it is symbolic, except within ``for_any``."""
-    return [_size(size) for size in fx_utils.value(node).shape]
+    shape = fx_utils.value(node).shape
+    if not _any_symbols.get() and all(type(size) is int for size in shape):
+        return list(shape)
+    return [_size(size) for size in shape]
 
 
 def _size(size: int | torch.SymInt) -> int:

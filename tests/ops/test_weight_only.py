@@ -154,6 +154,7 @@ SPECS = {
     "int4_words": "i4/channel:f16",
     "uint2": "u2 zero=const",
     "uint3": "u3/10x1:f16",
+    "ten_parts": "u3/32x1:f16 zero=float",
     "int4_in_int64": "i4",
     "nf4": "u4 lut/32x1:f32",
     "joined_table": "u6 lut",

@@ -235,6 +235,8 @@ class Statements:
         return self.assign("w", f"{self.lang}.load({pointer})"), rows, columns
 
     def _field(self, field: Field) -> Value:
+        if field.is_position:
+            return self._position(field)
         dtype = self.codegen.dtypes[field.source]
         word, rows, columns = self.read(field)
         if dtype.is_floating_point:
@@ -272,6 +274,20 @@ class Statements:
         limit = 1 << field.total_width
         value = Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
         return self._from_end(value, field)
+
+    def _position(self, field: Field) -> Value:
+        """A digit of a position, which is not negative."""
+        (index,) = field.index
+        rows, columns = self.codegen.resolution(index)
+        code = f"({self.index(index, rows, columns, self.layout(columns))}) // {field.divisor}"
+        if index.bounds(self.format.radix)[1] // field.divisor >= field.modulus:
+            code = f"{code} % {field.modulus}"
+        code = self.assign("q", code)
+        if not field.table:
+            return Value(code, rows, columns, limit=field.modulus)
+        least, most = min(field.table), max(field.table)
+        code = self.dialect.lookup(tuple(value - least for value in field.table), code)
+        return Value(self.assign("t", code), rows, columns, bias=least, limit=most - least + 1)
 
     def _from_end(self, value: Value, field: Field) -> Value:
         """``value`` with the field's ``size`` added if it is negative."""

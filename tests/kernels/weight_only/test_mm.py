@@ -28,6 +28,9 @@ def test_every_format_gets_several_legal_configurations(name, arch, m):
     for k, n, dtype in ((4096, 4096, bf16), (96, 40, f16), (4096, 4096, f32)):
         spec, problem = described(Case(name, m, n, k, dtype))
         found = WEIGHT_ONLY_MM.configs(spec, problem, device(arch))
+        if name == "ten_parts" and m > 16:  # places that are computed: once for all rows
+            assert not found
+            continue
         assert len(found) >= 2
         assert len(set(found)) == len(found)
         for config in found:

@@ -8,7 +8,7 @@ import torch
 from inductor_quant.ops.weight_only import dequantize
 from inductor_quant.patterns.matching.weight_decode import Weight
 from inductor_quant.spec.decisions import Rejection
-from tests.support.graphs.reading import Graph, aten, prims, read, tensors_of
+from tests.support.graphs.reading import CPU, Graph, aten, prims, read, tensors_of
 
 u8, i8, i16, i32, f32, bf16 = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32),
@@ -122,11 +122,13 @@ def test_a_part_of_a_field_at_an_offset_that_is_data(amount) -> None:
     assert torch.equal(got, want)
 
 
-def test_a_stored_table_takes_part_as_ops_on_its_entries() -> None:
-    """|table[q & 7]| times a sign."""
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_stored_table_takes_part_as_ops_on_its_entries(is_copied) -> None:
+    """|table[q & 7]| times a sign; the table may be on the CPU, and copied in each call."""
     table = torch.tensor([0.0, -1, 2, -3, 4, -5, 6, -7])
 
     def body(g: Graph, q, table):
+        table = g(prims.device_put.default, table, CPU) if is_copied else table
         entry = g(aten.index.Tensor, table, [g.cast(g.mask(q, 7), torch.int64)])
         is_negative = g(prims.convert_element_type.default, g.mask(q, 8), torch.bool)
         one = g.full([], 1.0, f32)

@@ -6,68 +6,24 @@ GROUP is small so that a few rows make several groups; K and N are free where th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import (
+    NO_TENSOR,
+    AffineIndex,
+    DequantOp,
+    Field,
+    WeightFormat,
+)
+from tests.support.gemms.packed import GROUP, Packed, form
 
-GROUP = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@dataclasses.dataclass(frozen=True)
-class Packed:
-    """One weight: its format, its tensors' (kind, shape, dtype), and the code that reads them.
-
-    Kinds: "bits" all values of the type, "fp8 words" bytes that are e4m3 numbers, "scale" positive,
-    "zero" around 8, "float" normal, "group" positions of groups, some counted from the end,
-    "shifts" 0, 4, ... 28, "table" 16 rising values.
-    """
-
-    name: str
-    format: WeightFormat
-    tensors: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    read: Callable[..., torch.Tensor]
-
-    def make(self, device: str = "cpu") -> list[torch.Tensor]:
-        """Random tensors."""
-        groups = self.format.shape[0] // GROUP
-        return [_random(*tensor, groups, device) for tensor in self.tensors]
-
-    def dequantized(self, weight: Sequence[torch.Tensor]) -> torch.Tensor:
-        """W [K, N] in fp64, by the plain code."""
-        return self.read(*[t.cpu() for t in weight]).double()
-
-
-def _random(
-    kind: str, shape: tuple[int, ...], dtype: torch.dtype, groups: int, device: str
-) -> torch.Tensor:
-    if kind == "bits":
-        info = torch.iinfo(dtype)
-        return torch.randint(info.min, info.max, shape, dtype=i64, device=device).to(dtype)
-    if kind == "fp8 words":  # no byte of which is NaN
-        return torch.randint(0, 127, (*shape, 4), device=device).to(u8).view(dtype)[..., 0]
-    if kind == "group":
-        return torch.randint(-groups, groups, shape, device=device).to(dtype)
-    if kind == "shifts":
-        return torch.arange(0, 32, 4, device=device).reshape(shape).to(dtype)
-    if kind == "table":
-        position = torch.arange(16, device=device)
-        return (((position - 7.5) / 7.5) ** 3 + 0.01 * position).to(dtype)
-    if kind == "float":
-        return torch.randn(shape, device=device).to(dtype)
-    low, high = (0.001, 0.021) if kind == "scale" else (4, 12)
-    return (torch.rand(shape, device=device) * (high - low) + low).to(dtype)
-
-
-def form(*terms: tuple[str, int], const: int = 0, data: Field | None = None) -> AffineIndex:
-    return AffineIndex(const, terms, fields=((data, 1),) if data else ())
 
 
 def _nibbles(words: torch.Tensor, dim: int, shifts: Sequence[int]) -> torch.Tensor:
@@ -373,6 +329,25 @@ def uint3(k: int, n: int) -> Packed:
     return Packed("uint3", format, tensors, read)
 
 
+def ten_parts(k: int, n: int) -> Packed:
+    """HQQ's 3 bits: a tenth of all groups, rounded up, are the same bits of the words."""
+    groups = n * k // GROUP
+    rows = -(-groups // 10)
+    place = form(("n0", k // GROUP), ("k0", 1))
+    row = Field(NO_TENSOR, (place,), divisor=1, modulus=rows)
+    shifts = tuple(range(27, -1, -3))
+    shift = Field(NO_TENSOR, (place,), divisor=rows, modulus=10, table=shifts)
+    code = Field(0, (form(data=row), form(("k1", 1))), form(data=shift), 3)
+    steps = (DequantOp("sub", Field(1, (place,))), DequantOp("mul", Field(2, (place,))))
+
+    def read(words, zeros, scales):  # type: ignore[no-untyped-def]
+        q = torch.cat([words >> shift & 7 for shift in shifts])[:groups]
+        return ((q - zeros[:, None].double()) * scales[:, None].double()).view(n, k).t()
+
+    tensors = (("bits", (rows, GROUP), i32), ("zero", (groups,), f16), ("scale", (groups,), f16))
+    return Packed("ten_parts", WeightFormat((k // GROUP, GROUP), (n,), code, steps), tensors, read)
+
+
 def int4_in_int64(k: int, n: int) -> Packed:
     """Sixteen signed int4 along K in an int64; no scale at all."""
     element = Field(0, (form(("k0", 1)), form(("n0", 1))), form(("k1", 4)), 4, True)
@@ -477,7 +452,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     for build in (
         *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
         *(int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group, nibble_pairs, int4_words),
-        *(uint2, uint3, int4_in_int64, nf4, joined_table, act_order, shift_table),
+        *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
 
