@@ -83,45 +83,51 @@ def compiled(models: list[nn.Module], x: Tensor, fn: Callable[..., Tensor], devi
     return Replay(calls, device)
 
 
-def compare(
-    name: str, n: int, k: int, rows: list[int], rounds: int, device: str
-) -> Iterator[dict[str, Any]]:
-    """The ratio at each M, then what was compiled."""
-    torch.compiler.reset()
-    models = layers(name, n, k, device)
-    static: dict[int, Replay] = {}
-    seconds: list[float] = []
-    inputs = {m: torch.randn(m, k, dtype=torch.bfloat16, device=device) for m in rows}
-    for m, x in inputs.items():
-        start = time.perf_counter()
-        # code of its own, so that Dynamo counts no recompilations
-        own = types.FunctionType(call.__code__.replace(co_name=f"call_{m}"), globals())
-        fn = torch.compile(own, backend="inductor_quant", dynamic=False)
-        static[m] = compiled(models, x, fn, device)
-        seconds.append(time.perf_counter() - start)
-    counters.clear()
-    dynamic: dict[int, Replay] = {}
-    options = {"inductor_quant.row_buckets": True}
-    fn = torch.compile(call, backend="inductor_quant", options=options)
-    with inductor_quant.collect() as report:
-        for m in sorted(rows, key=lambda m: m != 16):  # a first M that is neither
-            x = inputs[m].clone()
-            torch._dynamo.mark_dynamic(x, 0)  # noqa: TID251
+class Comparison:
+    """The layers of one format and size, compiled for each M: statically, and once for all."""
+
+    def __init__(self, models: list[nn.Module], inputs: dict[int, Tensor], device: str) -> None:
+        torch.compiler.reset()
+        self.static: dict[int, Replay] = {}
+        self.dynamic: dict[int, Replay] = {}
+        self.seconds: list[float] = []
+        for m, x in inputs.items():
             start = time.perf_counter()
-            dynamic[m] = compiled(models, x, fn, device)
-            seconds.append(time.perf_counter() - start)
-    graphs = counters["stats"]["unique_graphs"]
-    for m in rows:
-        pairs = [(dynamic[m].seconds(), static[m].seconds()) for _ in range(rounds)]
-        ratios = sorted(ours / theirs for ours, theirs in pairs)
-        us = 1e6 * sorted(theirs for _, theirs in pairs)[rounds // 2]
-        yield {"m": m, "ratio": ratios[rounds // 2], "static_us": us}
-    yield {
-        "graphs": graphs,
-        "ranges": {bucket.rows: round(bucket.seconds, 2) for bucket in report.buckets},
-        "static_s": sorted(seconds[: len(rows)])[len(rows) // 2],
-        "dynamic_s": sum(seconds[len(rows) :]),
-    }
+            # code of its own, so that Dynamo counts no recompilations
+            own = types.FunctionType(call.__code__.replace(co_name=f"call_{m}"), globals())
+            fn = torch.compile(own, backend="inductor_quant", dynamic=False)
+            self.static[m] = compiled(models, x, fn, device)
+            self.seconds.append(time.perf_counter() - start)
+        counters.clear()
+        options = {"inductor_quant.row_buckets": True}
+        fn = torch.compile(call, backend="inductor_quant", options=options)
+        with inductor_quant.collect() as self.report:
+            for m in sorted(inputs, key=lambda m: m != 16):  # a first M that is neither
+                x = inputs[m].clone()
+                torch._dynamo.mark_dynamic(x, 0)  # noqa: TID251
+                start = time.perf_counter()
+                self.dynamic[m] = compiled(models, x, fn, device)
+                self.seconds.append(time.perf_counter() - start)
+        self.graphs = counters["stats"]["unique_graphs"]
+
+    def rows(self, rounds: int) -> Iterator[dict[str, Any]]:
+        """The ratio at each M."""
+        for m, static in self.static.items():
+            pairs = [(self.dynamic[m].seconds(), static.seconds()) for _ in range(rounds)]
+            ratios = sorted(ours / theirs for ours, theirs in pairs)
+            us = 1e6 * sorted(theirs for _, theirs in pairs)[rounds // 2]
+            yield {"m": m, "ratio": ratios[rounds // 2], "static_us": us}
+
+    @property
+    def made(self) -> dict[str, Any]:
+        """What was compiled."""
+        count = len(self.static)
+        return {
+            "graphs": self.graphs,
+            "ranges": {bucket.rows: round(bucket.seconds, 2) for bucket in self.report.buckets},
+            "static_s": sorted(self.seconds[:count])[count // 2],
+            "dynamic_s": sum(self.seconds[count:]),
+        }
 
 
 def dispatch_us(count: int = 100_000) -> float:
@@ -179,7 +185,11 @@ def main() -> None:
     for name in options.formats:
         for n, k in sizes:
             with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
-                *found, made = compare(name, n, k, options.m, options.rounds, device)
+                inputs = {
+                    m: torch.randn(m, k, dtype=torch.bfloat16, device=device) for m in options.m
+                }
+                both = Comparison(layers(name, n, k, device), inputs, device)
+                found, made = list(both.rows(options.rounds)), both.made
             mean = math.exp(sum(math.log(each["ratio"]) for each in found) / len(found))
             worst = max(found, key=lambda each: each["ratio"])
             verdict = "ok" if worst["ratio"] <= MOST and mean <= MEAN else "MISSED"
