@@ -140,8 +140,8 @@ def dispatch_us(count: int = 100_000) -> float:
         def bounds(self, _: Any) -> tuple[int, None]:
             return 2, None
 
-        def admits(self, _: Any) -> bool:
-            return True
+        def guards(self) -> list[Any]:
+            return []
 
         def compile(self, *_: Any) -> Any:
             return Variant(nothing, ())

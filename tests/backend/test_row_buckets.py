@@ -310,8 +310,8 @@ def test_a_guard_of_a_variant_is_asked_for_every_size(monkeypatch):
     def guarded(self, numbers, ranges, hints):
         [(symbol, hint)] = hints.items()
         variant = compile_(self, numbers, ranges, hints)
-        guards = (sympy.Eq(sympy.Mod(symbol, 5), 0),) if hint == 45 else ()
-        return dataclasses.replace(variant, guards=guards)
+        guard = variants.Computed(sympy.Eq(sympy.Mod(symbol, 5), 0))
+        return dataclasses.replace(variant, guards=(guard,) if hint == 45 else ())
 
     monkeypatch.setattr(variants.Graph, "compile", guarded)
     with session() as run:
