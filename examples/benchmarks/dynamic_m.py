@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import time
@@ -47,9 +48,11 @@ class Fp8Linear(nn.Module):
         self.register_buffer("scale", scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
-        q, w = (x.float() / scale).to(torch.float8_e4m3fn), self.weight.t()
-        return torch._scaled_mm(q, w, scale, self.scale.t(), out_dtype=x.dtype)
+        rows = x.reshape(-1, x.shape[-1]).float()
+        scale = rows.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+        q, w = (rows / scale).to(torch.float8_e4m3fn), self.weight.t()
+        out = torch._scaled_mm(q, w, scale, self.scale.t(), out_dtype=x.dtype)
+        return out.reshape(*x.shape[:-1], -1)
 
 
 FORMATS: dict[str, Callable[[nn.Linear], nn.Module]] = {
@@ -62,6 +65,15 @@ FORMATS: dict[str, Callable[[nn.Linear], nn.Module]] = {
 
 def call(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
+
+
+def copied(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``fn`` with code of its own, so that Dynamo counts no recompilations."""
+    name = f"{fn.__name__}_{next(_COPIES)}"
+    return types.FunctionType(fn.__code__.replace(co_name=name), fn.__globals__)
+
+
+_COPIES = itertools.count()
 
 
 def layers(name: str, n: int, k: int, device: str) -> list[nn.Module]:
@@ -87,20 +99,17 @@ class Comparison:
     """The layers of one format and size, compiled for each M: statically, and once for all."""
 
     def __init__(self, models: list[nn.Module], inputs: dict[int, Tensor], device: str) -> None:
-        torch.compiler.reset()
         self.static: dict[int, Replay] = {}
         self.dynamic: dict[int, Replay] = {}
         self.seconds: list[float] = []
         for m, x in inputs.items():
             start = time.perf_counter()
-            # code of its own, so that Dynamo counts no recompilations
-            own = types.FunctionType(call.__code__.replace(co_name=f"call_{m}"), globals())
-            fn = torch.compile(own, backend="inductor_quant", dynamic=False)
+            fn = torch.compile(copied(call), backend="inductor_quant", dynamic=False)
             self.static[m] = compiled(models, x, fn, device)
             self.seconds.append(time.perf_counter() - start)
         counters.clear()
         options = {"inductor_quant.row_buckets": True}
-        fn = torch.compile(call, backend="inductor_quant", options=options)
+        fn = torch.compile(copied(call), backend="inductor_quant", options=options)
         with inductor_quant.collect() as self.report:
             for m in sorted(inputs, key=lambda m: m != 16):  # a first M that is neither
                 x = inputs[m].clone()
@@ -184,6 +193,7 @@ def main() -> None:
     everything: list[dict[str, Any]] = []
     for name in options.formats:
         for n, k in sizes:
+            torch.compiler.reset()
             with fx_config.patch(backed_size_oblivious=True), torch.no_grad():
                 inputs = {
                     m: torch.randn(m, k, dtype=torch.bfloat16, device=device) for m in options.m
