@@ -58,7 +58,7 @@ def compile_graph(
         graph = _kept(gm, inputs, kwargs)
     general = fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
     rows = Rows.of(general, graph) if graph is not None else Rows()
-    if graph is None or options is None or not rows.families:
+    if graph is None or options is None or not rows.kinds:
         return general
     return RowBuckets(graph, general, rows, options)
 
@@ -77,23 +77,25 @@ def _kept(
 
 @dataclasses.dataclass
 class Rows:
-    """``families``: the symbolic rows of GEMMs -> the families of these GEMMs. ``depths``: symbols
-    in K, which weights fix."""
+    """``kinds``: the symbolic rows of GEMMs -> the kinds of these GEMMs (``row_ranges.tops``), if
+    they have thresholds. ``depths``: symbols in K, which weights fix."""
 
-    families: dict[sympy.Expr, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    kinds: dict[sympy.Expr, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     depths: set[sympy.Symbol] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, compiled: Any, graph: variants.Graph) -> Rows:
         found, symbols = cls(), {str(each): each for each in graph.positions}
         for note in variants.notes_of(compiled):
-            family, *sizes = note.split("; ")
+            kind, *sizes = note.split("; ")
+            if not row_ranges.tops([kind]):
+                continue
             try:
                 m, k = (sympy.sympify(size, locals=symbols) for size in sizes)
             except (sympy.SympifyError, TypeError, SyntaxError):
                 continue
             if m.free_symbols and m.free_symbols | k.free_symbols <= graph.positions.keys():
-                found.families[m] = (*found.families.get(m, ()), family)
+                found.kinds[m] = (*found.kinds.get(m, ()), kind)
                 found.depths |= k.free_symbols
         return found
 
@@ -144,10 +146,10 @@ class RowBuckets:
         self._graph, self._general, self._options = graph, general, options
         given = options.row_buckets
         self._gemms = [
-            _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(families))
-            for expr, families in rows.families.items()
+            _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(kinds))
+            for expr, kinds in rows.kinds.items()
         ]
-        of_rows = {symbol for expr in rows.families for symbol in expr.free_symbols}
+        of_rows = {symbol for expr in rows.kinds for symbol in expr.free_symbols}
         self._candidates = sorted(of_rows - rows.depths, key=str)
         self._bounds = {each: graph.bounds(each) for each in self._candidates}
         self._guards = graph.guards()

@@ -256,7 +256,7 @@ def _decide(
     refusal = found if isinstance(found, Rejection) else _policy(found, module, options)
     depends_on_rows = refusal is None or refusal.code is RejectionCode.MANY_ROWS
     if depends_on_rows and isinstance(found, RecognizedGemm) and isinstance(found.m, str):
-        variants.note(f"{found.family}; {found.m}; {found.k}")
+        variants.note(f"{found.row_kind or found.family}; {found.m}; {found.k}")
     if refusal is not None:
         where = refusal.node or anchor.name
         return Rejection(refusal.code, refusal.detail, where, module, site)

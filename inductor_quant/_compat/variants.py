@@ -163,8 +163,9 @@ class Graph:
                 inputs = [_renewed(value, env, values) for value in self._inputs]
             gm = _copied(self._gm)
             for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
-                if isinstance(size := node.meta.get("val"), torch.SymInt):
-                    node.meta["val"] = _renewed(size, env, values)
+                if isinstance(number := node.meta.get("val"), torch.SymInt | torch.SymFloat):
+                    node.meta["val"] = _renewed(number, env, values)
+                    _fold(node)
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
         of_old = {new: old for old, new in values.items() if new.is_Symbol}
         guards = tuple(Computed(guard.expr.xreplace(of_old)) for guard in env.guards)
@@ -226,14 +227,16 @@ def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) ->
     """An input of the graph with the sizes of a variant."""
 
     def size(old: Any) -> Any:
-        if not isinstance(old, torch.SymInt):
+        if not isinstance(old, torch.SymInt | torch.SymFloat):
             return old
         expr = old.node.expr.xreplace(values)
-        if expr.is_Integer:
-            return int(expr)
-        return env.create_symintnode(expr, hint=int(expr.xreplace(env.backed_var_to_val)))
+        is_int = isinstance(old, torch.SymInt)
+        kind, create = (int, env.create_symintnode) if is_int else (float, env.create_symfloatnode)
+        if expr.is_number:
+            return kind(expr)
+        return create(expr, hint=kind(expr.xreplace(env.backed_var_to_val)))
 
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat):
         return size(value)
     if not isinstance(value, torch.Tensor):
         return value
@@ -244,6 +247,19 @@ def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) ->
         flat = torch.empty(length, dtype=value.dtype, device=value.device)
         made = flat.as_strided(shape, stride, offset).detach()
     return made.requires_grad_(value.requires_grad and value.is_leaf)
+
+
+def _fold(node: fx.Node) -> None:
+    """Replace a number that is computed of numbers alone, as tracing would: Inductor divides floats
+    as if they were sizes."""
+    number = node.meta["val"]
+    if node.op != "call_function" or not isinstance(number, int | float):
+        return
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(
+            (user.args, user.kwargs), lambda arg: number if arg is node else arg
+        )
+    node.graph.erase_node(node)
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
