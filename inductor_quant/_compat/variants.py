@@ -162,10 +162,9 @@ class Graph:
             with mode:
                 inputs = [_renewed(value, env, values) for value in self._inputs]
             gm = _copied(self._gm)
-            for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
-                if isinstance(number := node.meta.get("val"), torch.SymInt | torch.SymFloat):
-                    node.meta["val"] = _renewed(number, env, values)
-                    _fold(node)
+            with mode:
+                for node in gm.graph.nodes:
+                    _renew(node, lambda value: _renewed(value, env, values))
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
         of_old = {new: old for old, new in values.items() if new.is_Symbol}
         guards = tuple(Computed(guard.expr.xreplace(of_old)) for guard in env.guards)
@@ -249,10 +248,15 @@ def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) ->
     return made.requires_grad_(value.requires_grad and value.is_leaf)
 
 
-def _fold(node: fx.Node) -> None:
-    """Replace a number that is computed of numbers alone, as tracing would: Inductor divides floats
-    as if they were sizes."""
-    number = node.meta["val"]
+def _renew(node: fx.Node, renewed: Callable[[Any], Any]) -> None:
+    """Renew what Inductor does not propagate: numbers, and the inputs whose strides an op needs."""
+    if inputs := node.meta.get("eager_input_vals"):
+        node.meta["eager_input_vals"] = fx.node.map_aggregate(inputs, renewed)
+    if not isinstance(number := node.meta.get("val"), torch.SymInt | torch.SymFloat):
+        return
+    node.meta["val"] = number = renewed(number)
+    # Computed of numbers alone, it is one, as in tracing: Inductor divides floats as if they were
+    # sizes.
     if node.op != "call_function" or not isinstance(number, int | float):
         return
     for user in list(node.users):

@@ -20,6 +20,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
+from examples.benchmarks.workers.quantizers import Fp8BlockLinear
 from inductor_quant import backend, collect, row_buckets
 from inductor_quant._compat import variants
 from inductor_quant.errors import InductorQuantError, OptionError
@@ -270,6 +271,28 @@ def test_a_length_that_is_in_no_rows_stays_symbolic():
             found.append(rows(report))
         assert run.graphs == 1
     assert found == [["17..22"], [], ["23..45"], []]
+
+
+class BlockScaled(nn.Module):
+    """Its product stays ``_scaled_mm`` from 65 to 127 rows; scales of x are contiguous along M."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Fp8BlockLinear(nn.Linear(4096, 28672, bias=False, dtype=bf16))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_an_op_that_needs_strides_of_the_model_is_compiled_for_a_range():
+    with session(BlockScaled, how=None) as run:
+        x = torch.zeros(100, 4096, dtype=bf16, device="cuda")
+        torch._dynamo.mark_dynamic(x, 0)
+        # fake tensors have no ``_scaled_mm`` that writes to an output
+        with collect() as report, contextlib.suppress(RuntimeError):
+            run.call(x)
+    assert rows(report) == ["65..127"]
+    assert kernels(report) == []
 
 
 def test_a_reset_drops_all_ranges():
