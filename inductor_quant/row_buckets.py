@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def compile_graph(
         graph = _kept(gm, inputs, kwargs)
     general = fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
     rows = Rows.of(general, graph) if graph is not None else Rows()
-    if graph is None or options is None or not rows.families:
+    if graph is None or options is None or not rows.kinds:
         return general
     return RowBuckets(graph, general, rows, options)
 
@@ -76,34 +77,46 @@ def _kept(
 
 @dataclasses.dataclass
 class Rows:
-    """``families``: the symbolic rows of GEMMs -> the families of these GEMMs. ``depths``: symbols
-    in K, which weights fix."""
+    """``kinds``: the symbolic rows of GEMMs -> the kinds of these GEMMs (``row_ranges.tops``), if
+    they have thresholds. ``depths``: symbols in K, which weights fix."""
 
-    families: dict[sympy.Expr, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    kinds: dict[sympy.Expr, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     depths: set[sympy.Symbol] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, compiled: Any, graph: variants.Graph) -> Rows:
         found, symbols = cls(), {str(each): each for each in graph.positions}
         for note in variants.notes_of(compiled):
-            family, *sizes = note.split("; ")
+            kind, *sizes = note.split("; ")
+            if not row_ranges.tops([kind]):
+                continue
             try:
                 m, k = (sympy.sympify(size, locals=symbols) for size in sizes)
             except (sympy.SympifyError, TypeError, SyntaxError):
                 continue
             if m.free_symbols and m.free_symbols | k.free_symbols <= graph.positions.keys():
-                found.families[m] = (*found.families.get(m, ()), family)
+                found.kinds[m] = (*found.kinds.get(m, ()), kind)
                 found.depths |= k.free_symbols
         return found
 
 
-def _line(rows: sympy.Expr, symbol: sympy.Symbol, numbers: Sizes) -> tuple[int, int] | None:
-    """``(a, b)`` if the rows are a * symbol + b, a >= 0, with ``numbers`` for the other symbols."""
-    rows = rows.xreplace(_numbers(numbers))
-    factor, rest = rows.coeff(symbol, 1), rows.coeff(symbol, 0)
-    is_line = factor.is_Integer and rest.is_Integer and factor >= 0
-    is_line = is_line and sympy.expand(rows - factor * symbol - rest) == 0
-    return (int(factor), int(rest)) if is_line else None
+class _Busy(Exception):
+    """Another thread compiles, and this one may not wait."""
+
+
+class _Gemms:
+    """GEMMs with the same rows: ``rows(sizes)``, and the largest M of each of their ranges."""
+
+    def __init__(self, rows: sympy.Expr, tops: tuple[int, ...]) -> None:
+        self.expr, self.rows, self.tops = rows, variants.Computed(rows), tops
+
+    def line(self, symbol: sympy.Symbol, numbers: Sizes) -> tuple[int, int] | None:
+        """``(a, b)`` if the rows are a * symbol + b, a >= 0, with ``numbers`` for others."""
+        rows = self.expr.xreplace({each: sympy.Integer(size) for each, size in numbers.items()})
+        factor, rest = rows.coeff(symbol, 1), rows.coeff(symbol, 0)
+        is_line = factor.is_Integer and rest.is_Integer and factor >= 0
+        is_line = is_line and sympy.expand(rows - factor * symbol - rest) == 0
+        return (int(factor), int(rest)) if is_line else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,17 +145,22 @@ class RowBuckets:
     ) -> None:
         self._graph, self._general, self._options = graph, general, options
         given = options.row_buckets
-        self._rows = {
-            expr: given if isinstance(given, tuple) else row_ranges.tops(families)
-            for expr, families in rows.families.items()
-        }
-        of_rows = {symbol for expr in self._rows for symbol in expr.free_symbols}
-        self._candidates = of_rows - rows.depths
+        self._gemms = [
+            _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(kinds))
+            for expr, kinds in rows.kinds.items()
+        ]
+        of_rows = {symbol for expr in rows.kinds for symbol in expr.free_symbols}
+        self._candidates = sorted(of_rows - rows.depths, key=str)
+        self._bounds = {each: graph.bounds(each) for each in self._candidates}
+        self._guards = graph.guards()
+        self._known_lines: dict[Any, list[tuple[int, int] | None]] = {}
+        self._is_in_background = options.compile_buckets == "background"
         self._symbols = sorted(of_rows | rows.depths, key=str)
         self._positions = operator.itemgetter(*(graph.positions[s] for s in self._symbols))
         self._by_sizes: dict[Any, Callable[[list[Any]], Any]] = {}
         self._variants: dict[Bucket, variants.Variant | None] = {}  # None: it failed, or is pending
         self._pending: set[Bucket] = set()  # in the background
+        self._pending_lock = threading.Lock()
         if options.compile_buckets == "ahead":
             self._compile_ahead()
 
@@ -153,7 +171,10 @@ class RowBuckets:
     def _found(self, inputs: list[Any]) -> Callable[[list[Any]], Any]:
         """What serves the sizes of a call that meets them for the first time."""
         sizes = {each: int(inputs[at]) for each, at in self._graph.positions.items()}
-        call, is_final = self._choose(sizes)
+        try:
+            call, is_final = self._choose(sizes)
+        except _Busy:
+            return self._general
         if is_final:
             if len(self._by_sizes) >= MAX_SIZES:
                 self._by_sizes.clear()
@@ -184,38 +205,57 @@ class RowBuckets:
     def _buckets(self, sizes: Sizes) -> Iterator[Bucket]:
         """The bucket of ``sizes``; after it, should its variant not serve them, one that is
         compiled for them."""
-        if any(int(rows.xreplace(_numbers(sizes))) <= 0 for rows in self._rows):
+        if any(gemms.rows(sizes) <= 0 for gemms in self._gemms):
             return
         each, numbers, lines = self._free(sizes)
         if each is None:
             return
-        (low, high), is_open = self._graph.bounds(each), True
-        for (factor, rest), tops in zip(lines, self._rows.values(), strict=True):
+        (low, high), is_open = self._bounds[each], True
+        for (factor, rest), gemms in zip(lines, self._gemms, strict=True):
             if factor:
-                least, most = row_ranges.range_of(factor * sizes[each] + rest, tops)
+                least, most = row_ranges.range_of(factor * sizes[each] + rest, gemms.tops)
                 low = max(low, -(-(least - rest) // factor))
                 if most is not None:
                     largest, is_open = (most - rest) // factor, False
                     high = largest if high is None else min(high, largest)
         largest = max(2 * (low - 1), 1) if is_open or high is None else high
         hints = [largest if high is None else min(largest, high), sizes[each]]
-        if not self._graph.admits({**numbers, each: hints[0]}):
+        if not self._admits({**numbers, each: hints[0]}):
             hints = hints[1:]
         for hint in dict.fromkeys(hints):
             yield Bucket(each, low, high, hint, tuple(numbers.items()))
+
+    def _admits(self, sizes: Sizes) -> bool:
+        """Whether the program's own guards on these sizes alone hold."""
+        return all(guard(sizes) for guard in self._guards if guard.symbols <= sizes.keys())
 
     def _free(
         self, sizes: Sizes
     ) -> tuple[sympy.Symbol | None, dict[sympy.Symbol, int], list[tuple[int, int]]]:
         """The largest symbol in which all rows are linear (None: there is none), the values of the
         others, and the lines."""
-        for each in sorted(self._candidates, key=lambda s: (-sizes[s], str(s))):
+        for each in sorted(self._candidates, key=lambda s: -sizes[s]):
             numbers = {s: sizes[s] for s in self._symbols if s is not each}
-            lines = [_line(rows, each, numbers) for rows in self._rows]
+            lines = self._lines(each, numbers)
             found = [line for line in lines if line is not None]
             if len(found) == len(lines) and any(factor for factor, _ in found):
                 return each, numbers, found
         return None, {}, []
+
+    def _lines(self, each: sympy.Symbol, numbers: Sizes) -> list[tuple[int, int] | None]:
+        """The rows as lines in a symbol. Sizes of a known variant do not wait for the lock."""
+        key = (each, *numbers.values())
+        if key not in self._known_lines:
+            if not variants.lock().acquire(blocking=not self._is_in_background):
+                raise _Busy
+            try:
+                found = [gemms.line(each, numbers) for gemms in self._gemms]
+            finally:
+                variants.lock().release()
+            if len(self._known_lines) >= MAX_SIZES:
+                self._known_lines.clear()
+            self._known_lines[key] = found
+        return self._known_lines[key]
 
     def _of_range(self, bucket: Bucket) -> list[variants.Variant]:
         """The variants of the same range, for other sizes."""
@@ -225,9 +265,12 @@ class RowBuckets:
 
     def _start(self, bucket: Bucket) -> None:
         """Compile the bucket's variant, or have it compiled."""
-        if self._options.compile_buckets == "background":
-            self._pending.add(bucket)
-            self._variants[bucket] = None
+        if self._is_in_background:
+            with self._pending_lock:
+                if bucket in self._variants:  # another thread met it
+                    return
+                self._pending.add(bucket)
+                self._variants[bucket] = None
             _background().submit(self._compile, bucket)
         else:
             with variants.lock():
@@ -246,7 +289,7 @@ class RowBuckets:
                 compiled = self._graph.compile(numbers, ranges, {each: bucket.hint})
         except Exception as error:
             self._variants[bucket] = None
-            if self._options.on_error == "raise":
+            if self._options.on_error == "raise" and bucket not in self._pending:
                 raise InductorQuantError(
                     f"inductor_quant failed for M {name}: {error!r}"
                 ) from error
@@ -265,11 +308,10 @@ class RowBuckets:
 
     def _name(self, bucket: Bucket) -> str:
         """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1"."""
-        numbers = _numbers(dict(bucket.numbers))
 
         def rows(value: int) -> int:
-            found = [r.xreplace(numbers).xreplace({bucket.symbol: value}) for r in self._rows]
-            return max(map(int, found))
+            sizes = dict(bucket.numbers) | {bucket.symbol: value}
+            return max(gemms.rows(sizes) for gemms in self._gemms)
 
         low, high = bucket.low, bucket.high
         if low == high:
@@ -282,7 +324,7 @@ class RowBuckets:
         each, _, _ = self._free(sizes)
         if each is None:
             return
-        value, most = self._graph.bounds(each)
+        value, most = self._bounds[each]
         while most is None or value <= most:
             bucket = next(self._buckets({**sizes, each: value}), None)
             if bucket is None:
@@ -298,7 +340,3 @@ class RowBuckets:
 def _background() -> ThreadPoolExecutor:
     """One thread: compilations hold a lock."""
     return ThreadPoolExecutor(1, thread_name_prefix="inductor_quant")
-
-
-def _numbers(sizes: Sizes) -> dict[sympy.Symbol, sympy.Expr]:
-    return {each: sympy.Integer(size) for each, size in sizes.items()}

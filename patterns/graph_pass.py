@@ -259,7 +259,7 @@ def _decide(
         RejectionCode.UNTUNED,
     )
     if depends_on_rows and isinstance(found, RecognizedGemm) and isinstance(found.m, str):
-        variants.note(f"{found.family}; {found.m}; {found.k}")
+        variants.note(f"{found.row_kind or found.family}; {found.m}; {found.k}")
     if refusal is not None:
         where = refusal.node or anchor.name
         return Rejection(refusal.code, refusal.detail, where, module, site)

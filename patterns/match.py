@@ -24,6 +24,7 @@ class RecognizedGemm:
     row_scale      the scale of the activation, or None
     shape          arguments of a reshape to the shape of ``end``; None: that is [M, N]
     too_many_rows  at this M the graph as it is runs faster
+    row_kind       whose ranges of M it has (``spec/row_ranges.py``); "": those of its family
     weight_class   how close a dequantized weight is to the graph's
     """
 
@@ -41,6 +42,7 @@ class RecognizedGemm:
     row_scale: fx.Node | None = None
     shape: tuple[Any, ...] | None = None
     too_many_rows: bool = False
+    row_kind: str = ""
     weight_class: Exactness = Exactness.REASSOCIATED
 
 

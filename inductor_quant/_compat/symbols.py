@@ -118,7 +118,9 @@ _add(
     parameters=("val", "source", "dynamic_dim", "do_not_specialize_zero_one"),
 )
 _add("inductor", _SHAPES, "ShapeEnv.create_symintnode", parameters=("sym", "hint"))
+_add("inductor", _SHAPES, "ShapeEnv.create_symfloatnode", parameters=("sym", "hint"))
 _add("inductor", "torch.utils._sympy.numbers", "int_oo")
+_add("inductor", "torch.utils._sympy.printers", "PythonPrinter")
 _add("inductor", "torch.utils._sympy.value_ranges", "ValueRanges")
 _add("inductor", "torch._dynamo.convert_frame", "compile_lock")
 _add("inductor", "torch._dynamo.source", "ConstantSource")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,20 +40,37 @@ def lock() -> Any:
     return symbol("torch._dynamo.convert_frame:compile_lock")
 
 
+class Computed:
+    """A sympy expression as Python code: ``computed(sizes)`` is its value.
+
+    Threads share what sympy knows of an expression while it finds it out, so only one at a time may
+    ask it: the one that holds the lock. What runs in each call is computed without sympy.
+    """
+
+    def __init__(self, expr: Any) -> None:
+        text = symbol("torch.utils._sympy.printers:PythonPrinter")().doprint(expr)
+        self._code = compile(text, "<sizes>", "eval")
+        self._names = [(str(each), each) for each in expr.free_symbols]
+        self.symbols = {each for _, each in self._names}
+
+    def __call__(self, sizes: Mapping[sympy.Symbol, int]) -> Any:
+        values = {name: sizes[each] for name, each in self._names}
+        return eval(self._code, {"math": math, "torch": torch}, values)
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A compiled graph, and the guards on sizes that its compilation added."""
 
     call: Callable[[list[Any]], Any]
-    guards: tuple[Any, ...]
+    guards: tuple[Computed, ...]
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return {symbol for guard in self.guards for symbol in guard.free_symbols}
+        return {symbol for guard in self.guards for symbol in guard.symbols}
 
     def serves(self, sizes: Mapping[sympy.Symbol, int]) -> bool:
-        found = _numbers(sizes)
-        return all(guard.xreplace(found) is sympy.true for guard in self.guards)
+        return all(guard(sizes) for guard in self.guards)
 
 
 class Graph:
@@ -111,14 +129,9 @@ class Graph:
         upper = int(found.upper) if found.upper.is_Integer else None
         return int(found.lower), upper
 
-    def admits(self, values: Mapping[sympy.Symbol, int]) -> bool:
-        """Whether the program's own guards on these sizes alone hold for ``values``."""
-        guards = [guard.expr for guard in self._env.guards]
-        return all(
-            guard.xreplace(_numbers(values)) is sympy.true
-            for guard in guards
-            if guard.free_symbols <= values.keys()
-        )
+    def guards(self) -> list[Computed]:
+        """The program's own guards on sizes, now."""
+        return [Computed(guard.expr) for guard in self._env.guards]
 
     def compile(
         self,
@@ -128,6 +141,15 @@ class Graph:
     ) -> Variant:
         """The graph compiled with ``numbers`` in place of symbols, and ``ranges`` and ``hints`` of
         others. Raises what Inductor does."""
+        with lock():
+            return self._compiled(numbers, ranges, hints)
+
+    def _compiled(
+        self,
+        numbers: Mapping[sympy.Symbol, int],
+        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        hints: Mapping[sympy.Symbol, int],
+    ) -> Variant:
         env = symbol("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
         mode = symbol("torch._subclasses.fake_tensor:FakeTensorMode")(
             shape_env=env, allow_non_fake_inputs=True
@@ -140,12 +162,12 @@ class Graph:
             with mode:
                 inputs = [_renewed(value, env, values) for value in self._inputs]
             gm = _copied(self._gm)
-            for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
-                if isinstance(size := node.meta.get("val"), torch.SymInt):
-                    node.meta["val"] = _renewed(size, env, values)
+            with mode:
+                for node in gm.graph.nodes:
+                    _renew(node, lambda value: _renewed(value, env, values))
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
         of_old = {new: old for old, new in values.items() if new.is_Symbol}
-        guards = tuple(guard.expr.xreplace(of_old) for guard in env.guards)
+        guards = tuple(Computed(guard.expr.xreplace(of_old)) for guard in env.guards)
         return Variant(compiled, guards)
 
     def _new_symbols(
@@ -182,7 +204,6 @@ class Graph:
         now = config.get_config_copy()
         changed = {key: value for key, value in self._config.items() if now.get(key) != value}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(lock())
             stack.enter_context(config.patch(changed))
             stack.enter_context(symbol("torch._guards:tracing")(context))
             if symbol("torch._guards:CompileContext.try_get")() is None and self._context:
@@ -190,6 +211,7 @@ class Graph:
             stack.enter_context(virtualized.set_fake_mode(mode))
             stack.enter_context(virtualized.set_choices_handler(self._choices))
             # what a caller may have set for its own tensors
+            stack.enter_context(symbol("torch.utils._python_dispatch:_disable_current_modes")())
             stack.enter_context(torch.device("cpu"))
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
@@ -204,14 +226,16 @@ def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) ->
     """An input of the graph with the sizes of a variant."""
 
     def size(old: Any) -> Any:
-        if not isinstance(old, torch.SymInt):
+        if not isinstance(old, torch.SymInt | torch.SymFloat):
             return old
         expr = old.node.expr.xreplace(values)
-        if expr.is_Integer:
-            return int(expr)
-        return env.create_symintnode(expr, hint=int(expr.xreplace(env.backed_var_to_val)))
+        is_int = isinstance(old, torch.SymInt)
+        kind, create = (int, env.create_symintnode) if is_int else (float, env.create_symfloatnode)
+        if expr.is_number:
+            return kind(expr)
+        return create(expr, hint=kind(expr.xreplace(env.backed_var_to_val)))
 
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat):
         return size(value)
     if not isinstance(value, torch.Tensor):
         return value
@@ -222,6 +246,24 @@ def _renewed(value: Any, env: Any, values: Mapping[sympy.Symbol, sympy.Expr]) ->
         flat = torch.empty(length, dtype=value.dtype, device=value.device)
         made = flat.as_strided(shape, stride, offset).detach()
     return made.requires_grad_(value.requires_grad and value.is_leaf)
+
+
+def _renew(node: fx.Node, renewed: Callable[[Any], Any]) -> None:
+    """Renew what Inductor does not propagate: numbers, and the inputs whose strides an op needs."""
+    if inputs := node.meta.get("eager_input_vals"):
+        node.meta["eager_input_vals"] = fx.node.map_aggregate(inputs, renewed)
+    if not isinstance(number := node.meta.get("val"), torch.SymInt | torch.SymFloat):
+        return
+    node.meta["val"] = number = renewed(number)
+    # Computed of numbers alone, it is one, as in tracing: Inductor divides floats as if they were
+    # sizes.
+    if node.op != "call_function" or not isinstance(number, int | float):
+        return
+    for user in list(node.users):
+        user.args, user.kwargs = fx.map_arg(
+            (user.args, user.kwargs), lambda arg: number if arg is node else arg
+        )
+    node.graph.erase_node(node)
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -38,14 +38,25 @@ TOPS: dict[str, tuple[int, ...]] = {
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
-    # One compilation serves every number of rows: which experts have them is known at run time.
-    "experts": (),
+    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 12 and 32: by the width of
+    # values, experts_direct up to them. 16: taller tiles beyond. 64: the library beyond.
+    "experts": (5, 12, 16, 32, 64),
 }
 
 
-def tops(families: Iterable[str]) -> tuple[int, ...]:
-    """The largest M of each range for GEMMs of these families, ascending."""
-    return tuple(sorted({top for family in families for top in TOPS[family]}))
+def kind_of(family: str, experts: int) -> str:
+    """The kind of GEMMs whose rows are sorted by so many experts. 0: each row is a tile of its own,
+    whatever M is."""
+    return f"{family} {experts}"
+
+
+def tops(kinds: Iterable[str]) -> tuple[int, ...]:
+    """The largest M of each range for GEMMs of these kinds, ascending: families, or ``kind_of``."""
+    found: set[int] = set()
+    for kind in kinds:
+        family, _, experts = kind.partition(" ")
+        found |= {int(experts or 1) * top for top in TOPS[family]}
+    return tuple(sorted(found - {0}))
 
 
 def range_of(rows: int, tops: tuple[int, ...]) -> tuple[int, int | None]:

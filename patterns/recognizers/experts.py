@@ -16,6 +16,7 @@ from torch import fx
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import experts as op
 from inductor_quant.ops import weight_only
+from inductor_quant.spec import row_ranges
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
 
@@ -186,6 +187,9 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         shape=(-1, *others) if len(others) > 1 else None,
         too_many_rows=anchor.target == aten._grouped_mm.default
         and hint > op.MAX_MEAN_ROWS * weight.format.experts,
+        row_kind=row_ranges.kind_of(
+            FAMILY, 0 if product.offsets is None else weight.format.experts
+        ),
         weight_class=Exactness.REASSOCIATED if weight.is_reordered else same,
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import sys
 import threading
 import time
 import warnings
@@ -19,6 +20,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
+from examples.benchmarks.workers.quantizers import Fp8BlockLinear
 from inductor_quant import backend, collect, row_buckets
 from inductor_quant._compat import variants
 from inductor_quant.errors import InductorQuantError, OptionError
@@ -29,6 +31,7 @@ from inductor_quant.simulate.capture import GeneratedKernel
 from inductor_quant.spec import row_ranges
 from tests.support.forks import Program
 from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.producers.experts import Experts
 from tests.support.producers.packed import Gptq
 
 pytestmark = pytest.mark.compiles
@@ -170,6 +173,26 @@ class Bytes(Block):
             return torch._scaled_mm(q, w, scale, self.scale.t(), out_dtype=bf16)
 
 
+class Routed(nn.Module):
+    """One of eight experts for each row, int4."""
+
+    def __init__(self, k=K, n=K):
+        super().__init__()
+        self.k, self.experts = k, Experts("int4_words", "grouped", 8, k, n)
+
+    def forward(self, x):
+        weights, ids = x[:, :8].float().topk(1)
+        return self.experts(x, ids, weights)
+
+
+def test_experts_have_ranges_of_rows_an_expert():
+    """Tiles of 8 rows, tiles of 16, and the library beyond a mean of 64."""
+    found = kernels_of_ranges(Routed, [600, 16, 100])
+    assert found == {m: static(m, Routed) for m in (600, 16, 100)}
+    assert (len(found[600]), len(found[16]), len(found[100])) == (0, 2, 2)
+    assert found[16] != found[100]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Block, Words, Bytes])
 def test_ten_sizes_have_the_kernels_of_static_compilations(kind):
@@ -199,9 +222,7 @@ def test_all_ranges_are_compiled_ahead():
 def test_while_a_range_is_compiled_in_the_background_the_first_kernels_serve():
     with session(row_buckets=(8, 100), compile_buckets="background") as run, collect() as all_:
         assert kernels(run[16])
-        deadline = time.monotonic() + 60
-        while not all_.buckets and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(all_)
         assert rows(all_) == ["9..100"]
         assert rows(run[16]) == []
 
@@ -222,6 +243,73 @@ def test_a_dynamic_dimension_that_is_met_second():
         assert run.graphs == 2
         assert rows(run[1]) == []  # a graph of its own
         assert run.graphs == 3
+
+
+def test_bounds_that_the_user_gave_are_kept():
+    with session(how=None) as run:
+        x = torch.zeros(95, K, dtype=bf16, device="cuda")
+        torch._dynamo.mark_dynamic(x, 0, min=93, max=100)
+        with collect() as report:
+            run.call(x)
+    assert rows(report) == ["93..100"]
+    assert [k.sizes[0] for k in report.kernels if k.rows] == [100]
+
+
+class Attending(Scaled):
+    """One query of each sequence, whatever its length."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.scaled_dot_product_attention(x[:, -1:], x, x))
+
+
+def test_a_length_that_is_in_no_rows_stays_symbolic():
+    with session(Attending) as run:
+        found = []
+        for sizes in ((20, 30), (22, 50), (40, 50), (41, 7)):
+            with collect() as report:
+                run.call(torch.zeros(*sizes, K, dtype=bf16, device="cuda"))
+            found.append(rows(report))
+        assert run.graphs == 1
+    assert found == [["17..22"], [], ["23..45"], []]
+
+
+class BlockScaled(nn.Module):
+    """Its product stays ``_scaled_mm`` from 65 to 127 rows; scales of x are contiguous along M."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Fp8BlockLinear(nn.Linear(4096, 28672, bias=False, dtype=bf16))
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_an_op_that_needs_strides_of_the_model_is_compiled_for_a_range():
+    with session(BlockScaled, how=None) as run:
+        x = torch.zeros(100, 4096, dtype=bf16, device="cuda")
+        torch._dynamo.mark_dynamic(x, 0)
+        # fake tensors have no ``_scaled_mm`` that writes to an output
+        with collect() as report, contextlib.suppress(RuntimeError):
+            run.call(x)
+    assert rows(report) == ["65..127"]
+    assert kernels(report) == []
+
+
+def test_a_reset_drops_all_ranges():
+    with session() as run:
+        assert rows(run[16]) == ["9..16"]
+        torch.compiler.reset()
+        assert rows(run[16]) == ["9..16"]
+        assert run.graphs == 2
+
+
+def test_variants_share_tensors():
+    table = torch.arange(4)
+    gm = torch.fx.symbolic_trace(lambda x: x + 1)
+    gm.register_buffer("table", table)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        gm.graph.get_attr("table")
+    assert variants._copied(gm).table is table
 
 
 class Head(Scaled):
@@ -310,8 +398,8 @@ def test_a_guard_of_a_variant_is_asked_for_every_size(monkeypatch):
     def guarded(self, numbers, ranges, hints):
         [(symbol, hint)] = hints.items()
         variant = compile_(self, numbers, ranges, hints)
-        guards = (sympy.Eq(sympy.Mod(symbol, 5), 0),) if hint == 45 else ()
-        return dataclasses.replace(variant, guards=guards)
+        guard = variants.Computed(sympy.Eq(sympy.Mod(symbol, 5), 0))
+        return dataclasses.replace(variant, guards=(guard,) if hint == 45 else ())
 
     monkeypatch.setattr(variants.Graph, "compile", guarded)
     with session() as run:
@@ -340,6 +428,51 @@ def test_two_threads_meet_a_range_at_once():
             thread.join()
     assert errors == []
     assert rows(report).count("91..128") == 1
+
+
+def test_only_one_thread_at_a_time_asks_sympy(monkeypatch):
+    """Threads share what it knows of an expression, while it finds it out."""
+    facts = sys.modules["sympy.core.assumptions"]
+    ask, outside = facts._ask, []
+
+    def asked(*args):
+        if not variants.lock()._is_owned():
+            outside.append(args)
+        return ask(*args)
+
+    monkeypatch.setattr(facts, "_ask", asked)
+    with session() as run:
+        assert [rows(run[sizes]) for sizes in ((2, 20), (2, 22))] == [["24..44"], []]
+    assert outside == []
+
+
+def wait_for(found, count=1):
+    """Until so many ranges are compiled in the background."""
+    deadline = time.monotonic() + 60
+    while len(found.buckets) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_call_waits_for_no_compilation_in_the_background():
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with variants.lock():
+            held.set()
+            done.wait(60)
+
+    with session(row_buckets=(8, 100), compile_buckets="background") as run, collect() as all_:
+        run[16]
+        wait_for(all_)
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait(60)
+        assert [rows(run[m]) for m in (16, 20, 5)] == [[], [], []]
+        done.set()
+        thread.join()
+        run[5]
+        wait_for(all_, 2)
+    assert [bucket.rows for bucket in all_.buckets] == ["9..100", "1..8"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from examples.benchmarks.dynamic_m import FORMATS
 from inductor_quant import collect
 from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.packed import Gptq
@@ -29,9 +30,16 @@ class Block(nn.Module):
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
 
 
+def of_benchmark(name):
+    return lambda k, n: FORMATS[name](nn.Linear(k, n, bias=False, dtype=bf16))
+
+
+# Another rounding of an activation flips one value of FP8 in thirty, by 6 %.
 LAYERS = {
-    "w8a8": lambda k, n: TorchaoLinear(k, n, bias=False),
-    "gptq": lambda k, n: Gptq(bf16, k, n, False),
+    "w8a8": (lambda k, n: TorchaoLinear(k, n, bias=False), 0.02),
+    "gptq": (lambda k, n: Gptq(bf16, k, n, False), 0.02),
+    "fp8": (of_benchmark("fp8"), 0.03),
+    "fp8_block": (of_benchmark("fp8_block"), 0.03),
 }
 
 
@@ -41,7 +49,8 @@ def test_every_size_is_right_with_one_graph(layer, mode):
     torch._dynamo.reset()
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Block(LAYERS[layer]).eval()
+        make, limit = LAYERS[layer]
+        model = Block(make).eval()
         inputs = {m: torch.randn(m, K, dtype=bf16) for m in set(ROWS)}
     counters.clear()
     options = {"inductor_quant.on_error": "raise", "inductor_quant.row_buckets": True}
@@ -59,7 +68,7 @@ def test_every_size_is_right_with_one_graph(layer, mode):
             padded = nn.functional.pad(inputs[m], (0, 0, 0, 32))  # _int_mm needs 17 rows
             want = model(padded)[:m].double()
             error = (out.double() - want).square().mean().sqrt() / want.square().mean().sqrt()
-            assert error < 0.02, (m, error)
+            assert error < limit, (m, error)
     assert counters["stats"]["unique_graphs"] == 1
     assert len(ranges) == len({bucket_of(m, ranges) for m in ROWS})
 

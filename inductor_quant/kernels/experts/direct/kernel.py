@@ -25,9 +25,9 @@ from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-# In the mean of rows an expert: up to here, by the width of a value, and from here on in tiles of
-# 16 rows.
-MAX_MEAN, MAX_MEAN_WIDE, MIN_MEAN_16 = 32, 12, 5
+# In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
+# tiles of 8 rows.
+MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 12, 5
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
 
@@ -59,7 +59,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         return reject_if_split(config) or super().config_rejection(spec, tile, config, device)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        block_m = 16 if mean_rows(problem) >= MIN_MEAN_16 else 8
+        block_m = 8 if mean_rows(problem) <= MAX_MEAN_8 else 16
         is_narrow = 0 < rules.weight_of(problem).format.code.width <= 4
         found = []
         for block_n, slice_k in TILES[0 if is_narrow else 1]:
