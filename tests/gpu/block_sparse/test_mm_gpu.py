@@ -16,7 +16,7 @@ from tests.support.gemms.weight_only import assert_close
 
 pytestmark = pytest.mark.gpu
 
-f16 = torch.float16
+f16, i8, e4m3 = torch.float16, torch.int8, torch.float8_e4m3fn
 OPTIONS = {"inductor_quant.on_error": "raise"}
 
 
@@ -39,7 +39,11 @@ def check(case, kernel=None, config=None):
         got = compiled(gemm(case), *pins)(*inputs)
     [choice] = report.kernels
     assert kernel is None or choice.chosen.startswith(f"{kernel.name} ")
-    assert_close(got, reference(case, inputs))
+    want = reference(case, inputs)
+    if case.dtype == i8:
+        assert torch.equal(got.cpu().double(), want)
+    else:
+        assert_close(got, want)
 
 
 CASES = [
@@ -56,6 +60,19 @@ CASES = [
     Case(300, 768, 1024, (128, 64), 0.7, values="in_place"),
     Case(40, 512, 512, layout="columns"),
     Case(300, 512, 512, layout="every_second"),
+    *(
+        Case(m, 768, 1024, block, 0.8, stored=stored, scale=scale, values=values, bias=True)
+        for m, block, stored, scale, values in (
+            (1, (32, 32), i8, "blocks", "listed"),
+            (16, (32, 32), e4m3, "rows_of_blocks", "placed"),
+            (300, (32, 32), i8, "rows_of_blocks", "listed"),
+            (300, (64, 64), e4m3, "blocks", "listed"),
+            (300, (128, 128), i8, "rows", "in_place"),
+            (40, (16, 64), e4m3, "rows", "listed"),
+        )
+    ),
+    Case(17, 768, 1024, zeros=0.8, dtype=i8),
+    Case(300, 768, 1024, (64, 64), 0.8, dtype=i8, values="placed"),
 ]
 
 
@@ -66,10 +83,12 @@ def test_result_is_close_to_fp64(case):
 
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("kernel", [BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA], ids=lambda k: k.name)
+@pytest.mark.parametrize("stored", [None, i8])
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_every_configuration(size, kernel, m):
+def test_every_configuration(size, stored, kernel, m):
     """With N so large that TMA is offered."""
-    case = Case(m, 32768 if size == 64 else 2048, 512, (size, size), 0.8)
+    n, scale = 32768 if size == 64 else 2048, "" if stored is None else "blocks"
+    case = Case(m, n, 512, (size, size), 0.8, stored=stored, scale=scale)
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
     if kernel.rejection(spec, problem, device):

@@ -25,7 +25,8 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import BlockSpec, QuantGemmSpec
 
 MIN_ARCH = 80  # bf16, cp.async
-DTYPES = (torch.bfloat16, torch.float16)
+FP8_ARCH = 89  # below, e4m3 is decoded by integer arithmetic
+DTYPES = (torch.bfloat16, torch.float16, torch.int8)
 TMA_ARCHS = (INTERPRETER_ARCH, 90)
 # TMA: the least of a block, of M by the rows of a block, and, of blocks of 64, of tiles an SM. A
 # CTA makes its descriptor in the time of several steps.
@@ -48,13 +49,15 @@ class BlockSparseMM(Kernel):
         if 0 < device.arch < MIN_ARCH:
             return Rejection(RejectionCode.DEVICE, f"sm_{device.arch} has no bf16 and cp.async")
         if spec.a.dtype not in DTYPES:
-            return Rejection(RejectionCode.NO_KERNEL, f"{spec}: no blocks of fp16 or bf16")
+            return Rejection(RejectionCode.NO_KERNEL, f"{spec}: no blocks of fp16, bf16 or int8")
         return None
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        block = blocks_of(spec)
+        block, scale = blocks_of(spec), spec.b.scale
+        is_decoded = spec.b.dtype == torch.float8_e4m3fn and 0 < device.arch < FP8_ARCH
+        scaled = scale.block if scale is not None else (0, 0)
         return {
             "N": problem.n,
             "BN": block.n,
@@ -63,8 +66,14 @@ class BlockSparseMM(Kernel):
             "STAGES": config.num_stages,
             "X_BY_TMA": self.x_by_tma,
             "MASK_M": problem.has_masked_rows(config.block_m),
+            "SCALED_ROWS": scaled == (-1, 1),
+            "SCALED_BLOCKS": scaled[0] > 0,
+            "ROWS_OF_BLOCKS": scaled == (block.k, 1),
+            "DECODE": is_decoded and "tl.float8e4nv",
+            "IS_CAST": spec.b.dtype != spec.a.dtype,
             "HAS_BIAS": spec.bias,
-            "ACC_TYPE": "tl.float32",  # of the value that the template stores
+            # of the value that the template stores
+            "ACC_TYPE": "tl.int32" if spec.a.dtype == torch.int8 else "tl.float32",
         }
 
     def config_rejection(
@@ -74,10 +83,12 @@ class BlockSparseMM(Kernel):
         if block.n % config.block_n:
             detail = f"{config}: BLOCK_N must divide the {block.n} rows of a block"
             return Rejection(RejectionCode.BLOCK_SHAPE, detail)
+        if config.split_k > 1 and spec.a.dtype == torch.int8:
+            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: partials of int8 are not exact")
         # x and W wait for their columns: Triton gives half of the stages to loads of these.
         buffers = dataclasses.replace(config, num_stages=(config.num_stages + 1) // 2 + 1)
         return split_k.reject_if_unbounded(problem, config) or tile_rejection(
-            config, device, element_bytes=2, shared_bytes=shared_memory(buffers, 2)
+            config, device, element_bytes=spec.a.dtype.itemsize, shared_bytes=shared_memory(buffers, 2)
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
