@@ -52,7 +52,11 @@ def lower(
     if count == 0 or compat.known_int(k) == 0:
         zeros = lowering_of(aten.full.default)([m, n], 0, dtype=torch.float32, device=device)
         return finished(zeros)
-    given = [compat.realize(t) for t in (x, values, crow, col, place, order, scale, bias) if t is not None]
+    given = [
+        compat.realize(t)
+        for t in (x, values, crow, col, place, order, scale, bias)
+        if t is not None
+    ]
     block_n, block_k = map(compat.known_int, values.get_size()[-2:])
     result = None
     if count is not None and block_n is not None and block_k is not None:

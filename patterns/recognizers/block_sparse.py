@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import block_sparse as op
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
+from inductor_quant.spec.gemm import ScaleSpec
 
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
-from ..matching.block_places import Blocks, read_blocks
+from ..matching.block_places import Blocks, BlockScale, read_blocks
 from ..matching.block_sums import read_sum
 from ..matching.matmul_ops import reject_bias
 from ..matching.operands import reject_mutated, reject_operands, transposed
@@ -26,7 +28,7 @@ TORCHAO = "blocksparse.addmm.default"
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
-    """``anchor``: ``mm``, ``addmm``, ``bmm``, or torchao's ``blocksparse.addmm``."""
+    """``anchor``: ``mm``, ``addmm``, ``bmm``, ``_int_mm``, or torchao's ``blocksparse.addmm``."""
     if str(anchor.target) == TORCHAO:
         return _recognize_op(anchor)
     if anchor.target == aten.bmm.default:
@@ -43,7 +45,9 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     blocks = read_blocks(w)
     if isinstance(blocks, Rejection):
         return blocks
-    rejection = reject_mutated(blocks.nodes) or reject_operands((x, blocks.source, bias), anchor)
+    scale = None if blocks.scale is None else blocks.scale.source
+    given = (x, blocks.source, scale, bias)
+    rejection = reject_mutated(blocks.nodes) or reject_operands(given, anchor)
     rejection = rejection or _reject_dtype(x)
     if rejection is not None:
         return rejection
@@ -53,6 +57,9 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
         found = _assemble(anchor, anchor, (x, bias), blocks, (m, n, k))
     if isinstance(found, Rejection):
         return found
+    stored = found.spec.b
+    if stored.dtype in op.QUANTIZED and stored.blocks and stored.blocks.stored_share(n, k) == 1:
+        return Rejection(RejectionCode.NOT_QUANTIZED, "", anchor.name)  # a dense int8 or FP8 weight
     is_slower = op.prefers_dense(fx_utils.size_hint(m), n, k, found.spec)
     return dataclasses.replace(found, too_many_rows=is_slower)
 
@@ -63,7 +70,8 @@ def _recognize_sum(anchor: fx.Node) -> RecognizedGemm | Rejection:
     if isinstance(found, Rejection):
         return found
     rejection = reject_mutated(found.blocks.nodes)
-    rejection = rejection or reject_operands((found.x, found.blocks.source), anchor)
+    scale = None if found.blocks.scale is None else found.blocks.scale.source
+    rejection = rejection or reject_operands((found.x, found.blocks.source, scale), anchor)
     rejection = rejection or _reject_dtype(found.x)
     if rejection is not None:
         return rejection
@@ -81,7 +89,7 @@ def _recognize_sum(anchor: fx.Node) -> RecognizedGemm | Rejection:
 
 def _reject_dtype(x: fx.Node) -> Rejection | None:
     dtype = fx_utils.value(x).dtype
-    return None if dtype in op.DTYPES else Rejection(RejectionCode.ACTIVATION, f"{dtype}", x.name)
+    return None if dtype in op.STORED else Rejection(RejectionCode.ACTIVATION, f"{dtype}", x.name)
 
 
 def _recognize_op(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
@@ -131,11 +139,25 @@ def _assemble(
     if isinstance(stored, Rejection):
         return stored
     values, place = stored
+    dtype, scale = fx_utils.value(x).dtype, None
+    if fx_utils.value(blocks.source).dtype not in op.STORED[dtype]:
+        detail = f"blocks of {fx_utils.value(blocks.source).dtype} for x in {dtype}"
+        return Rejection(RejectionCode.DTYPE, detail, blocks.source.name)
+    if blocks.scale is not None:
+        scale = _scale(blocks, blocks.scale, n)
+        if isinstance(scale, Rejection):
+            return scale
     counts = torch.bincount(blocks.row, minlength=n // blocks.shape[0])
     crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     order = counts.argsort(descending=True, stable=True)
-    dtype = fx_utils.value(x).dtype
-    spec = op.make_spec(dtype, blocks.shape, len(blocks.row), bias=bias is not None)
+    spec = op.make_spec(
+        dtype,
+        blocks.shape,
+        len(blocks.row),
+        bias=bias is not None,
+        stored=fx_utils.value(blocks.source).dtype,
+        scale=scale and ScaleSpec(scale.dtype, op.scale_block(scale.shape, *blocks.shape)),
+    )
     return RecognizedGemm(
         family=FAMILY,
         spec=spec,
@@ -150,15 +172,53 @@ def _assemble(
             _table(blocks.column),
             None if place is None else _table(place),
             _table(order),
-            None,
+            scale,
             bias and Operand(bias, (-1,)),
         ),
         kwargs={"n": n},
         m=fx_utils.size_name(m),
         n=n,
         k=k,
-        weight_class=Exactness.SAME_WEIGHT_ROUNDING,
+        weight_class=_weight_class(blocks.scale, scale, dtype),
     )
+
+
+def _weight_class(given: BlockScale | None, scale: Derived | None, dtype: torch.dtype) -> Exactness:
+    if given is None or scale is None:
+        return Exactness.SAME_WEIGHT_ROUNDING
+    if len(scale.shape) == 1:
+        return Exactness.REASSOCIATED  # it multiplies the sum
+    is_rounded_once = fx_utils.value(given.by).dtype in (dtype, torch.float32)
+    return Exactness.SAME_WEIGHT_ROUNDING if is_rounded_once else Exactness.FEWER_ROUNDINGS
+
+
+def _scale(blocks: Blocks, scale: BlockScale, n: int) -> Derived | Rejection:
+    """The op's ``scale``: of rows of W, of blocks or of their rows, as they are stored."""
+    (block_n, block_k), source = blocks.shape, fx_utils.value(scale.source)
+    count = fx_utils.value(blocks.source).numel() // (block_n * block_k)
+    i = torch.arange(block_n)
+    row, place = (blocks.row * block_n)[:, None], (blocks.start // (block_n * block_k))[:, None]
+    is_stack = fx_utils.value(blocks.source).dim() != 2  # not in place
+    forms = {
+        (n,): row + i,
+        (count, 1): place.expand_as(scale.at),
+        (count, block_n): place * block_n + i,
+    }
+    for shape, at in forms.items():
+        is_in_order = source.numel() == math.prod(shape) and torch.equal(scale.at, at)
+        if is_in_order and (len(shape) == 1 or is_stack):
+            return _reshaped(scale.source, shape)
+    if source.numel() == 1:
+        return Derived(
+            aten.expand.default, (Operand(scale.source, (1,)), [n]), dtype=source.dtype, shape=(n,)
+        )
+    detail = f"{scale.source.name} is no scale of rows of the weight, blocks, or rows of blocks"
+    return Rejection(RejectionCode.BLOCK_PLACES, detail, scale.source.name)
+
+
+def _reshaped(node: fx.Node, shape: tuple[int, ...]) -> Derived:
+    args = (node, list(shape))
+    return Derived(aten.reshape.default, args, dtype=fx_utils.value(node).dtype, shape=shape)
 
 
 def _stored(blocks: Blocks, n: int, k: int) -> tuple[Any, torch.Tensor | None] | Rejection:
@@ -199,6 +259,9 @@ def _table(values: torch.Tensor) -> Constant:
 PATTERN = Pattern(
     name="block_sparse",
     family=FAMILY,
-    anchors=(aten.mm.default, aten.addmm.default, aten.bmm.default, TORCHAO),
+    anchors=(
+        *(aten.mm.default, aten.addmm.default, aten.bmm.default),
+        *(aten._int_mm.default, TORCHAO),
+    ),
     recognize=recognize,
 )

@@ -18,22 +18,31 @@ from tests.support.producers.blocks import (
     COLUMNS,
     ROWS,
     SIZE,
+    AlongK,
     Bias,
+    Channels,
     Columns,
     Einsum,
     Gathered,
     IndexCopy,
+    IntMM,
     K,
     Kron,
     Masked,
+    MaskedInt8,
     N,
+    OfGrid,
+    OneScale,
+    Quantized,
     Repeated,
+    RowsOfBlocks,
     Scatter,
     Searched,
     SetItem,
     Shuffled,
     Sparse,
     Summed,
+    SummedInt8,
     Transposed,
     Where,
 )
@@ -130,6 +139,43 @@ def test_where_the_dense_product_is_faster_the_graph_stays() -> None:
         assert rewrite.is_untouched == bool(code)
 
 
+SAME, OTHER = Exactness.SAME_WEIGHT_ROUNDING, Exactness.REASSOCIATED
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "exactness"),
+    [
+        (Quantized, (32, 32), SAME),
+        (RowsOfBlocks, (32, 1), SAME),
+        (Channels, (-1, 1), OTHER),
+        (OneScale, (-1, 1), OTHER),
+        (MaskedInt8, (-1, 1), OTHER),
+        (SummedInt8, (32, 32), Exactness.FEWER_ROUNDINGS),
+    ],
+)
+def test_blocks_of_int8_and_fp8_with_their_scales(kind, scale, exactness) -> None:
+    module, x = kind(), torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.spec.b.dtype) == ("block_sparse", module.stored)
+    assert match.spec.b.scale.block == scale
+    assert match.exactness is exactness
+    want = x.double() @ module.dense().t()
+    assert_close(result, want)
+    kept = {str(n.target).partition(".")[2] for n in rewrite.after.graph.nodes}
+    assert not kept & {"index_put.default", "mm.default", "bmm.default", "mul.Tensor"}
+
+
+def test_a_product_of_integers_with_blocks() -> None:
+    module, x = IntMM(), torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.spec.a.dtype) == ("block_sparse", torch.int8)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(result, module(x))
+
+
 # ------------------------------------------------------------------------------------------
 # near misses
 
@@ -199,13 +245,16 @@ MISSES = [
     (Small, "block_places"),
     (Swapped, "block_places"),
     (Wide, "activation"),
+    (OfGrid, "block_places"),
+    (AlongK, "block_places"),
 ]
 
 
 @pytest.mark.parametrize(("module", "code"), MISSES)
 def test_a_near_miss_stays_as_it_was(module: Callable[[], Sparse], code: str) -> None:
     made = module()
-    x = torch.randn(5, made.k).to(made.values.dtype)
+    dtype = torch.float32 if isinstance(made, Wide) else f16
+    x = torch.randn(5, made.k).to(dtype)
     result, rewrite = rewritten(made, x)
     assert rewrite.is_untouched
     assert rewrite.codes == [code]

@@ -88,7 +88,10 @@ class BlockSparseMM(Kernel):
         # x and W wait for their columns: Triton gives half of the stages to loads of these.
         buffers = dataclasses.replace(config, num_stages=(config.num_stages + 1) // 2 + 1)
         return split_k.reject_if_unbounded(problem, config) or tile_rejection(
-            config, device, element_bytes=spec.a.dtype.itemsize, shared_bytes=shared_memory(buffers, 2)
+            config,
+            device,
+            element_bytes=spec.a.dtype.itemsize,
+            shared_bytes=shared_memory(buffers, 2),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
