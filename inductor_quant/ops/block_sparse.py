@@ -126,8 +126,8 @@ def spec_of(
     if x.dim() != 2 or values.dim() not in (3, 4) or values.dtype not in STORED.get(x.dtype, ()):
         shapes = f"x is {x.dtype} {list(x.shape)}, values {values.dtype} {list(values.shape)}"
         raise SpecError(
-            "block_sparse takes x [M, K] in bf16, fp16 or int8, and blocks in x's dtype, or int8 or "
-            f"e4m3 for floats; {shapes}"
+            "block_sparse takes x [M, K] in bf16, fp16 or int8, and blocks in x's dtype, or int8 "
+            f"or e4m3 for floats; {shapes}"
         )
     k, (block_n, block_k) = x.shape[1], values.shape[-2:]
     if block_n not in BLOCK_SIZES or block_k not in BLOCK_SIZES or n % block_n:

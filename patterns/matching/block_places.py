@@ -39,12 +39,14 @@ _VIEWS = (
 _FILLS = (aten.full.default, aten.full_like.default)
 # The names of what may compute a table: integers and 0 or 1, so the device does not matter.
 _TABLE_OPS = frozenset(
-    (
-        "full full_like iota add sub rsub mul floor_divide remainder div cumsum diff searchsorted "
-        "bucketize index gather index_select cat clamp clamp_min clamp_max minimum maximum eq ne lt le "
-        "gt ge bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_not where "
-        "convert_element_type repeat_interleave"
-    ).split()
+    [
+        *("full", "full_like", "iota", "add", "sub", "rsub", "mul", "floor_divide"),
+        *("remainder", "div", "cumsum", "diff", "searchsorted", "bucketize", "index"),
+        *("gather", "index_select", "cat", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *("maximum", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or"),
+        *("bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_not", "where"),
+        *("convert_element_type", "repeat_interleave"),
+    ]
 )
 
 
@@ -62,7 +64,7 @@ class Blocks:
     column: torch.Tensor
     start: torch.Tensor
     strides: tuple[int, int]
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
     scale: BlockScale | None = None
 
 
@@ -203,27 +205,33 @@ class Reader:
 def _blocks(numbers: torch.Tensor, reader: Reader, weight: fx.Node) -> Blocks:
     if reader.source is None:
         raise Unread("nothing is stored", weight)
-    n, k = numbers.shape
-    stored = int(numbers.count_nonzero())
-    for block_n, block_k in _candidates(_static_shape(reader.source)):
-        if n % block_n or k % block_k:
-            continue
-        tiles = _tiles(numbers, (block_n, block_k))
-        row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
-        if len(row) * block_n * block_k != stored:
-            continue
-        blocks = tiles[row, column] - 1
-        start, strides = blocks[:, 0, 0], (block_k, 1)
-        if len(blocks):
-            strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
-        i, j = torch.arange(block_n)[:, None], torch.arange(block_k)
-        within = (i * strides[0] + j * strides[1]).int()
-        if torch.equal(blocks, start[:, None, None] + within):
-            size, places = (block_n, block_k), (row, column, start.long())
-            scale = reader.scale_of(weight, lambda read: _tiles(read.t(), size)[places[:2]])
-            return Blocks(reader.source, size, *places, strides, reader.nodes, scale)
-    detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
-    raise Unread(detail, weight)
+    fitted = (_fit(numbers, size, reader) for size in _candidates(_static_shape(reader.source)))
+    found = next((blocks for blocks in fitted if blocks is not None), None)
+    if found is None:
+        detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
+        raise Unread(detail, weight)
+    at = found.row, found.column
+    scale = reader.scale_of(weight, lambda read: _tiles(read.t(), found.shape)[at])
+    return dataclasses.replace(found, nodes=reader.nodes, scale=scale)
+
+
+def _fit(numbers: torch.Tensor, size: tuple[int, int], reader: Reader) -> Blocks | None:
+    """The blocks of this size; None if what is stored makes no such."""
+    if any(length % part for length, part in zip(numbers.shape, size, strict=True)):
+        return None
+    tiles = _tiles(numbers, size)
+    row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
+    if len(row) * math.prod(size) != int(numbers.count_nonzero()):
+        return None
+    blocks = tiles[row, column] - 1
+    start, strides = blocks[:, 0, 0], (size[1], 1)
+    if len(blocks):
+        strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
+    i, j = torch.arange(size[0])[:, None], torch.arange(size[1])
+    within = (i * strides[0] + j * strides[1]).int()
+    if reader.source is None or not torch.equal(blocks, start[:, None, None] + within):
+        return None
+    return Blocks(reader.source, size, row, column, start.long(), strides)
 
 
 def _tiles(numbers: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
