@@ -25,6 +25,7 @@ from ..matching.operands import reject_mutated, reject_operands, transposed
 
 FAMILY = "block_sparse"
 TORCHAO = "blocksparse.addmm.default"
+_TO_DENSE = "blocksparse.bsr_to_dense.default"  # torchao's too
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
@@ -42,6 +43,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
         x, w = fx_utils.arguments(anchor, "self", "mat2")
     if not fx_utils.is_tensor_node(x) or not fx_utils.is_tensor_node(w):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    if (dense := _to_dense(w)) is not None:
+        return _recognize_dense(anchor, dense, x, bias)
     blocks = read_blocks(w)
     if isinstance(blocks, Rejection):
         return blocks
@@ -94,31 +97,61 @@ def _reject_dtype(x: fx.Node) -> Rejection | None:
 
 def _recognize_op(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``addmm(x [K, M], crow, col, values, N, K, None) -> [N, M]``, and the transposition of the
-    result. That crow and col are those of a BSR matrix is a condition of the op."""
+    result."""
     given = ("x_padded", "crow_indices", "col_indices", "values", "M", "K", "bias")
-    x, crow, col, values, n, k, bias = fx_utils.arguments(anchor, *given)
+    x, *tables, n, k, bias = fx_utils.arguments(anchor, *given)
     end = fx_utils.single_user(anchor)
-    is_transposed = end is not None and end.target == aten.permute.default
-    shape = tuple(fx_utils.value(values).shape)
-    is_static = not any(map(fx_utils.is_symbolic, (*shape, n, k)))
-    if not is_transposed or not is_static or len(shape) != 3 or bias is not None:
+    if end is None or end.target != aten.permute.default or bias is not None:
         return None
-    assert end is not None
-    rejection = reject_operands((x, crow, col, values), anchor) or _reject_dtype(x)
+    return _stored_as_bsr((anchor, end), tuple(tables), (x, transposed(x), None), (n, k))
+
+
+def _to_dense(weight: fx.Node) -> fx.Node | None:
+    """``bsr_to_dense(crow, col, values, N, K)`` of a weight [K, N]."""
+    if weight.target != aten.permute.default or not isinstance(weight.args[0], fx.Node):
+        return None
+    return weight.args[0] if str(weight.args[0].target) == _TO_DENSE else None
+
+
+def _recognize_dense(
+    anchor: fx.Node, dense: fx.Node, x: fx.Node, bias: fx.Node | None
+) -> RecognizedGemm | Rejection | None:
+    given = ("crow_indices", "col_indices", "values", "M", "K")
+    *tables, n, k = fx_utils.arguments(dense, *given)
+    interior = dense, *dense.users, anchor
+    return _stored_as_bsr(interior, tuple(tables), (x, Operand(x, (-1, k)), bias), (n, k))
+
+
+def _stored_as_bsr(
+    nodes: tuple[fx.Node, ...],
+    tables: tuple[fx.Node, ...],
+    operands: tuple[fx.Node, Any, fx.Node | None],
+    sizes: tuple[Any, Any],
+) -> RecognizedGemm | Rejection | None:
+    """A product with a BSR matrix, which crow, col and values are by the contract of the op.
+
+    ``nodes``: what is replaced, the result last. ``operands``: x, x as [M, K], bias.
+    """
+    (crow, col, values), (x, rows, bias), (n, k) = tables, operands, sizes
+    end, shape = nodes[-1], tuple(fx_utils.value(values).shape)
+    if any(map(fx_utils.is_symbolic, (*shape, n, k))) or len(shape) != 3:
+        return None
+    rejection = reject_operands((x, *tables, bias), end) or _reject_dtype(x)
     if rejection is not None:
         return rejection
-    if not {*shape[1:]} <= {*op.BLOCK_SIZES}:
-        detail = f"blocks of {shape[1]} x {shape[2]}"
+    stored, dtype = fx_utils.value(values).dtype, fx_utils.value(x).dtype
+    if not {*shape[1:]} <= {*op.BLOCK_SIZES} or stored not in op.STORED[dtype]:
+        detail = f"blocks of {shape[1]} x {shape[2]}, {stored}, for x in {dtype}"
         return Rejection(RejectionCode.BLOCK_PLACES, detail, values.name)
-    spec = op.make_spec(fx_utils.value(x).dtype, shape[1:], shape[0], bias=False)
+    spec = op.make_spec(dtype, shape[1:], shape[0], bias=bias is not None, stored=stored)
     return RecognizedGemm(
         family=FAMILY,
         spec=spec,
-        anchor=anchor,
+        anchor=nodes[0],
         end=end,
-        interior=(anchor, end),
+        interior=nodes,
         op=op.op,
-        args=(transposed(x), values, crow, col, None, None, None, None),
+        args=(rows, values, crow, col, None, None, None, bias and Operand(bias, (-1,))),
         kwargs={"n": n},
         m=fx_utils.size_name(fx_utils.value(end).shape[0]),
         n=n,

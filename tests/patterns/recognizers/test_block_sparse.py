@@ -319,6 +319,39 @@ def test_the_op_of_torchao_by_its_schema() -> None:
     assert_close(result, want.double())
 
 
+class ToDense(IntMM):
+    """torchao's op for the dense weight."""
+
+    def forward(self, x):
+        given = self.crow, self.col, self.values.to(f16), self.n, self.k
+        return F.linear(x, torch.ops.blocksparse.bsr_to_dense(*given), self.bias)
+
+
+class IntAddmm(IntMM):
+    def forward(self, x):
+        left, right = self.scale.bfloat16(), torch.full((len(x),), 0.5, dtype=torch.bfloat16)
+        codes = (10 * x).round().clamp(-128, 127).to(torch.int8)
+        given = self.crow, self.col, self.values, codes.t(), left, right
+        return torch.ops.blocksparse.int_addmm(*given)
+
+
+@pytest.mark.parametrize("kind", [ToDense, IntAddmm])
+def test_other_ops_of_torchao(kind) -> None:
+    pytest.importorskip("torchao.sparsity.blocksparse")
+    module, x = kind(), torch.randn(20, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.m, match.n, match.k) == ("block_sparse", 20, N, K)
+    w = torch.zeros(*module.grid, *module.block, dtype=torch.float64)
+    w[module.row, module.col] = module.values.double()
+    if kind is ToDense:
+        assert_close(result, x.double() @ module.joined(w).t() + module.bias.double())
+    else:
+        codes = (10 * x).round().clamp(-128, 127).double()
+        scale = module.scale.bfloat16().double() * 0.5
+        assert_close(result, codes @ module.joined(w).t() * scale)
+
+
 @pytest.mark.parametrize(
     ("spelling", "lead"), [(Summed, (5,)), (Einsum, (2, 3)), (Summed, (1,)), (Summed, (SIZE,))]
 )
