@@ -11,9 +11,9 @@ from inductor_quant.prepare.plain import PlainLinear, Replacement
 
 DTYPES = (torch.bfloat16, torch.float16)
 MANUAL = (
-    "a sparse_bsr tensor, which Dynamo does not trace: hold its values() and the row and column of "
-    "each block as buffers, and write w = x.new_zeros(N // BN, K // BK, BN, BK).index_put((row, col), "
-    "values).permute(0, 2, 1, 3).reshape(N, K)"
+    "a sparse_bsr tensor, which Dynamo does not trace: hold its values() and the row and column "
+    "of each block as buffers, and write w = x.new_zeros(N // BN, K // BK, BN, BK).index_put((row, "
+    "col), values).permute(0, 2, 1, 3).reshape(N, K)"
 )
 
 
