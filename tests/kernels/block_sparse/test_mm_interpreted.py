@@ -16,6 +16,7 @@ pytestmark = pytest.mark.interp
 f16, i8, e4m3, i64 = torch.float16, torch.int8, torch.float8_e4m3fn, torch.int64
 WIDE, PART = GemmConfig(16, 16, 64, 4, 3), GemmConfig(32, 16, 32, 4, 3)
 SPLIT = GemmConfig(16, 32, 64, 4, 3, split_k=3)
+SWAPPED = GemmConfig(256, 64, 64, 4, 5)
 TMA = f"block_sparse_mm_tma {GemmConfig(64, 16, 32, 4, 3)}"
 
 CASES = [
@@ -55,6 +56,9 @@ SLOW = [
     ),
     (Case(20, 128, 256, stored=i8, values="in_place"), WIDE),
     (Case(130, 128, 256, (64, 64), dtype=i8, values="placed"), None),
+    # rows of W as those of the instruction
+    (Case(300, 128, 128, (64, 64), stored=i8, scale="blocks", bias=True), SWAPPED),
+    (Case(300, 128, 128, (128, 128), order=True), f"block_sparse_mm_tma {SWAPPED}"),
     # strides of x
     *((Case(5, 128, 128, layout=layout), WIDE) for layout in ("columns", "every_second")),
 ]

@@ -292,6 +292,14 @@ def test_strict_numerics_decline_it() -> None:
     assert rewrite.codes == ["numerics"]
 
 
+@pytest.mark.parametrize("kind", [Masked, RowsOfBlocks, SummedInt8])
+def test_verify_compares_it_with_its_graph(kind) -> None:
+    with collect() as found:
+        rewritten(kind(), torch.randn(5, K).to(f16), options=Options(on_error="raise", verify=True))
+    [verification] = found.verifications
+    assert verification.is_good
+
+
 def test_tables_elsewhere_in_a_weight_place_no_blocks() -> None:
     """A scale that is gathered for each k, as GPTQ's: the product is no candidate."""
 

@@ -93,6 +93,22 @@ class ZeroPoint(Int8Linear):
         return (acc * 0.0625 * self.scale.reshape(-1) + self.bias).to(x.dtype)
 
 
+class Blocks(nn.Module):
+    """A weight [N, K] of which a quarter of the blocks of 32 are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        row, col = (torch.rand(N // 32, K // 32, generator=draw) < 0.25).nonzero(as_tuple=True)
+        self.register_buffer("row", row)
+        self.register_buffer("col", col)
+        self.register_buffer("weight", torch.randn(len(row), 32, 32, generator=draw).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = x.new_zeros(N // 32, K // 32, 32, 32).index_put((self.row, self.col), self.weight)
+        return nn.functional.linear(x, blocks.permute(0, 2, 1, 3).reshape(N, K))
+
+
 class Layers(nn.Module):
     """All layers on the same input, each in its own dtype."""
 
@@ -104,7 +120,7 @@ class Layers(nn.Module):
         return [layer(x.to(self.dtypes[name])) for name, layer in self.layers.items()]
 
 
-def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> Layers:
+def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order", "blocks")) -> Layers:
     from tests.support.producers.registry import PRODUCERS
 
     torch.manual_seed(0)
@@ -117,6 +133,7 @@ def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> La
         "zero": (bf16, ZeroPoint(K, N)),
         "gptq": (f16, gptq.make(f16, K, N)),
         "act_order": (f16, act_order.make(f16, K, N)),
+        "blocks": (f16, Blocks()),
     }
     chosen = {name: made[name] for name in names}
     return Layers(

@@ -65,6 +65,7 @@ class BlockSparseMM(Kernel):
             "SPLIT_K": config.split_k,
             "STAGES": config.num_stages,
             "X_BY_TMA": self.x_by_tma,
+            "SWAP_AB": swaps(config),
             "MASK_M": problem.has_masked_rows(config.block_m),
             "SCALED_ROWS": scaled == (-1, 1),
             "SCALED_BLOCKS": scaled[0] > 0,
@@ -166,6 +167,12 @@ class BlockSparseMMTma(BlockSparseMM):
 def _tall(block: BlockSpec) -> GemmConfig:
     """The tile for many rows."""
     return GemmConfig(256 if block.n == 32 else 128, block.n, min(block.k, MAX_TMA_K), 4, 5)
+
+
+def swaps(config: GemmConfig) -> bool:
+    """Whether rows of W are those of the matrix instruction: wgmma reads the 64 rows of one operand
+    for up to 256 of the other."""
+    return config.block_n == 64 and config.block_m == 256
 
 
 def tiles(problem: Problem, config: GemmConfig) -> int:
