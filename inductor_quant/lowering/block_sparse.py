@@ -64,13 +64,17 @@ def lower(
         if scale is not None:
             shape = tuple(map(compat.known_int, scale.get_size()))
             scales = ScaleSpec(scale.get_dtype(), block_sparse.scale_block(shape, block_n, block_k))
+        shape = () if place is None else tuple(map(compat.known_int, place.get_size()))
+        together = shape[1] if len(shape) == 2 else 1
+        stored = tuple(map(compat.known_int, values.get_size()))
         spec = block_sparse.make_spec(
             dtype,
             (block_n, block_k),
-            count,
+            block_sparse.stored_count(stored, count, together),
             bias=bias is not None,
             stored=values.get_dtype(),
             scale=scales,
+            rows=together,
         )
         hint_m, hint_k = compat.size_hints((m, k))
         problem = Problem(

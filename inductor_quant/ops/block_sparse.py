@@ -60,6 +60,10 @@ def reference(
         crow    [N / BN + 1]                  int32 or int64, ascending from 0 to ``len(col)``
         col     [count]                       the same; 0 <= col[p] < K / BK
         place   [count]                       the same, for values of 3 dimensions; None: p
+                [count, R]                    the same: R rows of blocks have one list of columns.
+                                              Row i of them has block ``values[place[p, i]]`` at
+                                              col[p] (in place: that of W), none if it is negative;
+                                              crow and order are of N / BN / R lists
         order   [N / BN]                      the same: in which order a kernel takes the rows of
                                               blocks, a permutation; it does not change the result
         scale   [N]                           of each row of an int8 or e4m3 W, fp32, bf16 or fp16:
@@ -86,14 +90,17 @@ def reference(
     if values.dtype == torch.float8_e4m3fn:
         values = values.to(x.dtype)  # exact; not every device indexes fp8
     count = crow.diff().long()
-    row = torch.repeat_interleave(
+    lists = torch.repeat_interleave(
         torch.arange(len(count), device=x.device), count, output_size=len(col)
     )
-    if values.dim() == 4:
-        blocks = values[row, col.long()]
-    else:
-        blocks = values if place is None else values[place.long()]
-    wide = x.double().view(len(x), -1, block_k).transpose(0, 1)[col.long()]
+    number = torch.arange(len(col), device=x.device) if place is None else place.long()
+    number = number.view(len(col), -1)
+    within = torch.arange(number.shape[1], device=x.device)
+    is_there = number >= 0
+    row = (lists[:, None] * number.shape[1] + within)[is_there]
+    column = col.long()[:, None].expand_as(number)[is_there]
+    blocks = values[row, column] if values.dim() == 4 else values[number[is_there]]
+    wide = x.double().view(len(x), -1, block_k).transpose(0, 1)[column]
     parts = torch.bmm(wide, blocks.double().transpose(1, 2))
     out = parts.new_zeros(n // block_n, len(x), block_n).index_add_(0, row, parts)
     out = out.transpose(0, 1).reshape(len(x), n)
@@ -134,9 +141,13 @@ def spec_of(
         raise SpecError(f"block_sparse: blocks of {block_n} x {block_k} in N = {n}")
     if isinstance(k, int) and k % block_k:
         raise SpecError(f"block_sparse: blocks of {block_n} x {block_k} in K = {k}")
-    rows, count = n // block_n, col.shape[0]
-    in_place = (rows, k // block_k, block_n, block_k)
-    if values.dim() == 4 and (place is not None or differ(values.shape, in_place)):
+    count, together = col.shape[0], rows_together(place)
+    rows = n // block_n // together
+    in_place = (n // block_n, k // block_k, block_n, block_k)
+    if n // block_n % together:
+        raise SpecError(f"block_sparse: {n // block_n} rows of blocks, {together} together")
+    is_misplaced = place is not None and together == 1
+    if values.dim() == 4 and (is_misplaced or differ(values.shape, in_place)):
         raise SpecError(f"block_sparse: values are {list(values.shape)}, not {list(in_place)}")
     if values.dim() == 3 and place is None and differ(values.shape[:1], (count,)):
         raise SpecError(f"block_sparse: {values.shape[0]} blocks for {count} columns")
@@ -152,7 +163,7 @@ def spec_of(
         {
             "crow": (crow, ((rows + 1,),), INDEX_DTYPES),
             "col": (col, ((count,),), INDEX_DTYPES),
-            "place": (place, ((count,),), INDEX_DTYPES),
+            "place": (place, ((count,), (count, together)), INDEX_DTYPES),
             "order": (order, ((rows,),), INDEX_DTYPES),
             "scale": (scale, ((n,), *of_blocks), SCALE_DTYPES),
             "bias": (bias, ((n,),), SCALE_DTYPES),
@@ -164,11 +175,23 @@ def spec_of(
     return make_spec(
         x.dtype,
         (block_n, block_k),
-        count,
+        stored_count(tuple(values.shape), count, together),
         bias=bias is not None,
         stored=values.dtype,
         scale=scales,
+        rows=together,
     )
+
+
+def rows_together(place: torch.Tensor | None) -> int:
+    """How many rows of blocks have one list of columns."""
+    return 1 if place is None or place.dim() == 1 else int(place.shape[1])
+
+
+def stored_count(values: tuple[Any, ...], listed: int, together: int) -> int:
+    """The number of blocks, at most: those of ``values``, or all that may be listed."""
+    is_list = together > 1 and len(values) == 3
+    return int(values[0]) if is_list else listed * together
 
 
 def scale_block(shape: tuple[Any, ...], block_n: int, block_k: int) -> tuple[int, int]:
@@ -184,11 +207,13 @@ def make_spec(
     bias: bool,
     stored: torch.dtype | None = None,
     scale: ScaleSpec | None = None,
+    rows: int = 1,
 ) -> QuantGemmSpec:
-    """``count`` stored blocks of shape ``block`` (n, k); ``stored``: their dtype, if not x's."""
+    """``count`` stored blocks of shape ``block`` (n, k); ``stored``: their dtype, if not x's;
+    ``rows``: how many rows of blocks have one list of columns."""
     return QuantGemmSpec(
         a=OperandSpec(dtype),
-        b=OperandSpec(stored or dtype, scale, blocks=BlockSpec(*block, count)),
+        b=OperandSpec(stored or dtype, scale, blocks=BlockSpec(*block, count, rows)),
         out_dtype=torch.int32 if dtype == torch.int8 else dtype,
         bias=bias,
     )

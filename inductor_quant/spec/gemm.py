@@ -55,14 +55,17 @@ class ScaleSpec:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """Block sparsity of b: ``count`` blocks of ``n`` x ``k`` elements are stored, the rest is 0."""
+    """Block sparsity of b: ``count`` blocks of ``n`` x ``k`` elements are stored, the rest is 0.
+    ``rows`` rows of blocks have one list of columns."""
 
     n: int
     k: int
     count: int
+    rows: int = 1
 
     def __str__(self) -> str:
-        return f"{self.count} blocks of {self.n}x{self.k}"
+        together = f", {self.rows} rows together" if self.rows > 1 else ""
+        return f"{self.count} blocks of {self.n}x{self.k}{together}"
 
     def stored_share(self, n: int, k: int) -> float:
         """How much of an N x K weight is stored, 0 to 1."""

@@ -71,6 +71,17 @@ CASES = [
             (40, (16, 64), e4m3, "rows", "listed"),
         )
     ),
+    *(
+        Case(
+            m, 1024, 1024, (block, block), 0.8, rows=rows, values=values, stored=stored, scale=scale
+        )
+        for m, block, rows, values, stored, scale in (
+            (300, 32, 4, "placed", i8, "blocks"),
+            (1000, 64, 2, "listed", None, ""),
+            (300, 32, 2, "in_place", None, ""),
+            (40, 16, 4, "listed", e4m3, "rows_of_blocks"),
+        )
+    ),
     Case(17, 768, 1024, zeros=0.8, dtype=i8),
     Case(300, 768, 1024, (64, 64), 0.8, dtype=i8, values="placed"),
 ]

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.interp
 f16, i8, e4m3, i64 = torch.float16, torch.int8, torch.float8_e4m3fn, torch.int64
 WIDE, PART = GemmConfig(16, 16, 64, 4, 3), GemmConfig(32, 16, 32, 4, 3)
 SPLIT = GemmConfig(16, 32, 64, 4, 3, split_k=3)
+ROWS = f"block_sparse_mm_tma {GemmConfig(64, 128, 32, 4, 3)}"
 SWAPPED = GemmConfig(256, 64, 64, 4, 5)
 TMA = f"block_sparse_mm_tma {GemmConfig(64, 16, 32, 4, 3)}"
 
@@ -59,6 +60,20 @@ SLOW = [
     # rows of W as those of the instruction
     (Case(300, 128, 128, (64, 64), stored=i8, scale="blocks", bias=True), SWAPPED),
     (Case(300, 384, 256, (128, 128), order=True), f"block_sparse_mm_tma {SWAPPED}"),
+    # rows of blocks with one list of columns
+    (
+        Case(17, 256, 128, rows=2, values="placed", order=True, bias=True),
+        GemmConfig(16, 64, 32, 4, 3),
+    ),
+    *(
+        (Case(70, 256, 128, rows=4, values=values, stored=stored, scale=scale), ROWS)
+        for values, stored, scale in (
+            ("listed", None, ""),
+            ("in_place", i8, "rows"),
+            ("placed", i8, "blocks"),
+            ("listed", e4m3, "rows_of_blocks"),
+        )
+    ),
     # strides of x
     *((Case(5, 128, 128, layout=layout), WIDE) for layout in ("columns", "every_second")),
 ]

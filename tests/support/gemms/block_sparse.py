@@ -23,6 +23,7 @@ class Case:
     stored  dtype of the values, if not ``dtype``
     scale   "rows", "blocks", "rows_of_blocks"
     values  "listed": in the order of their rows; "placed": in another order; "in_place": W is dense
+    rows    of blocks that have one list of columns
     layout  of x, as in ``weight_only.laid_out``
     """
 
@@ -35,6 +36,7 @@ class Case:
     stored: torch.dtype | None = None
     scale: str = ""
     values: str = "listed"
+    rows: int = 1
     order: bool = False
     bias: bool = False
     index_dtype: torch.dtype = torch.int32
@@ -58,6 +60,12 @@ class Case:
             share[1:3] = 0, 1
         places = itertools.product(range(rows), range(columns))
         return [place for place in places if draw.random() < share[place[0]]]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Where each of them is in the stored values."""
+        found = list(range(len(self.blocks)))
+        return random.Random(1).sample(found, len(found)) if self.values == "placed" else found
 
     @property
     def counts(self) -> list[int]:
@@ -84,8 +92,18 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
         values = dense.view(shape).permute(0, 2, 1, 3)
     else:
         values = drawn(len(blocks), block_n, block_k)
+    columns = [column for _, column in blocks]
     if case.values == "placed":
-        place = table(random.Random(1).sample(range(len(blocks)), len(blocks)))
+        place = table(case.numbers)
+    if case.rows > 1:
+        known = dict(zip(blocks, case.numbers, strict=True))
+        groups = sorted({(row // case.rows, column) for row, column in blocks})
+        columns = [column for _, column in groups]
+        counts = [[g for g, _ in groups].count(i) for i in range(len(counts) // case.rows)]
+        listed = [
+            known.get((g * case.rows + i, c), -1) for g, c in groups for i in range(case.rows)
+        ]
+        place = table(listed).view(-1, case.rows)
     if case.order:
         order = table(sorted(range(len(counts)), key=lambda row: -counts[row]))
     if case.scale:
@@ -95,7 +113,7 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     if case.bias:
         bias = drawn(case.n, dtype=case.dtype)
     x = laid_out(drawn(case.m, case.k, dtype=case.dtype), case.layout)
-    crow, col = table([0, *itertools.accumulate(counts)]), table(column for _, column in blocks)
+    crow, col = table([0, *itertools.accumulate(counts)]), table(columns)
     return x, values, crow, col, place, order, scale, bias
 
 
@@ -118,6 +136,7 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
         len(case.blocks),
         bias=case.bias,
         stored=case.stored,
+        rows=case.rows,
         scale=ScaleSpec(torch.float32, shared[case.scale]) if case.scale else None,
     )
     return spec, Problem(case.m, case.n, case.k, has_aligned_rows=True)
@@ -125,13 +144,13 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
 
 def dense(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     """W [N, K] in fp64 on the CPU, block by block; rounded where the op rounds."""
-    x, values, _, _, place, _, scale, _ = (None if t is None else t.cpu() for t in inputs)
+    x, values, *_, scale, _ = (None if t is None else t.cpu() for t in inputs)
     block_n, block_k = case.block
     if scale is not None and scale.dim() == 2:
         values = (values.float() * scale[:, :, None]).to(x.dtype)
     w = torch.zeros(case.n, case.k, dtype=torch.float64)
-    for p, (r, c) in enumerate(case.blocks):
-        block = values[r, c] if values.dim() == 4 else values[p if place is None else place[p]]
+    for p, (r, c) in zip(case.numbers, case.blocks, strict=True):
+        block = values[r, c] if values.dim() == 4 else values[p]
         w[r * block_n : (r + 1) * block_n, c * block_k : (c + 1) * block_k] = block.double()
     return w if scale is None or scale.dim() == 2 else w * scale.double()[:, None]
 

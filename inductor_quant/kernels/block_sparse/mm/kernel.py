@@ -62,6 +62,7 @@ class BlockSparseMM(Kernel):
             "N": problem.n,
             "BN": block.n,
             "BK": block.k,
+            "ROWS": block.rows,
             "SPLIT_K": config.split_k,
             "STAGES": config.num_stages,
             "X_BY_TMA": self.x_by_tma,
@@ -81,8 +82,11 @@ class BlockSparseMM(Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         block = blocks_of(spec)
-        if block.n % config.block_n:
-            detail = f"{config}: BLOCK_N must divide the {block.n} rows of a block"
+        height = block.n * block.rows
+        if height % config.block_n or (block.rows > 1 and config.block_k > block.k):
+            detail = f"{config}: BLOCK_N must divide the {height} rows of a list of blocks"
+            if not height % config.block_n:
+                detail = f"{config}: a step is within one block of {block.rows} rows together"
             return Rejection(RejectionCode.BLOCK_SHAPE, detail)
         if config.split_k > 1 and spec.a.dtype == torch.int8:
             return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: partials of int8 are not exact")
