@@ -30,6 +30,7 @@ def lower(
     bias: Any,
     *,
     n: int,
+    longest: int = 0,
 ) -> Any:
     (m, k), device, dtype = x.get_size(), x.get_device(), x.get_dtype()
     out_dtype = torch.int32 if dtype == torch.int8 else dtype
@@ -64,8 +65,8 @@ def lower(
         if scale is not None:
             shape = tuple(map(compat.known_int, scale.get_size()))
             scales = ScaleSpec(scale.get_dtype(), block_sparse.scale_block(shape, block_n, block_k))
-        shape = () if place is None else tuple(map(compat.known_int, place.get_size()))
-        together = shape[1] if len(shape) == 2 else 1
+        listed = [] if place is None else place.get_size()
+        together = compat.known_int(listed[1]) or 1 if len(listed) == 2 else 1
         stored = tuple(map(compat.known_int, values.get_size()))
         spec = block_sparse.make_spec(
             dtype,
@@ -75,6 +76,7 @@ def lower(
             stored=values.get_dtype(),
             scale=scales,
             rows=together,
+            longest=longest,
         )
         hint_m, hint_k = compat.size_hints((m, k))
         problem = Problem(
@@ -100,5 +102,5 @@ def lower(
         result = lower_gemm("block_sparse", spec, problem, given, layout, constants)
     if result is None:
         eager = compat.fallback_handler(block_sparse.op, add_to_fallback_set=False)
-        return eager(x, values, crow, col, place, order, scale, bias, n=n)
+        return eager(x, values, crow, col, place, order, scale, bias, n=n, longest=longest)
     return result if len(result.get_size()) == 2 else sum_partials(result, finished)

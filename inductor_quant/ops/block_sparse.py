@@ -15,7 +15,7 @@ from inductor_quant.spec.gemm import BlockSpec, OperandSpec, QuantGemmSpec, Scal
 
 SCHEMA = (
     "block_sparse(Tensor x, Tensor values, Tensor crow, Tensor col, Tensor? place, Tensor? order, "
-    "Tensor? scale, Tensor? bias, *, int n) -> Tensor"
+    "Tensor? scale, Tensor? bias, *, int n, int longest=0) -> Tensor"
 )
 DTYPES = (torch.bfloat16, torch.float16)
 QUANTIZED = (torch.int8, torch.float8_e4m3fn)
@@ -30,11 +30,17 @@ BLOCK_SIZES = (16, 32, 64, 128)
 # smaller side of a block, for up to MAX_ROWS rows (kernels/block_sparse/README.md).
 MAX_ROWS = (16, 64, 256, math.inf)
 MAX_SHARE = {
-    16: (0.40, 0.18, 0.09, 0.07),
-    32: (0.65, 0.40, 0.27, 0.27),
+    16: (0.50, 0.18, 0.09, 0.07),
+    32: (0.65, 0.40, 0.26, 0.26),
     64: (0.65, 0.45, 0.45, 0.45),
     128: (0.65, 0.45, 0.42, 0.65),
 }
+
+# Rows of blocks are listed together, so many by the rows of a block, from so many elements of the
+# result on, if that lists at most MAX_LISTED as many places as there are blocks.
+TOGETHER = {32: 2}
+MIN_RESULT = 2**23
+MAX_LISTED = 1.82
 
 
 def reference(
@@ -48,6 +54,7 @@ def reference(
     bias: torch.Tensor | None,
     *,
     n: int,
+    longest: int = 0,
 ) -> torch.Tensor:
     """``out[m, r BN + i] = (sum over p in crow[r] .. crow[r + 1] - 1 of the sum over j of
     block_p[i, j] * x[m, col[p] BK + j]) + bias[r BN + i]``: x @ W^T with W [N, K] in BSR.
@@ -71,8 +78,9 @@ def reference(
                 [P, BN] or [P, 1]             of each row of a block, or each block, as ``values``
                                               (of 3 dimensions) has them
         bias    [N]                           fp32, bf16 or fp16; None: 0
-    BN and BK are 16, 32, 64 or 128. Any strides. Returns [M, N] in x's dtype, contiguous. For x in
-    int8 it is the exact sum in int32, without scale and bias; K is 131071 at most.
+    BN and BK are 16, 32, 64 or 128. Any strides. Returns [M, N] in x's dtype, contiguous; for x in
+    int8 the exact sum in int32, without scale and bias (K is 131071 at most). ``longest``, the
+    columns of the longest list (0: unknown), is for the choice of a kernel.
 
     Sums and bias are fp32, rounded once (the reference adds in fp64). With a scale of blocks
     ``value * scale`` is computed in fp32 and rounded to x's dtype. A row without blocks is the
@@ -94,7 +102,7 @@ def reference(
         torch.arange(len(count), device=x.device), count, output_size=len(col)
     )
     number = torch.arange(len(col), device=x.device) if place is None else place.long()
-    number = number.view(len(col), -1)
+    number = number if number.dim() == 2 else number[:, None]
     within = torch.arange(number.shape[1], device=x.device)
     is_there = number >= 0
     row = (lists[:, None] * number.shape[1] + within)[is_there]
@@ -109,8 +117,8 @@ def reference(
     return scaled(out.float(), None, scale, bias, x.dtype)
 
 
-def fake(x: torch.Tensor, *tensors: Any, n: int) -> torch.Tensor:
-    spec = spec_of(x, *tensors, n=n)
+def fake(x: torch.Tensor, *tensors: Any, n: int, longest: int = 0) -> torch.Tensor:
+    spec = spec_of(x, *tensors, n=n, longest=longest)
     return torch.empty((x.shape[0], n), dtype=spec.out_dtype, device=x.device)
 
 
@@ -125,6 +133,7 @@ def spec_of(
     bias: torch.Tensor | None,
     *,
     n: int,
+    longest: int = 0,
 ) -> QuantGemmSpec:
     """The spec of a call. Raises SpecError for arguments that form no such product.
 
@@ -180,6 +189,7 @@ def spec_of(
         stored=values.dtype,
         scale=scales,
         rows=together,
+        longest=longest,
     )
 
 
@@ -208,12 +218,13 @@ def make_spec(
     stored: torch.dtype | None = None,
     scale: ScaleSpec | None = None,
     rows: int = 1,
+    longest: int = 0,
 ) -> QuantGemmSpec:
     """``count`` stored blocks of shape ``block`` (n, k); ``stored``: their dtype, if not x's;
-    ``rows``: how many rows of blocks have one list of columns."""
+    ``rows``: how many rows of blocks have one list of columns; ``longest``: of the longest list."""
     return QuantGemmSpec(
         a=OperandSpec(dtype),
-        b=OperandSpec(stored or dtype, scale, blocks=BlockSpec(*block, count, rows)),
+        b=OperandSpec(stored or dtype, scale, blocks=BlockSpec(*block, count, rows, longest)),
         out_dtype=torch.int32 if dtype == torch.int8 else dtype,
         bias=bias,
     )

@@ -42,7 +42,8 @@ class BlockSparseLinear(PlainLinear):
 
     def __init__(self, module: Any) -> None:
         weight = module.weight.detach()
-        super().__init__(*weight.shape, module.bias)
+        n, k = weight.shape
+        super().__init__(n, k, module.bias)
         counts, columns = weight.crow_indices().diff(), weight.col_indices()
         rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         self.hold(values=weight.values(), rows=rows, columns=columns)

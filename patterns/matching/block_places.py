@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
-from inductor_quant.ops.block_sparse import BLOCK_SIZES, QUANTIZED, SCALE_DTYPES
+from inductor_quant.ops.block_sparse import BLOCK_SIZES, QUANTIZED
+from inductor_quant.ops.w8a8 import SCALE_DTYPES
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils

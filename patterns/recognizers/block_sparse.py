@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -172,24 +172,32 @@ def _assemble(
     if isinstance(stored, Rejection):
         return stored
     values, place = stored
-    dtype, scale = fx_utils.value(x).dtype, None
+    dtype, scale = fx_utils.value(x).dtype, None  # type: torch.dtype, Derived | None
     if fx_utils.value(blocks.source).dtype not in op.STORED[dtype]:
         detail = f"blocks of {fx_utils.value(blocks.source).dtype} for x in {dtype}"
         return Rejection(RejectionCode.DTYPE, detail, blocks.source.name)
     if blocks.scale is not None:
-        scale = _scale(blocks, blocks.scale, n)
-        if isinstance(scale, Rejection):
-            return scale
-    counts = torch.bincount(blocks.row, minlength=n // blocks.shape[0])
+        read = _scale(blocks, blocks.scale, n)
+        if isinstance(read, Rejection):
+            return read
+        scale = read
+    lists = _lists(blocks, place, fx_utils.size_hint(m), (n, k))
+    counts = torch.bincount(lists.row, minlength=n // blocks.shape[0] // lists.together)
     crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    order = counts.argsort(descending=True, stable=True)
+    order, longest = counts.argsort(descending=True, stable=True), int(counts.max())
+    is_in_place = isinstance(values, Derived) and len(values.args[1]) == 4
+    held = fx_utils.value(blocks.source).numel() // math.prod(blocks.shape), *blocks.shape
     spec = op.make_spec(
         dtype,
         blocks.shape,
-        len(blocks.row),
+        op.stored_count(() if is_in_place else held, len(lists.column), lists.together),
         bias=bias is not None,
+        rows=lists.together,
+        longest=longest,
         stored=fx_utils.value(blocks.source).dtype,
-        scale=scale and ScaleSpec(scale.dtype, op.scale_block(scale.shape, *blocks.shape)),
+        scale=None
+        if scale is None
+        else ScaleSpec(scale.dtype, op.scale_block(scale.shape, *blocks.shape)),
     )
     return RecognizedGemm(
         family=FAMILY,
@@ -202,18 +210,50 @@ def _assemble(
             Operand(x, (-1, k)),
             values,
             _table(crow),
-            _table(blocks.column),
-            None if place is None else _table(place),
+            _table(lists.column),
+            lists.place,
             _table(order),
             scale,
             bias and Operand(bias, (-1,)),
         ),
-        kwargs={"n": n},
+        kwargs={"n": n, "longest": longest},
         m=fx_utils.size_name(m),
         n=n,
         k=k,
         weight_class=_weight_class(blocks.scale, scale, dtype),
     )
+
+
+class _Lists(NamedTuple):
+    """The columns of blocks, by lists in order: list ``row[p]`` has ``column[p]``. ``place``: the
+    op's."""
+
+    row: torch.Tensor
+    column: torch.Tensor
+    place: Any
+    together: int = 1
+
+
+def _lists(
+    blocks: Blocks, place: torch.Tensor | None, m: int | None, sizes: tuple[int, int]
+) -> _Lists:
+    """A list for each row of blocks, or for several where these share columns and there are so many
+    rows of x that reading it takes the time."""
+    (n, k), together = sizes, op.TOGETHER.get(blocks.shape[0], 1)
+    rows, columns = n // blocks.shape[0], k // blocks.shape[1]
+    if together > 1 and (m or 1) * n >= op.MIN_RESULT and not rows % together:
+        at = blocks.row // together * columns + blocks.column
+        listed, within = torch.unique(at, return_inverse=True)
+        number = torch.full((len(listed), together), -1)
+        number[within, blocks.row % together] = (
+            torch.arange(len(blocks.row)) if place is None else place
+        )
+        # (in a sum a place may come twice)
+        is_once = int((number >= 0).sum()) == len(blocks.row)
+        if is_once and len(listed) * together <= op.MAX_LISTED * len(blocks.row):
+            table = Derived(aten.reshape.default, (_table(number.flatten()), [-1, together]))
+            return _Lists(listed // columns, listed % columns, table, together)
+    return _Lists(blocks.row, blocks.column, None if place is None else _table(place))
 
 
 def _weight_class(given: BlockScale | None, scale: Derived | None, dtype: torch.dtype) -> Exactness:

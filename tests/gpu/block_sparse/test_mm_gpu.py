@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
+from inductor_quant.kernels.block_sparse.mm import kernel as mm_kernel
 from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.lowering.select import describe_device
 from inductor_quant.report.events import collect
@@ -96,10 +97,9 @@ def test_result_is_close_to_fp64(case):
 @pytest.mark.parametrize("kernel", [BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA], ids=lambda k: k.name)
 @pytest.mark.parametrize("stored", [None, i8])
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_every_configuration(size, stored, kernel, m):
-    """With N so large that TMA is offered."""
-    n, scale = 32768 if size == 64 else 2048, "" if stored is None else "blocks"
-    case = Case(m, n, 512, (size, size), 0.8, stored=stored, scale=scale)
+def test_every_configuration(size, stored, kernel, m, monkeypatch):
+    monkeypatch.setattr(mm_kernel, "MIN_TMA_TILES", {})
+    case = Case(m, 2048, 512, (size, size), 0.8, stored=stored, scale="blocks" if stored else "")
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
     if kernel.rejection(spec, problem, device):
@@ -133,6 +133,20 @@ class SparseLinear(nn.Module):
         w = torch.zeros(32, 32, 32, 32, dtype=torch.float64, device=x.device)
         w[self.rows(), self.col.long()] = self.values.double()
         return x.double() @ w.permute(0, 2, 1, 3).reshape(1024, 1024).t() + self.bias.double()
+
+
+def test_a_long_row_of_blocks_is_shared_by_ctas():
+    case = Case(16, 2048, 4096, zeros=0.9, bias=True, order=True)
+    inputs = make_inputs(case, "cuda")
+
+    def fn(*tensors):
+        return torch.ops.inductor_quant.block_sparse(*tensors, n=case.n, longest=128)
+
+    with collect() as report:
+        got = compiled(fn)(*inputs)
+    [choice] = report.kernels
+    assert choice.chosen.endswith("_k4")
+    assert_close(got, reference(case, inputs))
 
 
 @pytest.mark.parametrize("m", [1, 256, 4096])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inductor_quant.ops import block_sparse
 from inductor_quant.options import Options
 from inductor_quant.report.events import collect
 from inductor_quant.spec.exactness import Exactness
@@ -174,6 +175,31 @@ def test_a_product_of_integers_with_blocks() -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         assert torch.equal(result, module(x))
+
+
+class Alike(Sparse):
+    """Neighbouring rows of blocks have the same columns, but for one block."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        row, col = self.row.tolist(), self.col.tolist()
+        pairs = sorted({(r // 2 * 2 + i, c) for r, c in zip(row, col, strict=True) for i in (0, 1)})
+        self.row, self.col = torch.tensor(pairs[:-1]).t()
+        draw = torch.Generator().manual_seed(3)
+        self.values = torch.randn(len(self.row), *self.block, generator=draw).to(f16)
+        order = torch.randperm(len(self.row), generator=draw)
+        self.values, self.row, self.col = self.values[order], self.row[order], self.col[order]
+
+
+@pytest.mark.parametrize(("rows", "together"), [(300, 2), (5, 1)])
+def test_rows_of_blocks_with_the_same_columns_share_x(monkeypatch, rows, together) -> None:
+    monkeypatch.setattr(block_sparse, "prefers_dense", lambda *_: False)
+    monkeypatch.setattr(block_sparse, "MIN_RESULT", 300 * N)
+    module, x = Alike(), torch.randn(rows, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.spec.b.blocks.count, match.spec.b.blocks.rows) == (len(module.row), together)
+    is_right(module, x, result)
 
 
 # ------------------------------------------------------------------------------------------
