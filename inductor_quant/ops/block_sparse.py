@@ -36,6 +36,7 @@ MAX_SHARE = {
     128: (0.65, 0.45, 0.42, 0.65),
 }
 
+MAX_QUANTIZED_SHARE = 0.5  # int8 and e4m3 take longer to cast than to read
 # Rows of blocks are listed together, so many by the rows of a block, from so many elements of the
 # result on, if that lists at most MAX_LISTED as many places as there are blocks.
 TOGETHER = {32: 2}
@@ -236,6 +237,8 @@ def prefers_dense(m: int | None, n: int, k: int, spec: QuantGemmSpec) -> bool:
     assert blocks is not None
     limits = MAX_SHARE[min(blocks.n, blocks.k)]
     share = next(share for most, share in zip(MAX_ROWS, limits, strict=True) if (m or 1) <= most)
+    if spec.b.dtype in QUANTIZED:
+        share = min(share, MAX_QUANTIZED_SHARE)
     return blocks.stored_share(n, k) > share
 
 

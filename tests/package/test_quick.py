@@ -59,7 +59,7 @@ GEMMS = {
     "fp8_block_large_m_sm90": fp8.Case(4096, 2176, 1536, BLOCK),
     "fp8_block_persistent": fp8.Case(4096, 4096, 512, (64, 64)),
     "fp8_block_mm": fp8.Case(400, 512, 512, BLOCK),
-    "block_sparse_mm_tma": block_sparse.Case(128, 512, 512),
+    "block_sparse_mm_tma": block_sparse.Case(300, 512, 512, (128, 128)),
     "block_sparse_mm": block_sparse.Case(16, 512, 512),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 512, 1024),
     "experts_mm": experts.Case("act_order", (3, 0, 5), 512, 1024, dtype=HALF),

@@ -89,6 +89,7 @@ def test_a_weight_in_blocks_is_one_product(spelling: Callable[[], Sparse]) -> No
     if isinstance(module, Masked):
         assert node.args[1].meta["val"].dim() == 4  # in place: no copy of W
     assert (node.args[4] is not None) == isinstance(module, Shuffled)
+    assert node.kwargs["longest"] == COLUMNS
     kept = {str(n.target).partition(".")[2] for n in rewrite.after.graph.nodes}
     assert not kept & {"index_put.default", "mm.default", "scatter.src", "mul.Tensor"}
 

@@ -1,6 +1,6 @@
 """Layers exported together, compiled ahead of time, and run by a process without this package.
 
-    python -m tests.support.graphs.exported PACKAGE.pt2 ROWS DEVICE KIND
+    python -m tests.support.graphs.exported PACKAGE.pt2 ROWS DEVICE KIND [LAYER ...]
 
 Kinds: ``folded`` (the package folds its constants when it is loaded), ``frozen`` (folded constants
 are part of the package). Each step is logged on stderr; ``pytest -s`` shows it.
@@ -120,7 +120,7 @@ class Layers(nn.Module):
         return [layer(x.to(self.dtypes[name])) for name, layer in self.layers.items()]
 
 
-def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order", "blocks")) -> Layers:
+def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> Layers:
     from tests.support.producers.registry import PRODUCERS
 
     torch.manual_seed(0)
@@ -185,22 +185,22 @@ def _other_constants(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def export_and_run(
-    folder: Path, packages: dict[str, tuple[int, str]], device: str
+    folder: Path, packages: dict[str, tuple[Any, ...]], device: str
 ) -> dict[str, tuple[list[str], str]]:
-    """For each package (rows, kind) of all layers: the matched modules, and the output of a process
-    that runs it. All packages run in parallel."""
+    """For each package (rows, kind, names of layers if not all): the matched modules, and the
+    output of a process that runs it. All packages run in parallel."""
     runs = {name: Run(name, device, folder) for name in packages}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     here = [sys.executable, "-m", "tests.support.graphs.exported"]
     exports = {
         name: subprocess.Popen(
-            [*here, str(folder / f"{name}.pt2"), str(rows), device, kind],
+            [*here, str(folder / f"{name}.pt2"), str(rows), device, kind, *names],
             cwd=ROOT,
             env=_environment(PYTHONPATH=path),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name, (rows, kind) in packages.items()
+        for name, (rows, kind, *names) in packages.items()
     }
     matched = {name: _last_line(process) for name, process in exports.items()}
     return {
@@ -265,9 +265,10 @@ def compiler() -> str:
     raise FileNotFoundError(f"no compiler of {candidates} links libstdc++ dynamically")
 
 
-def main(package: str, rows: str, device: str, kind: str) -> None:
+def main(package: str, rows: str, device: str, kind: str, *names: str) -> None:
     faulthandler.dump_traceback_later(TIMEOUT - 10, exit=True)
-    matched: Any = export(layers(), Path(package), int(rows), device, kind)
+    module = layers(names) if names else layers()
+    matched: Any = export(module, Path(package), int(rows), device, kind)
     print(json.dumps(matched))
 
 
