@@ -28,13 +28,13 @@ from .recognizers import (
 
 BUILT_IN: tuple[Pattern, ...] = (
     w8a8_groupwise.PATTERN,  # first: it takes a whole sum over slices of K
-    w4a8.PATTERN,  # before what takes its weight for a computed one
+    block_sparse.PATTERN,  # this and the next before what takes their weight for a computed one
+    w4a8.PATTERN,
     w8a8.PATTERN,
     qdq.PATTERN,
     scaled_mm.PATTERN,
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
-    block_sparse.PATTERN,
     experts.PATTERN,
     weight_only.PATTERN,
 )

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from inductor_quant.prepare import hooks
+from inductor_quant.prepare import hooks, sparse_bsr
 from inductor_quant.prepare.plain import Replacement, difference
 
 # Class -> the module of this package whose ``plain(layer)`` has the rule. By path: nothing here
 # imports a library. A subclass with a forward of its own is another layer.
 RULES: dict[str, str] = {
-    "torch.nn.modules.linear.Linear": "compressed_tensors",  # with a quantization_scheme
+    "torch.nn.modules.linear.Linear": "compressed_tensors",  # or sparse_bsr, see ``_of_linear``
     "gptqmodel.nn_modules.qlinear.torch.TorchLinear": "gptqmodel",
     "gptqmodel.nn_modules.qlinear.tritonv2.TritonV2Linear": "gptqmodel",
     "gptqmodel.nn_modules.qlinear.torch_awq.AwqTorchLinear": "gptqmodel",
@@ -147,9 +147,18 @@ def pending(model: nn.Module) -> Iterator[str]:
         return
     for module in model.modules():
         if (rule := _rule(module)) and isinstance(_made(module, rule), Replacement):
-            yield type(module).__name__
+            yield type(module).__name__ + (" (sparse_bsr)" if rule == "sparse_bsr" else "")
     if any(map(hooks.removable, model.modules())):
         yield "hooks"
+
+
+def untraceable(model: nn.Module) -> Iterator[str]:
+    """The names of sparse_bsr tensors that no rule replaces."""
+    for prefix, module in model.named_modules():
+        if _rule(module) == "sparse_bsr" and isinstance(_made(module, "sparse_bsr"), Replacement):
+            continue
+        held = (*module.named_parameters(prefix, False), *module.named_buffers(prefix, False))
+        yield from (name for name, tensor in held if sparse_bsr.is_sparse_bsr(tensor))
 
 
 def _rule(module: nn.Module) -> str | None:
@@ -158,12 +167,18 @@ def _rule(module: nn.Module) -> str | None:
         rule = RULES.get(f"{kind.__module__}.{kind.__qualname__}")
         is_other = type(module).forward is not getattr(kind, "forward", None)
         if rule == "compressed_tensors":
-            is_other |= not hasattr(module, "quantization_scheme")
+            rule = _of_linear(module)
         if rule is not None and not is_other:
             return rule
     held = (*module.parameters(False), *module.buffers(False))
     is_packed = any(t.dim() > 1 and (not t.is_floating_point() or t.itemsize == 1) for t in held)
     return "" if is_packed and type(module).__module__.startswith(_LIBRARIES) else None
+
+
+def _of_linear(module: nn.Module) -> str | None:
+    if sparse_bsr.is_sparse_bsr(module.weight):
+        return "sparse_bsr"
+    return "compressed_tensors" if hasattr(module, "quantization_scheme") else None
 
 
 def _replacement(module: nn.Module, rule: str) -> Replacement | str:

@@ -32,6 +32,12 @@ def pending(model: Any) -> Counter[str]:
     return Counter(prepare.pending(model) if isinstance(model, nn.Module) else ())
 
 
+def by_hand(model: Any) -> tuple[str, ...]:
+    """What has to be written in another way."""
+    names = list(prepare.untraceable(model)) if isinstance(model, nn.Module) else []
+    return tuple(f"{name}: {prepare.sparse_bsr.MANUAL}" for name in names)
+
+
 def of(rejections: Iterable[Rejection], pending: Counter[str], matched: int) -> tuple[str, ...]:
     """``pending`` is left out where as many products are ``matched``: the graph was enough."""
     lines = []

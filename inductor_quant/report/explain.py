@@ -271,7 +271,7 @@ def explain(
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
         found = advice.of(explanation.rejections, pending, len(explanation.matches))
-        explanation = dataclasses.replace(explanation, advice=found)
+        explanation = dataclasses.replace(explanation, advice=(*found, *advice.by_hand(model)))
     finally:
         config.force_disable_caches = caches
     if verbose:

@@ -15,7 +15,7 @@ from inductor_quant import options
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
 from inductor_quant.ops import block_sparse, fp8, w4a8, w8a8, weight_only
-from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
+from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec, dtype_name
 from inductor_quant.spec.weight_format import (
     AffineIndex,
     DequantOp,
@@ -329,15 +329,21 @@ def packed_int8(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
 # Shapes of blocks (n, k), of which SHARE are stored.
 SHARE = 0.2
 BLOCKS = {f"block_{size}": (size, size) for size in (32, 16, 64, 128)}
+# With a scale for each block.
+QUANTIZED_BLOCKS = {"int8_block_32": torch.int8, "fp8_block_32": torch.float8_e4m3fn}
 
 
 def sparse(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
-    """The GEMM of a format of BLOCKS."""
-    block = BLOCKS[name]
+    """The GEMM of a format of BLOCKS or QUANTIZED_BLOCKS."""
+    stored = QUANTIZED_BLOCKS.get(name)
+    block = BLOCKS["block_32" if stored else name]
     if gemm.n % block[0] or gemm.k % block[1]:
         raise SpecError(f"{name}: K or N is no multiple of {block[0]}")
     count = round(SHARE * (gemm.n // block[0]) * (gemm.k // block[1]))
-    spec = block_sparse.make_spec(gemm.dtype, block, count, bias=gemm.bias)
+    scale = ScaleSpec(F32, (block[1], block[0])) if stored else None
+    spec = block_sparse.make_spec(
+        gemm.dtype, block, count, bias=gemm.bias, stored=stored, scale=scale
+    )
     problem = gemm.problem(gemm.dtype.itemsize)
     return spec, dataclasses.replace(problem, has_weight_descriptors=True)
 
@@ -352,10 +358,15 @@ def build(family: str, name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
 def names(family: str) -> dict[str, str]:
     """Format -> its line, the default first."""
     if family == "block_sparse":
-        return {
-            name: f"fp16 or bf16, {1 - SHARE:.0%} of the blocks of {n}x{k} are zero"
-            for name, (n, k) in BLOCKS.items()
+        zero = f"{1 - SHARE:.0%} of the blocks"
+        plain = {
+            name: f"fp16 or bf16, {zero} of {n}x{k} are zero" for name, (n, k) in BLOCKS.items()
         }
+        scaled_blocks = {
+            name: f"{dtype_name(dtype)} with a scale for each block, {zero} of 32x32 are zero"
+            for name, dtype in QUANTIZED_BLOCKS.items()
+        }
+        return plain | scaled_blocks
     if family in ("weight_only", "w4a8"):
         lines = {n: getattr(build, "line", build.__doc__ or "") for n, build in WEIGHT_ONLY.items()}
         if family == "weight_only":

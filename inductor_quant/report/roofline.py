@@ -62,6 +62,8 @@ def _operand_bytes(operand: OperandSpec, shape: tuple[int, int], stored: int) ->
     if operand.scale is not None and GATHERED not in operand.scale.block:
         sizes = zip(shape, operand.scale.block, strict=True)
         count = math.prod(1 if block == -1 else -(-size // block) for size, block in sizes)
+        if operand.blocks is not None and operand.scale.block[0] != -1:
+            count = count * stored // math.prod(shape)  # those of stored blocks
         total += count * operand.scale.dtype.itemsize
     return total
 
@@ -256,13 +258,19 @@ def _sparse_inputs(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.de
     counts = torch.bincount(place // grid[1], minlength=grid[0])
     crow = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     tables = crow, (place % grid[1]).int(), None, counts.argsort(descending=True).int()
+    dense_dtype = spec.a.dtype if spec.a.dtype.is_floating_point else torch.bfloat16
     x = torch.randn(m, k, device=device).to(spec.a.dtype)
     bias = torch.randn(n, device=device).to(spec.a.dtype) if spec.bias else None
     shape = blocks.count, blocks.n, blocks.k
     sets: Inputs = []
     for _ in range(_copies(device, max(1, math.prod(shape)) * spec.b.dtype.itemsize)):
-        values = torch.randn(shape, device=device).to(spec.b.dtype)
-        sets.append((x, values, *tables, bias, torch.randn(n, k, device=device).to(spec.b.dtype)))
+        values, scale = torch.randn(shape, device=device).to(spec.b.dtype), None
+        if spec.b.scale is not None:
+            _, of = spec.b.scale.block
+            sizes = (n,) if spec.b.scale.block[0] == -1 else (blocks.count, blocks.n // of)
+            scale = torch.rand(sizes, device=device).to(spec.b.scale.dtype)
+        dense = torch.randn(n, k, device=device).to(dense_dtype)
+        sets.append((x, values, *tables, scale, bias, dense))
     return sets
 
 
@@ -273,7 +281,7 @@ def _block_sparse(*arguments: Any) -> torch.Tensor:
 
 def _dense(*arguments: Any) -> torch.Tensor:
     x, *_, bias, dense = arguments
-    return torch.nn.functional.linear(x, dense, bias)
+    return torch.nn.functional.linear(x.to(dense.dtype), dense, bias)
 
 
 def canonical(spec: QuantGemmSpec) -> Run:

@@ -97,3 +97,17 @@ def qbytes_mm(a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
     """``a [..., K] @ b [N, K].T * scales [N, 1].T`` of 8-bit numbers on both sides."""
     product = torch.nn.functional.linear(a.float(), b.float())
     return (product * scales.t()).to(scales.dtype)
+
+
+# ------------------------------------------------------------------------------------------
+# torchao 0.18, sparsity/blocksparse.py
+
+
+def blocksparse_int_addmm(
+    crow: Tensor, col: Tensor, values: Tensor, a: Tensor, left: Tensor, right: Tensor
+) -> Tensor:
+    """``(left * (W @ a) * right).T`` in bf16 [M, N]: W [N, K] of int8 blocks, a int8 [K, M]."""
+    n, k = left.shape[-1], a.shape[0]
+    weight = torch.ops.blocksparse.bsr_to_dense(crow, col, values, n, k)
+    out = torch._int_mm(a.t(), weight.t()).float()
+    return (out * left.reshape(1, n).float() * right.reshape(-1, 1).float()).to(torch.bfloat16)

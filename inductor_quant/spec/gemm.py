@@ -55,14 +55,23 @@ class ScaleSpec:
 
 @dataclasses.dataclass(frozen=True)
 class BlockSpec:
-    """Block sparsity of b: ``count`` blocks of ``n`` x ``k`` elements are stored, the rest is 0."""
+    """Block sparsity of b: ``count`` blocks of ``n`` x ``k`` elements are stored, the rest is 0.
+    ``rows`` rows of blocks have one list of columns; ``longest``: of the longest, 0 if unknown."""
 
     n: int
     k: int
     count: int
+    rows: int = 1
+    longest: int = 0
 
     def __str__(self) -> str:
-        return f"{self.count} blocks of {self.n}x{self.k}"
+        together = f", {self.rows} rows together" if self.rows > 1 else ""
+        return f"{self.count} blocks of {self.n}x{self.k}{together}"
+
+    @property
+    def height(self) -> int:
+        """Rows of W of a list of columns."""
+        return self.n * self.rows
 
     def stored_share(self, n: int, k: int) -> float:
         """How much of an N x K weight is stored, 0 to 1."""

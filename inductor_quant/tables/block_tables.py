@@ -41,10 +41,10 @@ _SELECTS = {
     "where": 0,
 }
 _SUMS = frozenset(["index_add", "index_add_", "index_put", "index_put_"])
-# What leaves the elements of a weight, or of a product, as they are.
+# What leaves the elements of a weight, or of a product, where they are, or moves all of them.
 _MOVES = _names(
     "view reshape flatten permute transpose t getattr contiguous clone detach to unsqueeze squeeze",
-    "expand",
+    "expand float half bfloat16 type type_as",
 )
 
 
@@ -58,7 +58,7 @@ def find(graph: fx.Graph, held: Sequence[fx.Node], weight_side: set[fx.Node]) ->
     has_sum = any(_sums_product(node) for node in graph.nodes)
     # without a sum, rows of an activation are gathered for another reason
     gathers = None if has_sum else weight_side | tables
-    return {node for node in held if _places_blocks(node, tables, gathers)}
+    return {node for node in held if _places_blocks(node, tables, gathers, weight_side)}
 
 
 def _computed_from(graph: fx.Graph, held: Iterable[fx.Node]) -> set[fx.Node]:
@@ -74,7 +74,9 @@ def _computed_from(graph: fx.Graph, held: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _places_blocks(table: fx.Node, tables: set[fx.Node], gathers: set[fx.Node] | None) -> bool:
+def _places_blocks(
+    table: fx.Node, tables: set[fx.Node], gathers: set[fx.Node] | None, weight_side: set[fx.Node]
+) -> bool:
     is_mask = getattr(_example(table), "dtype", None) == torch.bool
     todo, seen = [table], {table}
     is_used = False
@@ -91,7 +93,7 @@ def _places_blocks(table: fx.Node, tables: set[fx.Node], gathers: set[fx.Node] |
             is_gather = name in ("getitem", "index_select")
             if is_gather and gathers is not None:
                 is_place &= user in gathers
-            if not is_place or not _ends_in_product(user, tables):
+            if not is_place or not _ends_in_product(user, tables, weight_side):
                 return False
             is_used = True
     return is_used
@@ -120,7 +122,7 @@ def _holds(argument: Any, node: fx.Node) -> bool:
     return node in found
 
 
-def _ends_in_product(node: fx.Node, tables: set[fx.Node]) -> bool:
+def _ends_in_product(node: fx.Node, tables: set[fx.Node], weight_side: set[fx.Node]) -> bool:
     """Whether all that becomes of ``node`` is a factor of matrix products, or it sums up one."""
     if _sums_product(node):
         return True
@@ -137,7 +139,11 @@ def _ends_in_product(node: fx.Node, tables: set[fx.Node]) -> bool:
                 is_factor = True
             elif user in seen:
                 continue
-            elif name in _MOVES or _is_written_to(user, current, tables):
+            elif (
+                name in _MOVES
+                or _is_written_to(user, current, tables)
+                or (name == "mul" and weight_side.issuperset({*user.all_input_nodes} - {current}))
+            ):
                 seen.add(user)
                 todo.append(user)
             else:

@@ -27,7 +27,7 @@ from ..rewrite import add_constant, erase_if_dead
 Arguments = dict[str, Any]
 Formula = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 Adapter = Callable[[Arguments], Formula | None]
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+_PRODUCTS = (*(aten.mm.default, aten.addmm.default, aten.bmm.default), aten._int_mm.default)
 _VIEWS = (*fx_utils.RESHAPES, aten.permute.default, aten.t.default, fx_utils.CAST)
 
 
@@ -113,6 +113,11 @@ def _qbytes_mm(given: Arguments) -> Formula | None:
     return formulas.qbytes_mm, tensors
 
 
+def _int_addmm(given: Arguments) -> Formula | None:
+    names = ("crow_indices", "col_indices", "values", "A", "left_alpha", "right_alpha")
+    return formulas.blocksparse_int_addmm, tuple(given[name] for name in names)
+
+
 ADAPTERS: dict[str, Adapter] = {
     "bitsandbytes::gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, "
     "str quant_type, Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, "
@@ -125,6 +130,8 @@ ADAPTERS: dict[str, Adapter] = {
     "Tensor? bias=None, ScalarType? dtype=None) -> Tensor": _int8_scaled_mm,
     "aten::_weight_int4pack_mm(Tensor self, Tensor mat2, int qGroupSize, Tensor qScaleAndZeros)"
     " -> Tensor": _int4pack_mm,
+    "blocksparse::int_addmm(Tensor crow_indices, Tensor col_indices, Tensor values, Tensor A, "
+    "Tensor left_alpha, Tensor right_alpha) -> Tensor": _int_addmm,
     "quanto::qbytes_mm(Tensor A, Tensor B, Tensor scales) -> Tensor": _qbytes_mm,
 }
 

@@ -6,6 +6,9 @@ tables as they are, for their values are constants of the graph, and those on th
 the number of each of its elements, where 0 stands for a zero that the graph makes. So the spelling
 does not matter, and what an index has to satisfy is checked on the indices themselves: out of range
 raises, and a position that is written twice is refused.
+
+Elements in int8 or FP8 may be cast and multiplied by a scale, before or after they are placed. A
+second run, on the numbers of the scale in place of the elements, says which scale each one has.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
-from inductor_quant.ops.block_sparse import BLOCK_SIZES
+from inductor_quant.ops.block_sparse import BLOCK_SIZES, QUANTIZED
+from inductor_quant.ops.w8a8 import SCALE_DTYPES
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
@@ -37,45 +41,12 @@ _FILLS = (aten.full.default, aten.full_like.default)
 # The names of what may compute a table: integers and 0 or 1, so the device does not matter.
 _TABLE_OPS = frozenset(
     [
-        "full",
-        "full_like",
-        "iota",
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "floor_divide",
-        "remainder",
-        "cumsum",
-        "searchsorted",
-        "bucketize",
-        "index",
-        "gather",
-        "index_select",
-        "cat",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "minimum",
-        "maximum",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "bitwise_not",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "where",
-        "convert_element_type",
-        "repeat_interleave",
-        "diff",
-        "div",
+        *("full", "full_like", "iota", "add", "sub", "rsub", "mul", "floor_divide"),
+        *("remainder", "div", "cumsum", "diff", "searchsorted", "bucketize", "index"),
+        *("gather", "index_select", "cat", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *("maximum", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or"),
+        *("bitwise_xor", "bitwise_not", "logical_and", "logical_or", "logical_not", "where"),
+        *("convert_element_type", "repeat_interleave"),
     ]
 )
 
@@ -94,7 +65,18 @@ class Blocks:
     column: torch.Tensor
     start: torch.Tensor
     strides: tuple[int, int]
-    nodes: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...] = ()
+    scale: BlockScale | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockScale:
+    """Row i of block p is multiplied by element ``at[p, i]`` of a contiguous ``source``; ``by``:
+    the node that multiplies."""
+
+    source: fx.Node
+    at: torch.Tensor
+    by: fx.Node
 
 
 class Unread(Exception):
@@ -122,8 +104,11 @@ def read_blocks(weight: fx.Node) -> Blocks | Rejection:
 class Reader:
     """Runs the ops of a graph: on tables (``values``), and on numbers of elements."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaled: tuple[fx.Node, fx.Node] | None = None) -> None:
         self.source: fx.Node | None = None
+        # the node that multiplies quantized elements, and their scale
+        self.scaled = scaled
+        self._reads_scale = scaled is not None
         self._numbers: dict[fx.Node, torch.Tensor] = {}
         self._values: dict[fx.Node, torch.Tensor] = {}
 
@@ -158,6 +143,15 @@ class Reader:
         return self._numbers[node]
 
     def _number(self, node: fx.Node) -> torch.Tensor:
+        if (factors := _scaling(node)) is not None:
+            stored, scale = factors
+            if self.scaled not in (None, (node, scale)):
+                raise Unread("a second scale", node)
+            self.scaled = node, scale
+            read = self.numbers(scale if self._reads_scale else stored)
+            return read.expand(_static_shape(node))
+        if _casts_codes(node) or (self._reads_scale and _is_exact_cast(node)):
+            return self.numbers(_args(node)[0])
         handler = _HANDLERS.get(node.target)
         if handler is not None and (node.target not in _TABLED or _tables_of(node)):
             return handler(self, node)
@@ -169,6 +163,17 @@ class Reader:
         if math.prod(shape) >= 2**31 - 1:
             raise Unread("the stored tensor is too large", node)
         return torch.arange(1, math.prod(shape) + 1, dtype=torch.int32).view(shape)
+
+    def scale_of(self, node: fx.Node, places: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The scale of the blocks in ``node``; None if they have none. ``places``: from numbers of
+        ``node`` to those of its blocks, [count, BN, BK]."""
+        if self.scaled is None:
+            return None
+        reader = Reader(self.scaled)
+        at = places(reader.numbers(node)) - 1
+        if reader.source is None or not torch.equal(at, at[:, :, :1].expand_as(at)):
+            raise Unread("a block has scales along K", self.scaled[0])
+        return BlockScale(reader.source, at[:, :, 0].long(), self.scaled[0])
 
     def put(self, node: fx.Node, numbers: torch.Tensor) -> None:
         """From here on ``node`` has these numbers."""
@@ -201,26 +206,39 @@ class Reader:
 def _blocks(numbers: torch.Tensor, reader: Reader, weight: fx.Node) -> Blocks:
     if reader.source is None:
         raise Unread("nothing is stored", weight)
+    fitted = (_fit(numbers, size, reader) for size in _candidates(_static_shape(reader.source)))
+    found = next((blocks for blocks in fitted if blocks is not None), None)
+    if found is None:
+        detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
+        raise Unread(detail, weight)
+    at = found.row, found.column
+    scale = reader.scale_of(weight, lambda read: _tiles(read.t(), found.shape)[at])
+    return dataclasses.replace(found, nodes=reader.nodes, scale=scale)
+
+
+def _fit(numbers: torch.Tensor, size: tuple[int, int], reader: Reader) -> Blocks | None:
+    """The blocks of this size; None if what is stored makes no such."""
+    if any(length % part for length, part in zip(numbers.shape, size, strict=True)):
+        return None
+    tiles = _tiles(numbers, size)
+    row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
+    if len(row) * math.prod(size) != int(numbers.count_nonzero()):
+        return None
+    blocks = tiles[row, column] - 1
+    start, strides = blocks[:, 0, 0], (size[1], 1)
+    if len(blocks):
+        strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
+    i, j = torch.arange(size[0])[:, None], torch.arange(size[1])
+    within = (i * strides[0] + j * strides[1]).int()
+    if reader.source is None or not torch.equal(blocks, start[:, None, None] + within):
+        return None
+    return Blocks(reader.source, size, row, column, start.long(), strides)
+
+
+def _tiles(numbers: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """[N / BN, K / BK, BN, BK] of [N, K]."""
     n, k = numbers.shape
-    stored = int(numbers.count_nonzero())
-    for block_n, block_k in _candidates(_static_shape(reader.source)):
-        if n % block_n or k % block_k:
-            continue
-        tiles = numbers.view(n // block_n, block_n, k // block_k, block_k).permute(0, 2, 1, 3)
-        row, column = tiles[:, :, 0, 0].nonzero(as_tuple=True)
-        if len(row) * block_n * block_k != stored:
-            continue
-        blocks = tiles[row, column] - 1
-        start, strides = blocks[:, 0, 0], (block_k, 1)
-        if len(blocks):
-            strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
-        i, j = torch.arange(block_n)[:, None], torch.arange(block_k)
-        within = (i * strides[0] + j * strides[1]).int()
-        if torch.equal(blocks, start[:, None, None] + within):
-            places = row, column, start.long()
-            return Blocks(reader.source, (block_n, block_k), *places, strides, reader.nodes)
-    detail = "what is stored does not make whole blocks of 16, 32, 64 or 128"
-    raise Unread(detail, weight)
+    return numbers.reshape(n // size[0], size[0], k // size[1], size[1]).permute(0, 2, 1, 3)
 
 
 def _candidates(shape: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -345,8 +363,56 @@ def _tables_of(node: fx.Node) -> list[fx.Node]:
     return found if all(map(_is_table, found)) else []
 
 
+def _scaling(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """(quantized elements, their scale) if ``node`` multiplies these."""
+    if node.target != aten.mul.Tensor or not fx_utils.is_tensor_node(node) or _tables_of(node):
+        return None
+    tensors = [item for item in _args(node) if fx_utils.is_tensor_node(item)]
+    coded = [item for item in tensors if _holds_codes(item)]
+    if len(tensors) != 2 or len(coded) != 1:
+        return None
+    [scale] = [item for item in tensors if item is not coded[0]]
+    is_float = fx_utils.value(scale).dtype in SCALE_DTYPES
+    return (coded[0], scale) if is_float and fx_utils.value(node).is_floating_point() else None
+
+
+def _holds_codes(node: fx.Node) -> bool:
+    """Whether ``node`` has int8 or FP8 elements, which ops that move and cast them left as they
+    were."""
+    todo, seen = [node], {node}
+    while todo and len(seen) < _MAX_STEPS:
+        item = todo.pop()
+        if not fx_utils.is_tensor_node(item):
+            continue
+        if fx_utils.value(item).dtype in QUANTIZED:
+            return True
+        if item.target == fx_utils.CAST or item.target in _HANDLERS:
+            inputs = [source for source in item.all_input_nodes if source not in seen]
+            seen.update(inputs)
+            todo += inputs
+    return False
+
+
+def _casts_codes(node: fx.Node) -> bool:
+    """Whether ``node`` casts quantized elements, scaled or not, to floats; whether the cast rounds
+    as the op does is a matter of the exactness class."""
+    is_cast = node.target == fx_utils.CAST and fx_utils.value(node).dtype in SCALE_DTYPES
+    return is_cast and _holds_codes(_args(node)[0])
+
+
+def _is_exact_cast(node: fx.Node) -> bool:
+    if node.target != fx_utils.CAST:
+        return False
+    before, after = fx_utils.value(_args(node)[0]).dtype, fx_utils.value(node).dtype
+    return before == after or (before in SCALE_DTYPES and after == torch.float32)
+
+
 def _moved(node: fx.Node) -> list[fx.Node]:
     """The inputs of ``node`` whose elements it moves."""
+    if (factors := _scaling(node)) is not None:
+        return [factors[0]]
+    if fx_utils.is_tensor_node(node) and _casts_codes(node):
+        return node.all_input_nodes
     return node.all_input_nodes if node.target in _HANDLERS and node.target not in _TABLED else []
 
 

@@ -103,6 +103,7 @@ def _read(
     _check(found.permute(target, *rest), list(to), put)
 
     blocks = reader.numbers(weights).transpose(1, 2) - 1  # [count, BN, BK]
+    scale = reader.scale_of(weights, lambda read: read.transpose(1, 2))
     start = blocks[:, 0, 0]
     strides = int(blocks[0, 1, 0] - start[0]), int(blocks[0, 0, 1] - start[0])
     i, j = torch.arange(block_n)[:, None], torch.arange(block_k)
@@ -112,7 +113,9 @@ def _read(
     row, column = _in_range(row, shape[target], put), _in_range(column, k // block_k, index)
     by_row = (row * (k // block_k) + column).argsort(stable=True)
     places = row[by_row], column[by_row], start.long()[by_row]
-    stored = Blocks(reader.source, (block_n, block_k), *places, strides, reader.nodes)
+    if scale is not None:
+        scale = dataclasses.replace(scale, at=scale.at[by_row])
+    stored = Blocks(reader.source, (block_n, block_k), *places, strides, reader.nodes, scale)
     return BlockSum(x.source, stored, _end(put, (target, *rest), (m, n)), (m, n, k))
 
 

@@ -20,7 +20,7 @@ from inductor_quant.patterns.fusion import concat_weights
 from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT
 from tests.support.gemms.quantizers import QUANTIZERS
 from tests.support.graphs.post_grad import calls
-from tests.support.producers import activation, fp8
+from tests.support.producers import activation, blocks, fp8
 from tests.support.producers.registry import GIVEN, need, need_package
 
 pytestmark = pytest.mark.compiles
@@ -116,6 +116,17 @@ def test_a_frozen_w8a8_layer_is_matched(graphs, producer, rows):
     assert {t.dtype for t in constants(graphs[-1]) if t.dim() == 2 and 1 not in t.shape} == {
         torch.int8
     }
+
+
+@pytest.mark.parametrize("kind", [blocks.Sparse, blocks.Channels])
+def test_a_frozen_weight_of_blocks_stays_in_blocks(graphs, kind):
+    module, x = kind(), torch.randn(5, blocks.K).half()
+    plain, report = run(module, x, freezing=False)
+    frozen, frozen_report = run(module, x)
+    assert [match.family for match in frozen_report.matches] == ["block_sparse"]
+    assert str(frozen_report.matches[0].spec) == str(report.matches[0].spec)
+    assert torch.equal(frozen, plain)
+    assert all(t.numel() < blocks.N * blocks.K for t in constants(graphs[-1]))
 
 
 FP8 = ("torchao rows", "loop", "rows by recipe", "compressed token", "compressed group")

@@ -20,3 +20,9 @@ def test_packages_run_without_the_plugin_and_give_what_torch_compile_gives(tmp_p
     """Also once their constants are others, order of rows included."""
     found = exported.export_and_run(tmp_path, PACKAGES, "cuda")
     assert found == {"one": (MATCHED, "equal, then equal"), "frozen": (MATCHED, "equal")}
+
+
+def test_a_package_of_frozen_blocks(tmp_path):
+    """Which blocks a weight has is known of frozen tables only."""
+    found = exported.export_and_run(tmp_path, {"blocks": (16, "frozen", "blocks")}, "cuda")
+    assert found == {"blocks": (["layers.blocks"], "equal")}

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 
 import inductor_quant
 from inductor_quant.prepare.plain import PlainLinear
+from inductor_quant.prepare.sparse_bsr import MANUAL
 from inductor_quant.report import advice
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from tests.support.checkpoints import stand_ins
@@ -279,3 +280,58 @@ def test_advice_for_codes() -> None:
     rejections = [Rejection(RejectionCode.NUMERICS)] * 2 + [Rejection(RejectionCode.NOT_QUANTIZED)]
     [line] = advice.of(rejections, advice.pending(None), matched=0)
     assert line == 'numerics (2): numerics="default" allows results of fewer roundings'
+
+
+def sparse_linear(dtype: torch.dtype = torch.float16) -> nn.Linear:
+    """1 x 1 blocks of 32 in each second row and column of blocks."""
+    draw = torch.Generator().manual_seed(0)
+    dense = torch.randn(4, 32, 8, 32, generator=draw)
+    dense[::2, :, ::2] = 0
+    dense[1::2, :, 1::2] = 0
+    layer = nn.Linear(K, N, dtype=dtype).requires_grad_(False)
+    weight = dense.view(N, K).to(dtype).to_sparse_bsr(32)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+def test_a_sparse_bsr_weight_becomes_blocks_and_tables() -> None:
+    layer = sparse_linear()
+    model, dense = nn.Sequential(layer), layer.weight.to_dense()
+    given = x().half()
+    wanted = nn.functional.linear(given.double(), dense.double(), layer.bias.double())
+    assert advice.pending(model) == {"Linear (sparse_bsr)": 1}
+    [line] = inductor_quant.prepare_(model).done
+    assert line.kind == "Linear"
+    result, [rewrite] = capture(model, [given], read_tables=True)
+    [match] = rewrite.report.matches
+    assert (match.family, match.format) == ("block_sparse", "bsr 32x32, 50% zero")
+    torch.testing.assert_close(result.double(), wanted, rtol=2e-3, atol=2e-2)
+    assert torch.equal(model(given), nn.functional.linear(given, dense, layer.bias))
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = sparse_linear().weight
+
+
+@pytest.mark.filterwarnings("ignore:Sparse BSR")
+def test_of_other_sparse_tensors_it_is_said_what_to_write() -> None:
+    model = nn.Sequential(Product(), sparse_linear(torch.float32), sparse_linear())
+    lines = advice.by_hand(model)
+    assert [line.partition(":")[0] for line in lines] == ["0.weight", "1.weight"]
+    assert "index_put((row, col), values)" in lines[0]
+    [left] = inductor_quant.prepare_(model).left
+    assert left.detail == "a sparse weight of torch.float32, 0 dimensions of batch"
+    found = inductor_quant.explain(nn.Sequential(Called()), x().float(), verbose=False)
+    assert found.advice == (f"0.weight: {MANUAL}",)
+
+
+class Called(Product):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = sparse_linear(torch.float32).weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)

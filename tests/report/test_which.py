@@ -49,6 +49,7 @@ CHOSEN = [
     ("fp8_block", "block_128", (32, 4096, 7168), 90, "fp8_block_split_k"),
     ("fp8_block", "block_128", (4096, 4096, 7168), 90, "fp8_block_large_m_sm90"),
     ("block_sparse", "block_32", (1, 4096, 4096), 90, "block_sparse_mm"),
+    ("block_sparse", "int8_block_32", (1, 4096, 4096), 90, "block_sparse_mm"),
     ("block_sparse", "block_64", (256, 4096, 4096), 90, "block_sparse_mm"),
     ("block_sparse", "block_64", (4096, 4096, 4096), 90, "block_sparse_mm_tma"),
     ("block_sparse", "block_128", (4096, 4096, 4096), 80, "block_sparse_mm"),

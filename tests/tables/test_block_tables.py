@@ -10,7 +10,7 @@ from torch import nn
 from inductor_quant._compat import inductor as compat
 from inductor_quant.tables import constant_buffers
 from tests.support.graphs.post_grad import EagerBackend, calls
-from tests.support.producers.blocks import K, Masked, Searched, Sparse
+from tests.support.producers.blocks import Channels, K, Masked, Searched, Sparse
 
 pytestmark = pytest.mark.compiles
 
@@ -53,7 +53,7 @@ def drop(module):
     module.mask.view(-1)[module.mask.flatten().nonzero()[0]] = False
 
 
-@pytest.mark.parametrize(("kind", "change"), [(Searched, shift), (Masked, drop)])
+@pytest.mark.parametrize(("kind", "change"), [(Searched, shift), (Masked, drop), (Channels, shift)])
 def test_a_written_table_is_seen_by_the_next_call(rewrites, kind, change):
     module, x = kind(), torch.randn(5, K).to(f16)
     run = torch.compile(module, backend="inductor_quant")

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
+from inductor_quant.kernels.block_sparse.mm import kernel as mm_kernel
 from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.lowering.select import describe_device
 from inductor_quant.report.events import collect
@@ -16,7 +17,7 @@ from tests.support.gemms.weight_only import assert_close
 
 pytestmark = pytest.mark.gpu
 
-f16 = torch.float16
+f16, i8, e4m3 = torch.float16, torch.int8, torch.float8_e4m3fn
 OPTIONS = {"inductor_quant.on_error": "raise"}
 
 
@@ -39,7 +40,11 @@ def check(case, kernel=None, config=None):
         got = compiled(gemm(case), *pins)(*inputs)
     [choice] = report.kernels
     assert kernel is None or choice.chosen.startswith(f"{kernel.name} ")
-    assert_close(got, reference(case, inputs))
+    want = reference(case, inputs)
+    if case.dtype == i8:
+        assert torch.equal(got.cpu().double(), want)
+    else:
+        assert_close(got, want)
 
 
 CASES = [
@@ -56,6 +61,30 @@ CASES = [
     Case(300, 768, 1024, (128, 64), 0.7, values="in_place"),
     Case(40, 512, 512, layout="columns"),
     Case(300, 512, 512, layout="every_second"),
+    *(
+        Case(m, 768, 1024, block, 0.8, stored=stored, scale=scale, values=values, bias=True)
+        for m, block, stored, scale, values in (
+            (1, (32, 32), i8, "blocks", "listed"),
+            (16, (32, 32), e4m3, "rows_of_blocks", "placed"),
+            (300, (32, 32), i8, "rows_of_blocks", "listed"),
+            (300, (64, 64), e4m3, "blocks", "listed"),
+            (300, (128, 128), i8, "rows", "in_place"),
+            (40, (16, 64), e4m3, "rows", "listed"),
+        )
+    ),
+    *(
+        Case(
+            m, 1024, 1024, (block, block), 0.8, rows=rows, values=values, stored=stored, scale=scale
+        )
+        for m, block, rows, values, stored, scale in (
+            (300, 32, 4, "placed", i8, "blocks"),
+            (1000, 64, 2, "listed", None, ""),
+            (300, 32, 2, "in_place", None, ""),
+            (40, 16, 4, "listed", e4m3, "rows_of_blocks"),
+        )
+    ),
+    Case(17, 768, 1024, zeros=0.8, dtype=i8),
+    Case(300, 768, 1024, (64, 64), 0.8, dtype=i8, values="placed"),
 ]
 
 
@@ -66,10 +95,11 @@ def test_result_is_close_to_fp64(case):
 
 @pytest.mark.parametrize("m", [1, 40, 300])
 @pytest.mark.parametrize("kernel", [BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA], ids=lambda k: k.name)
+@pytest.mark.parametrize("stored", [None, i8])
 @pytest.mark.parametrize("size", [32, 64, 128])
-def test_every_configuration(size, kernel, m):
-    """With N so large that TMA is offered."""
-    case = Case(m, 32768 if size == 64 else 2048, 512, (size, size), 0.8)
+def test_every_configuration(size, stored, kernel, m, monkeypatch):
+    monkeypatch.setattr(mm_kernel, "MIN_TMA_TILES", {})
+    case = Case(m, 2048, 512, (size, size), 0.8, stored=stored, scale="blocks" if stored else "")
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
     if kernel.rejection(spec, problem, device):
@@ -103,6 +133,20 @@ class SparseLinear(nn.Module):
         w = torch.zeros(32, 32, 32, 32, dtype=torch.float64, device=x.device)
         w[self.rows(), self.col.long()] = self.values.double()
         return x.double() @ w.permute(0, 2, 1, 3).reshape(1024, 1024).t() + self.bias.double()
+
+
+def test_a_long_row_of_blocks_is_shared_by_ctas():
+    case = Case(16, 2048, 4096, zeros=0.9, bias=True, order=True)
+    inputs = make_inputs(case, "cuda")
+
+    def fn(*tensors):
+        return torch.ops.inductor_quant.block_sparse(*tensors, n=case.n, longest=128)
+
+    with collect() as report:
+        got = compiled(fn)(*inputs)
+    [choice] = report.kernels
+    assert choice.chosen.endswith("_k4")
+    assert_close(got, reference(case, inputs))
 
 
 @pytest.mark.parametrize("m", [1, 256, 4096])

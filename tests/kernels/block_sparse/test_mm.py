@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from inductor_quant.report.events import collect
 from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs
 from tests.support.gemms.generated import device, generate, hardest
 
-f16 = torch.float16
+f16, i8 = torch.float16, torch.int8
 ARCHS = (80, 89, 90, 100)
 BLOCKS = [(16, 16), (32, 32), (64, 64), (128, 128), (128, 16), (16, 64)]
 
@@ -31,8 +33,9 @@ def test_every_block_has_legal_configurations_for_every_m(arch, block):
 @pytest.mark.parametrize(
     ("m", "n", "block", "kernel"),
     [
-        (64, 4096, 32, BLOCK_SPARSE_MM),
-        (65, 4096, 32, BLOCK_SPARSE_MM_TMA),
+        (256, 4096, 32, BLOCK_SPARSE_MM),
+        (1024, 4096, 32, BLOCK_SPARSE_MM_TMA),
+        (1024, 1024, 32, BLOCK_SPARSE_MM),
         (1024, 4096, 64, BLOCK_SPARSE_MM),
         (4096, 4096, 64, BLOCK_SPARSE_MM_TMA),
         (256, 14336, 128, BLOCK_SPARSE_MM),
@@ -46,8 +49,33 @@ def test_tma_where_it_is_faster(m, n, block, kernel):
     assert chosen is kernel
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "longest", "config"),
+    [
+        (16, 1024, 0, "16x32x64_w2_s9_g8"),
+        (16, 4096, 0, "16x32x128_w4_s7_g8"),
+        (1, 14336, 0, "16x32x32_w1_s9_g8"),
+        (1, 4096, 128, "16x32x256_w4_s7_g8_k4"),
+        (1, 4096, 40, "16x32x128_w4_s7_g8"),
+        (256, 4096, 128, "64x32x32_w2_s8_g8"),
+        (256, 1024, 0, "64x32x128_w4_s5_g8"),
+    ],
+)
+def test_the_tile_by_rows_ctas_and_the_longest_row_of_blocks(m, n, longest, config):
+    spec, problem = described(Case(m, n, 4096, (32, 32), 0.8))
+    blocks = dataclasses.replace(spec.b.blocks, longest=longest)
+    spec = dataclasses.replace(spec, b=dataclasses.replace(spec.b, blocks=blocks))
+    _, chosen = next(candidates("block_sparse", spec, problem, device(90)))
+    assert str(chosen) == config
+
+
 CASES = [
     Case(1, 1024, 1024, zeros=0.8),
+    Case(1024, 4096, 1024, zeros=0.8, rows=2),
+    pytest.param(
+        Case(300, 1024, 1024, zeros=0.8, stored=i8, scale="blocks"), marks=pytest.mark.slow
+    ),
+    pytest.param(Case(4096, 4096, 1024, (64, 64), zeros=0.8), marks=pytest.mark.slow),
     pytest.param(Case(40, 1024, 1024, (64, 64), 0.8, f16), marks=pytest.mark.slow),
     pytest.param(Case(300, 1024, 1024, (128, 128), 0.8), marks=pytest.mark.slow),
     pytest.param(Case(300, 1024, 1024, zeros=0.8), marks=pytest.mark.slow),
@@ -71,7 +99,8 @@ def test_no_configuration_spills(case, arch):
         # Loads are asynchronous and wide: a gathered column of x is known to be contiguous.
         assert "cp.async.cg.shared.global" in compiled.ptx
         has_wgmma = any("wgmma" in name for name in compiled.matrix_instructions())
-        assert has_wgmma == (arch == 90 and config.block_m >= 64)
+        is_wide = config.block_m >= 64 and config.num_warps >= 4
+        assert has_wgmma == (arch == 90 and is_wide)
 
 
 def places(device):

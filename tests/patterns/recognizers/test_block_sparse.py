@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inductor_quant.ops import block_sparse
 from inductor_quant.options import Options
 from inductor_quant.report.events import collect
 from inductor_quant.spec.exactness import Exactness
@@ -18,22 +19,31 @@ from tests.support.producers.blocks import (
     COLUMNS,
     ROWS,
     SIZE,
+    AlongK,
     Bias,
+    Channels,
     Columns,
     Einsum,
     Gathered,
     IndexCopy,
+    IntMM,
     K,
     Kron,
     Masked,
+    MaskedInt8,
     N,
+    OfGrid,
+    OneScale,
+    Quantized,
     Repeated,
+    RowsOfBlocks,
     Scatter,
     Searched,
     SetItem,
     Shuffled,
     Sparse,
     Summed,
+    SummedInt8,
     Transposed,
     Where,
 )
@@ -79,6 +89,7 @@ def test_a_weight_in_blocks_is_one_product(spelling: Callable[[], Sparse]) -> No
     if isinstance(module, Masked):
         assert node.args[1].meta["val"].dim() == 4  # in place: no copy of W
     assert (node.args[4] is not None) == isinstance(module, Shuffled)
+    assert node.kwargs["longest"] == COLUMNS
     kept = {str(n.target).partition(".")[2] for n in rewrite.after.graph.nodes}
     assert not kept & {"index_put.default", "mm.default", "scatter.src", "mul.Tensor"}
 
@@ -128,6 +139,68 @@ def test_where_the_dense_product_is_faster_the_graph_stays() -> None:
         _, rewrite = rewritten(module, torch.randn(rows, K).to(f16))
         assert rewrite.codes == ([code] if code else [])
         assert rewrite.is_untouched == bool(code)
+
+
+SAME, OTHER = Exactness.SAME_WEIGHT_ROUNDING, Exactness.REASSOCIATED
+
+
+@pytest.mark.parametrize(
+    ("kind", "scale", "exactness"),
+    [
+        (Quantized, (32, 32), SAME),
+        (RowsOfBlocks, (32, 1), SAME),
+        (Channels, (-1, 1), OTHER),
+        (OneScale, (-1, 1), OTHER),
+        (MaskedInt8, (-1, 1), OTHER),
+        (SummedInt8, (32, 32), Exactness.FEWER_ROUNDINGS),
+    ],
+)
+def test_blocks_of_int8_and_fp8_with_their_scales(kind, scale, exactness) -> None:
+    module, x = kind(), torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.spec.b.dtype) == ("block_sparse", module.stored)
+    assert match.spec.b.scale.block == scale
+    assert match.exactness is exactness
+    want = x.double() @ module.dense().t()
+    assert_close(result, want)
+    kept = {str(n.target).partition(".")[2] for n in rewrite.after.graph.nodes}
+    assert not kept & {"index_put.default", "mm.default", "bmm.default", "mul.Tensor"}
+
+
+def test_a_product_of_integers_with_blocks() -> None:
+    module, x = IntMM(), torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.spec.a.dtype) == ("block_sparse", torch.int8)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert torch.equal(result, module(x))
+
+
+class Alike(Sparse):
+    """Neighbouring rows of blocks have the same columns, but for one block."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        row, col = self.row.tolist(), self.col.tolist()
+        pairs = sorted({(r // 2 * 2 + i, c) for r, c in zip(row, col, strict=True) for i in (0, 1)})
+        self.row, self.col = torch.tensor(pairs[:-1]).t()
+        draw = torch.Generator().manual_seed(3)
+        self.values = torch.randn(len(self.row), *self.block, generator=draw).to(f16)
+        order = torch.randperm(len(self.row), generator=draw)
+        self.values, self.row, self.col = self.values[order], self.row[order], self.col[order]
+
+
+@pytest.mark.parametrize(("rows", "together"), [(300, 2), (5, 1)])
+def test_rows_of_blocks_with_the_same_columns_share_x(monkeypatch, rows, together) -> None:
+    monkeypatch.setattr(block_sparse, "prefers_dense", lambda *_: False)
+    monkeypatch.setattr(block_sparse, "MIN_RESULT", 300 * N)
+    module, x = Alike(), torch.randn(rows, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.spec.b.blocks.count, match.spec.b.blocks.rows) == (len(module.row), together)
+    is_right(module, x, result)
 
 
 # ------------------------------------------------------------------------------------------
@@ -199,13 +272,16 @@ MISSES = [
     (Small, "block_places"),
     (Swapped, "block_places"),
     (Wide, "activation"),
+    (OfGrid, "block_places"),
+    (AlongK, "block_places"),
 ]
 
 
 @pytest.mark.parametrize(("module", "code"), MISSES)
 def test_a_near_miss_stays_as_it_was(module: Callable[[], Sparse], code: str) -> None:
     made = module()
-    x = torch.randn(5, made.k).to(made.values.dtype)
+    dtype = torch.float32 if isinstance(made, Wide) else f16
+    x = torch.randn(5, made.k).to(dtype)
     result, rewrite = rewritten(made, x)
     assert rewrite.is_untouched
     assert rewrite.codes == [code]
@@ -243,6 +319,14 @@ def test_strict_numerics_decline_it() -> None:
     assert rewrite.codes == ["numerics"]
 
 
+@pytest.mark.parametrize("kind", [Masked, RowsOfBlocks, SummedInt8])
+def test_verify_compares_it_with_its_graph(kind) -> None:
+    with collect() as found:
+        rewritten(kind(), torch.randn(5, K).to(f16), options=Options(on_error="raise", verify=True))
+    [verification] = found.verifications
+    assert verification.is_good
+
+
 def test_tables_elsewhere_in_a_weight_place_no_blocks() -> None:
     """A scale that is gathered for each k, as GPTQ's: the product is no candidate."""
 
@@ -268,6 +352,39 @@ def test_the_op_of_torchao_by_its_schema() -> None:
     assert match.spec.b.blocks.count == len(module.row)
     want = (x.double() @ module.dense().t()).to(torch.bfloat16) + layer.bias
     assert_close(result, want.double())
+
+
+class ToDense(IntMM):
+    """torchao's op for the dense weight."""
+
+    def forward(self, x):
+        given = self.crow, self.col, self.values.to(f16), self.n, self.k
+        return F.linear(x, torch.ops.blocksparse.bsr_to_dense(*given), self.bias)
+
+
+class IntAddmm(IntMM):
+    def forward(self, x):
+        left, right = self.scale.bfloat16(), torch.full((len(x),), 0.5, dtype=torch.bfloat16)
+        codes = (10 * x).round().clamp(-128, 127).to(torch.int8)
+        given = self.crow, self.col, self.values, codes.t(), left, right
+        return torch.ops.blocksparse.int_addmm(*given)
+
+
+@pytest.mark.parametrize("kind", [ToDense, IntAddmm])
+def test_other_ops_of_torchao(kind) -> None:
+    pytest.importorskip("torchao.sparsity.blocksparse")
+    module, x = kind(), torch.randn(20, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert (match.family, match.m, match.n, match.k) == ("block_sparse", 20, N, K)
+    w = torch.zeros(*module.grid, *module.block, dtype=torch.float64)
+    w[module.row, module.col] = module.values.double()
+    if kind is ToDense:
+        assert_close(result, x.double() @ module.joined(w).t() + module.bias.double())
+    else:
+        codes = (10 * x).round().clamp(-128, 127).double()
+        scale = module.scale.bfloat16().double() * 0.5
+        assert_close(result, codes @ module.joined(w).t() * scale)
 
 
 @pytest.mark.parametrize(

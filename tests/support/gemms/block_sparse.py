@@ -12,7 +12,7 @@ import torch
 
 from inductor_quant.kernels.problem import Problem
 from inductor_quant.ops import block_sparse
-from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 from tests.support.gemms.weight_only import laid_out
 
 
@@ -20,7 +20,10 @@ from tests.support.gemms.weight_only import laid_out
 class Case:
     """x [M, K] times a W [N, K] in blocks of ``block``, of which ``zeros`` are not stored.
 
+    stored  dtype of the values, if not ``dtype``
+    scale   "rows", "blocks", "rows_of_blocks"
     values  "listed": in the order of their rows; "placed": in another order; "in_place": W is dense
+    rows    of blocks that have one list of columns
     layout  of x, as in ``weight_only.laid_out``
     """
 
@@ -30,7 +33,10 @@ class Case:
     block: tuple[int, int] = (32, 32)
     zeros: float = 0.5
     dtype: torch.dtype = torch.bfloat16
+    stored: torch.dtype | None = None
+    scale: str = ""
     values: str = "listed"
+    rows: int = 1
     order: bool = False
     bias: bool = False
     index_dtype: torch.dtype = torch.int32
@@ -56,6 +62,12 @@ class Case:
         return [place for place in places if draw.random() < share[place[0]]]
 
     @property
+    def numbers(self) -> list[int]:
+        """Where each of them is in the stored values."""
+        found = list(range(len(self.blocks)))
+        return random.Random(1).sample(found, len(found)) if self.values == "placed" else found
+
+    @property
     def counts(self) -> list[int]:
         """Stored blocks of each row."""
         rows = [row for row, _ in self.blocks]
@@ -63,28 +75,46 @@ class Case:
 
 
 def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
-    """The arguments of the op: x, values, crow, col, place, order, bias."""
+    """The arguments of the op: x, values, crow, col, place, order, scale, bias."""
     (block_n, block_k), blocks, counts = case.block, case.blocks, case.counts
+
+    def drawn(*shape: int, dtype: torch.dtype = case.stored or case.dtype) -> torch.Tensor:
+        spread = 40 if dtype == torch.int8 else 1
+        return (spread * torch.randn(*shape, device=device)).to(dtype)
 
     def table(values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=case.index_dtype).to(device)
 
-    place = order = bias = None
+    place = order = scale = bias = None
     if case.values == "in_place":
-        dense = torch.randn(case.n, case.k, device=device).to(case.dtype)
+        dense = drawn(case.n, case.k)
         shape = case.n // block_n, block_n, case.k // block_k, block_k
         values = dense.view(shape).permute(0, 2, 1, 3)
     else:
-        values = torch.randn(len(blocks), block_n, block_k, device=device).to(case.dtype)
+        values = drawn(len(blocks), block_n, block_k)
+    columns = [column for _, column in blocks]
     if case.values == "placed":
-        place = table(random.Random(1).sample(range(len(blocks)), len(blocks)))
+        place = table(case.numbers)
+    if case.rows > 1:
+        known = dict(zip(blocks, case.numbers, strict=True))
+        groups = sorted({(row // case.rows, column) for row, column in blocks})
+        columns = [column for _, column in groups]
+        counts = [[g for g, _ in groups].count(i) for i in range(len(counts) // case.rows)]
+        listed = [
+            known.get((g * case.rows + i, c), -1) for g, c in groups for i in range(case.rows)
+        ]
+        place = table(listed).view(-1, case.rows)
     if case.order:
         order = table(sorted(range(len(counts)), key=lambda row: -counts[row]))
+    if case.scale:
+        sizes = (case.n,) if case.scale == "rows" else (len(blocks), block_n)
+        scale = torch.rand(sizes, device=device) / 10 + 0.01
+        scale = scale[:, :1].contiguous() if case.scale == "blocks" else scale
     if case.bias:
-        bias = torch.randn(case.n, device=device).to(case.dtype)
-    x = laid_out(torch.randn(case.m, case.k, device=device).to(case.dtype), case.layout)
-    crow, col = table([0, *itertools.accumulate(counts)]), table(column for _, column in blocks)
-    return x, values, crow, col, place, order, bias
+        bias = drawn(case.n, dtype=case.dtype)
+    x = laid_out(drawn(case.m, case.k, dtype=case.dtype), case.layout)
+    crow, col = table([0, *itertools.accumulate(counts)]), table(columns)
+    return x, values, crow, col, place, order, scale, bias
 
 
 def gemm(case: Case) -> Callable[..., torch.Tensor]:
@@ -98,19 +128,31 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 
 def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
     """(spec, problem) of a case."""
-    spec = block_sparse.make_spec(case.dtype, case.block, len(case.blocks), bias=case.bias)
+    block_n, block_k = case.block
+    shared = {"rows": (-1, 1), "blocks": (block_k, block_n), "rows_of_blocks": (block_k, 1)}
+    spec = block_sparse.make_spec(
+        case.dtype,
+        case.block,
+        len(case.blocks),
+        bias=case.bias,
+        stored=case.stored,
+        rows=case.rows,
+        scale=ScaleSpec(torch.float32, shared[case.scale]) if case.scale else None,
+    )
     return spec, Problem(case.m, case.n, case.k, has_aligned_rows=True)
 
 
 def dense(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
-    """W [N, K] in fp64 on the CPU, block by block."""
-    _, values, _, _, place, *_ = (None if t is None else t.cpu() for t in inputs)
+    """W [N, K] in fp64 on the CPU, block by block; rounded where the op rounds."""
+    x, values, *_, scale, _ = (None if t is None else t.cpu() for t in inputs)
     block_n, block_k = case.block
+    if scale is not None and scale.dim() == 2:
+        values = (values.float() * scale[:, :, None]).to(x.dtype)
     w = torch.zeros(case.n, case.k, dtype=torch.float64)
-    for p, (r, c) in enumerate(case.blocks):
-        block = values[r, c] if values.dim() == 4 else values[p if place is None else place[p]]
-        w[r * block_n : (r + 1) * block_n, c * block_k : (c + 1) * block_k] = block
-    return w
+    for p, (r, c) in zip(case.numbers, case.blocks, strict=True):
+        block = values[r, c] if values.dim() == 4 else values[p]
+        w[r * block_n : (r + 1) * block_n, c * block_k : (c + 1) * block_k] = block.double()
+    return w if scale is None or scale.dim() == 2 else w * scale.double()[:, None]
 
 
 def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:

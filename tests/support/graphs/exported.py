@@ -1,6 +1,6 @@
 """Layers exported together, compiled ahead of time, and run by a process without this package.
 
-    python -m tests.support.graphs.exported PACKAGE.pt2 ROWS DEVICE KIND
+    python -m tests.support.graphs.exported PACKAGE.pt2 ROWS DEVICE KIND [LAYER ...]
 
 Kinds: ``folded`` (the package folds its constants when it is loaded), ``frozen`` (folded constants
 are part of the package). Each step is logged on stderr; ``pytest -s`` shows it.
@@ -93,6 +93,22 @@ class ZeroPoint(Int8Linear):
         return (acc * 0.0625 * self.scale.reshape(-1) + self.bias).to(x.dtype)
 
 
+class Blocks(nn.Module):
+    """A weight [N, K] of which a quarter of the blocks of 32 are stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        row, col = (torch.rand(N // 32, K // 32, generator=draw) < 0.25).nonzero(as_tuple=True)
+        self.register_buffer("row", row)
+        self.register_buffer("col", col)
+        self.register_buffer("weight", torch.randn(len(row), 32, 32, generator=draw).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = x.new_zeros(N // 32, K // 32, 32, 32).index_put((self.row, self.col), self.weight)
+        return nn.functional.linear(x, blocks.permute(0, 2, 1, 3).reshape(N, K))
+
+
 class Layers(nn.Module):
     """All layers on the same input, each in its own dtype."""
 
@@ -117,6 +133,7 @@ def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> La
         "zero": (bf16, ZeroPoint(K, N)),
         "gptq": (f16, gptq.make(f16, K, N)),
         "act_order": (f16, act_order.make(f16, K, N)),
+        "blocks": (f16, Blocks()),
     }
     chosen = {name: made[name] for name in names}
     return Layers(
@@ -168,22 +185,22 @@ def _other_constants(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def export_and_run(
-    folder: Path, packages: dict[str, tuple[int, str]], device: str
+    folder: Path, packages: dict[str, tuple[Any, ...]], device: str
 ) -> dict[str, tuple[list[str], str]]:
-    """For each package (rows, kind) of all layers: the matched modules, and the output of a process
-    that runs it. All packages run in parallel."""
+    """For each package (rows, kind, names of layers if not all): the matched modules, and the
+    output of a process that runs it. All packages run in parallel."""
     runs = {name: Run(name, device, folder) for name in packages}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     here = [sys.executable, "-m", "tests.support.graphs.exported"]
     exports = {
         name: subprocess.Popen(
-            [*here, str(folder / f"{name}.pt2"), str(rows), device, kind],
+            [*here, str(folder / f"{name}.pt2"), str(rows), device, kind, *names],
             cwd=ROOT,
             env=_environment(PYTHONPATH=path),
             stdout=subprocess.PIPE,
             text=True,
         )
-        for name, (rows, kind) in packages.items()
+        for name, (rows, kind, *names) in packages.items()
     }
     matched = {name: _last_line(process) for name, process in exports.items()}
     return {
@@ -248,9 +265,10 @@ def compiler() -> str:
     raise FileNotFoundError(f"no compiler of {candidates} links libstdc++ dynamically")
 
 
-def main(package: str, rows: str, device: str, kind: str) -> None:
+def main(package: str, rows: str, device: str, kind: str, *names: str) -> None:
     faulthandler.dump_traceback_later(TIMEOUT - 10, exit=True)
-    matched: Any = export(layers(), Path(package), int(rows), device, kind)
+    module = layers(names) if names else layers()
+    matched: Any = export(module, Path(package), int(rows), device, kind)
     print(json.dumps(matched))
 
 

@@ -199,3 +199,137 @@ class Einsum(Summed):
     def forward(self, x):
         y = self.base(x).index_put((self.row,), self.parts(x), accumulate=True)
         return y.permute(1, 0, 2).reshape(*x.shape[:-1], self.n)
+
+
+class Quantized(Sparse):
+    """Blocks in int8 with a scale each, which multiplies them before they are placed."""
+
+    stored = torch.int8
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        draw = torch.Generator().manual_seed(2)
+        values = 20 * self.values.float()
+        if self.stored == torch.int8:
+            values = values.round().clamp(-128, 127)
+        self.values = values.to(self.stored)
+        self.register_buffer("scale", self.drawn(draw))
+
+    def drawn(self, draw):
+        return torch.rand(len(self.row), 1, 1, generator=draw) / 16 + 0.01
+
+    def blocks(self, x):
+        return (self.values.float() * self.scale).to(x.dtype)
+
+    def weight(self, x):
+        return self.zeros(x).index_put((self.row, self.col), self.blocks(x))
+
+    def dense(self):
+        """The weight as the graph rounds it."""
+        x = torch.empty(1, dtype=f16)
+        w = torch.zeros(*self.grid, *self.block, dtype=torch.float64)
+        w[self.row, self.col] = self.blocks(x).double()
+        return self.joined(w)
+
+
+class RowsOfBlocks(Quantized):
+    """FP8, a scale in x's dtype for each row of a block; another order."""
+
+    stored = torch.float8_e4m3fn
+
+    def drawn(self, draw):
+        return (torch.rand(len(self.row), self.block[0], 1, generator=draw) + 0.1).to(f16)
+
+    def blocks(self, x):
+        return self.values.to(x.dtype) * self.scale
+
+
+class Channels(Quantized):
+    """A scale for each row of W, after int8 blocks are placed."""
+
+    def drawn(self, draw):
+        return (torch.rand(self.n, 1, generator=draw) / 16 + 0.01).to(f16)
+
+    def forward(self, x):
+        w = torch.zeros(*self.grid, *self.block, dtype=torch.int8, device=x.device)
+        w = self.joined(w.index_put((self.row, self.col), self.values))
+        return F.linear(x, w.to(x.dtype) * self.scale)
+
+    def dense(self):
+        w = torch.zeros(*self.grid, *self.block, dtype=torch.float64)
+        w[self.row, self.col] = self.values.double()
+        return self.joined(w) * self.scale.double()
+
+
+class OneScale(Channels):
+    """One scale of an FP8 tensor."""
+
+    stored = torch.float8_e4m3fn
+
+    def drawn(self, draw):
+        return torch.tensor(0.03)
+
+    def forward(self, x):
+        return F.linear(x, self.joined(self.weight(x)))
+
+
+class MaskedInt8(Channels):
+    """A dense int8 weight, masked."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.whole = (20 * self.whole.float()).round().clamp(-128, 127).to(torch.int8)
+
+    def forward(self, x):
+        (n, k), mask = self.block, self.mask
+        spread = mask.repeat_interleave(n, 0).repeat_interleave(k, 1)
+        return F.linear(x, (self.whole * spread).to(x.dtype) * self.scale)
+
+    def dense(self):
+        (n, k), mask = self.block, self.mask
+        spread = mask.repeat_interleave(n, 0).repeat_interleave(k, 1)
+        return self.whole.double() * spread * self.scale.double()
+
+
+class SummedInt8(Quantized, Summed):
+    """int8 blocks in a sum of gathered products."""
+
+    def parts(self, x):
+        x = x.reshape(-1, COLUMNS, self.block[1]).transpose(0, 1)
+        return torch.bmm(x[self.col], self.blocks(x).transpose(1, 2))
+
+    forward = Summed.forward
+
+
+class OfGrid(Channels):
+    """A scale for each place of the grid, stored or not: the op has none such."""
+
+    def drawn(self, draw):
+        return torch.rand(ROWS, 1, COLUMNS, 1, generator=draw)
+
+    def forward(self, x):
+        w = torch.zeros(*self.grid, *self.block, dtype=torch.int8, device=x.device)
+        w = self.joined(w.index_put((self.row, self.col), self.values)).float()
+        w = w.view(ROWS, self.block[0], COLUMNS, self.block[1]) * self.scale
+        return F.linear(x, w.view(self.n, self.k).to(x.dtype))
+
+
+class AlongK(Quantized):
+    """A scale for each column of a block."""
+
+    def drawn(self, draw):
+        return torch.rand(len(self.row), 1, self.block[1], generator=draw)
+
+
+class IntMM(Quantized):
+    """int8 x and int8 blocks; scales behind the product."""
+
+    def drawn(self, draw):
+        return torch.rand(self.n, generator=draw) / 100
+
+    def forward(self, x):
+        s = x.abs().amax(-1, keepdim=True).float() / 127
+        q = (x.float() / s).round().clamp(-128, 127).to(torch.int8)
+        w = torch.zeros(*self.grid, *self.block, dtype=torch.int8, device=x.device)
+        w = self.joined(w.index_put((self.row, self.col), self.values))
+        return (torch._int_mm(q, w.t()).float() * s * self.scale).to(x.dtype)
