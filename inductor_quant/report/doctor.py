@@ -32,6 +32,7 @@ _FAMILY_ARCH = {
     "fp8_block": fp8.MIN_ARCH,
     "block_sparse": block_sparse.MIN_ARCH,
     "experts": rules.MIN_ARCH,
+    "scaled_experts": fp8.MIN_ARCH,
 }
 UNTUNED = (
     "untuned tiles: what aten._int_mm and aten._scaled_mm compute there is left to them, unless "

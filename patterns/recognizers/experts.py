@@ -31,7 +31,7 @@ from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
 from ..symbolic.reader import for_any, sizes
 
 FAMILY = "experts"
-_FALLBACK = "transformers.grouped_mm_fallback.default"
+FALLBACK = "transformers.grouped_mm_fallback.default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _read(read: Any, anchor: fx.Node, reader: Reader) -> _Product | Rejection | 
 def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
     """``_grouped_mm(x [S, K], w [E, K, N], offsets [E])``."""
     names = (
-        ("input", "weight", "offs") if str(anchor.target) == _FALLBACK else ("self", "mat2", "offs")
+        ("input", "weight", "offs") if str(anchor.target) == FALLBACK else ("self", "mat2", "offs")
     )
     x, w, offsets, bias = fx_utils.arguments(anchor, *names, "bias")
     if bias is not None:
@@ -159,7 +159,7 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
     is_same = x_dtype in weight.same_for
     same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
     rows, *others = fx_utils.value(anchor).shape
-    hint = fx_utils.size_hint(rows) or 0
+    most = fx_utils.limit(rows)  # that the choice holds for
     return RecognizedGemm(
         family=FAMILY,
         spec=weight_only.make_spec(
@@ -186,7 +186,7 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         k=k,
         shape=(-1, *others) if len(others) > 1 else None,
         too_many_rows=anchor.target == aten._grouped_mm.default
-        and hint > op.MAX_MEAN_ROWS * weight.format.experts,
+        and (most is None or most > op.MAX_MEAN_ROWS * weight.format.experts),
         row_kind=row_ranges.kind_of(
             FAMILY, 0 if product.offsets is None else weight.format.experts
         ),
@@ -224,6 +224,6 @@ def _rows_of(product: _Product, k: int) -> Operand:
 PATTERN = Pattern(
     name="experts",
     family=FAMILY,
-    anchors=(aten._grouped_mm.default, _FALLBACK, aten.bmm.default),
+    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default),
     recognize=recognize,
 )

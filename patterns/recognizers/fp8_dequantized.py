@@ -11,16 +11,14 @@ compared: what counts is which element of which tensor is read at (m, k, n).
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-import torch
 from torch import fx
 
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
-from ..fx_utils import CAST, aten
+from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_epilogue
 from ..matching.matmul_ops import reject_bias
@@ -33,6 +31,7 @@ from ..matching.operands import (
     reject_mutated,
     transposed,
 )
+from ..matching.scaled_elements import BLOCKS, ElementReader, Place, place_of, unwound
 from ..matching.sum_of_products import (
     PRODUCTS,
     VIEWS,
@@ -46,30 +45,15 @@ from ..matching.sum_of_products import (
     term_of,
     terms_of,
 )
-from ..matching.value_range import constant
-from ..symbolic import Reader
-from ..symbolic.expr import FLOAT8, Bits, Expr, Load, Op, is_whole
+from ..symbolic.expr import FLOAT8
 from ..symbolic.index import IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes
 from . import scaled_mm
 
 _SUM = aten.sum.dim_IntList
-_BLOCKS = (32, 64, 128, 256, 512, 1024)
 _NOT_QUANTIZED = Rejection(
     RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized values"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """An element of ``node``, at this position in row-major order."""
-
-    node: fx.Node
-    position: IndexExpr
-
-    @property
-    def count(self) -> int:
-        return math.prod(sizes(self.node))
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
@@ -137,7 +121,7 @@ def _alone(anchor: fx.Node, elements: Elements) -> ScaledMatmul | Rejection:
     if not isinstance(found, Rejection) or found is _NOT_QUANTIZED:
         return found
     columns, depth = sizes(anchor)[-1], sizes(operands_of(anchor)[0])[-1]
-    for block in _BLOCKS:
+    for block in BLOCKS:
         all_n, all_k = (-(-size // block) * block for size in (columns, depth))
         for padded in dict.fromkeys(((all_n, all_k), (columns, all_k), (all_n, depth))):
             if padded == (columns, depth):
@@ -171,28 +155,6 @@ def _batched(anchor: fx.Node, elements: Elements) -> ScaledMatmul | Rejection:
 # one site
 
 
-class _Reader(Reader):
-    """Stops at quantized values: how they were computed does not matter. Skips a zero point of 0,
-    which a symmetric quantizer may write."""
-
-    def __init__(self, elements: Elements) -> None:
-        super().__init__()
-        self.elements = elements
-
-    def _read(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Expr:
-        is_computed = node.op == "call_function" and fx_utils.value(node).dtype in self.elements
-        if is_computed and node.target in (CAST, aten.clamp.default):
-            return self.leaf(node, index)
-        if node.target in (aten.add.Tensor, aten.sub.Tensor) and constant(node.args[1]) == 0:
-            value: Any = node.args[0]
-            if (
-                fx_utils.is_tensor_node(value)
-                and fx_utils.value(value).dtype == fx_utils.value(node).dtype
-            ):
-                return self.operand(value, node, index)
-        return super()._read(node, index)
-
-
 class _Site:
     """Reads the terms of one sum: a [M, K] and b [K, N] in slices of ``step`` along K.
 
@@ -207,7 +169,7 @@ class _Site:
         padded: tuple[int, int] | None = None,
     ) -> None:
         self.anchor, self.terms, self.elements = anchor, terms, elements
-        self.reader = _Reader(elements)
+        self.reader = ElementReader(elements)
         x, _ = operands_of(anchor)
         (*batch, self.rows, self.step), self.columns = sizes(x), sizes(anchor)[-1]
         self.padded_columns, self.padded_step = padded or (self.columns, self.step)
@@ -254,15 +216,15 @@ class _Site:
         leaves = self.reader.space.leaves
         return leaves(left) == leaves(right)
 
-    def _read(self, term: Term) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
+    def _read(self, term: Term) -> tuple[int, Any, Any, list[tuple[str, Place]]] | Rejection:
         """(first k, a, b, scales) of one term; each scale with the side it was found on."""
         x, w = operands_of(term.product)
         if sizes(x)[-2:] != [self.rows, self.step] or sizes(w)[-2:] != [self.step, self.columns]:
             return self.no("slices of several sizes")
-        sides: list[_Place] = []
-        scales: list[tuple[str, _Place]] = []
+        sides: list[Place] = []
+        scales: list[tuple[str, Place]] = []
         for side, node, index in (("a", x, (self.m, self.k)), ("b", w, (self.k, self.n))):
-            element, factors = self._unwound(self.reader.read(node, (*self.batch, *index)))
+            element, factors = unwound(self.reader.read(node, (*self.batch, *index)), self.elements)
             if element is None:
                 no_weight = "the weight is not made of quantized values"
                 return _NOT_QUANTIZED if side == "a" else self.no(no_weight)
@@ -272,15 +234,15 @@ class _Site:
         for factor, node in term.factors:
             if node not in after:
                 return self.no("a factor of another shape")
-            place = self._place(self.reader.operand(factor, node, after[node]))
+            place = place_of(self.reader.operand(factor, node, after[node]))
             if place is None:
                 return self.no("a factor that is no scale")
             scales.append(("", place))
         return self._placed(sides[0], sides[1], scales)
 
     def _placed(
-        self, x: _Place, w: _Place, scales: list[tuple[str, _Place]]
-    ) -> tuple[int, Any, Any, list[tuple[str, _Place]]] | Rejection:
+        self, x: Place, w: Place, scales: list[tuple[str, Place]]
+    ) -> tuple[int, Any, Any, list[tuple[str, Place]]] | Rejection:
         if x.count % self.rows or w.count % self.columns:
             return self.no("operands that are parts of others")
         depth = x.count // self.rows
@@ -300,45 +262,10 @@ class _Site:
             return first, a, Operand(w.node, (depth, self.columns)), scales
         return self.no("the weight is not read in order")
 
-    def _unwound(self, expr: Expr) -> tuple[_Place | None, list[_Place]]:
-        """The quantized element and the scales in a product of both."""
-        if self._is_element(expr):
-            return self._place(expr), []
-        if isinstance(expr, Op) and expr.name == "cast":
-            return self._unwound(expr.args[0])
-        if isinstance(expr, Op) and expr.name == "mul":
-            for inner, factor in (expr.args, expr.args[::-1]):
-                element, scales = self._unwound(inner)
-                place = self._place(factor)
-                if element is not None and place is not None:
-                    return element, [*scales, place]
-        return None, []
-
-    def _is_element(self, expr: Expr) -> bool:
-        if isinstance(expr, Load) or (isinstance(expr, Bits) and is_whole(expr)):
-            return fx_utils.value(expr.node).dtype in self.elements
-        return False
-
-    def _place(self, expr: Expr) -> _Place | None:
-        while isinstance(expr, Op) and expr.name == "cast" and isinstance(expr.args[0], Load):
-            if expr.dtype != torch.float32:
-                break
-            expr = expr.args[0]  # exact
-        if isinstance(expr, Load) or (isinstance(expr, Bits) and is_whole(expr)):
-            node, index = expr.node, expr.index
-        elif (found := getattr(expr, "at", None)) is not None:
-            node, index = found
-        else:
-            return None
-        position = IndexExpr()
-        for size, part in zip(sizes(node), index, strict=True):
-            position = position * size + part
-        return _Place(node, position)
-
     # -- scales
 
     def _scales(
-        self, terms: list[list[tuple[str, _Place]]]
+        self, terms: list[list[tuple[str, Place]]]
     ) -> tuple[Scale | None, Scale | None] | Rejection:
         """The scales of a and b, each the same tensor in every term."""
         found: dict[str, Scale] = {}
@@ -359,7 +286,7 @@ class _Site:
             return self.no("terms with scales of their own")
         return found.get("a"), found.get("b")
 
-    def _fit(self, side: str, places: list[_Place]) -> Scale | None:
+    def _fit(self, side: str, places: list[Place]) -> Scale | None:
         node = places[0].node
         if any(place.node is not node for place in places):
             return None
@@ -394,7 +321,7 @@ class _Site:
         if self.slices > 1:
             return [number for number in (self.slices, 1) if count % number == 0]
         step = self.padded_step
-        numbers = [step // block for block in _BLOCKS if step % block == 0]
+        numbers = [step // block for block in BLOCKS if step % block == 0]
         return [
             number for number in [*dict.fromkeys([*numbers, 1])] if number and count % number == 0
         ]

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Groups, Problem
 
+# What the epilogue of int8 products asks for.
+NO_ZERO_POINTS = {
+    "ALPHA": 1.0,
+    "A_ZERO": 0,
+    "HAS_B_SUM": False,
+    "EXACT_A_ZERO": False,
+    "EXACT_B_ZERO": False,
+}
 
-class ExpertsKernel(Kernel):
-    """Puts ``experts/rows.jinja`` in front of a template of the ``weight_only`` family."""
 
-    family = "experts"
+class TilesOfExperts(Kernel):
+    """Puts ``experts/rows.jinja`` in front of another family's template."""
 
     @staticmethod
     def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
@@ -21,15 +29,22 @@ class ExpertsKernel(Kernel):
         return (tiles * cdiv(n, meta["BLOCK_N"]), 1, 1)
 
 
+class ExpertsKernel(TilesOfExperts):
+    family = "experts"
+
+
 def groups_of(problem: Problem) -> Groups:
     assert problem.groups is not None
     return problem.groups
 
 
 def mean_rows(problem: Problem) -> float:
-    """Of an expert; of rows that are not sorted each is a tile."""
+    """Of an expert, the most in any call, so that a choice by it holds for every call; of rows that
+    are not sorted each is a tile."""
     groups = groups_of(problem)
-    return problem.m / groups.experts if groups.is_sorted else 1
+    if not groups.is_sorted:
+        return 1
+    return problem.m / groups.experts if problem.m_is_bounded else math.inf
 
 
 def constants(problem: Problem) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def test_one_compilation_serves_any_number_of_rows(monkeypatch):
         torch._dynamo.mark_dynamic(x, 0)
         return x, offsets, *weight
 
-    for config in (MM, DIRECT_8):
+    for config in (MM, MM_16):
         generated = generate(gemm(first), make, config)
         for counts, left_over in (((0, 0, 1), 0), ((9, 0, 30), 4), ((0, 0, 0), 2)):
             case = Case("nibble_pairs", counts, 72, 256, left_over)

@@ -90,18 +90,30 @@ def test_ids_are_no_codes_of_a_table():
     assert not any(match.spec.b.lut for match in rewrite.report.matches)
 
 
-@pytest.mark.parametrize("form", ["transformers_grouped", "transformers_batched"])
-def test_a_symbolic_number_of_tokens(form):
+@pytest.mark.parametrize(
+    ("form", "bounds"),
+    [("transformers_grouped", {"min": 2, "max": 6}), ("transformers_batched", {})],
+)
+def test_a_symbolic_number_of_tokens(form, bounds):
     torch.manual_seed(0)
-    model, (x, ids, weights) = Experts("int4_words", form), route(6, 4)
-    for tensor in (x, ids, weights):
-        torch._dynamo.mark_dynamic(tensor, 0)
+    model, tensors = Experts("int4_words", form), route(6, 4)
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0, **bounds)
     with torch.no_grad():
-        got, [rewrite] = capture(lambda m, *a: m(*a), (model, x, ids, weights))
-        want = model(x, ids, weights)
+        got, [rewrite] = capture(lambda m, *a: m(*a), (model, *tensors))
+        want = model(*tensors)
     assert [match.family for match in rewrite.report.matches] == ["experts"] * 2
     assert all(isinstance(match.m, str) for match in rewrite.report.matches)
     assert (got - want).norm() <= 0.02 * want.norm()
+
+
+def test_a_number_of_sorted_rows_without_a_bound_may_be_large():
+    """Then the graph as it is may be faster."""
+    model, tensors = Experts("int4_words", "grouped"), route(6, 4)
+    for tensor in tensors:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    _, [rewrite] = capture(lambda m, *a: m(*a), (model, *tensors))
+    assert rewrite.codes == ["many_rows"] * 2
 
 
 def test_the_fallback_of_transformers_for_other_dtypes():

@@ -12,6 +12,7 @@ from tests.support.gemms import (
     experts,
     fp8,
     quantizing,
+    scaled_experts,
     w4a8,
     w8a8,
     weight_only,
@@ -56,10 +57,12 @@ GEMMS: dict[str, Any] = {
     "block_sparse_mm": block_sparse.Case(15, 512, 576, values="placed", layout="every_second"),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 515, 1152),
     "experts_mm": experts.Case("act_order", (3, 0, 5), 520, 1152, left_over=2, dtype=HALF),
+    "scaled_experts_mm": scaled_experts.Case((3, 0, 5), 512, 1152, block=BLOCK),
+    "scaled_experts_int8_mm": scaled_experts.Case((3, 0, 5), 520, 1152, torch.int8),
 }
 
 
-MODULES = (block_sparse, experts, fp8, w4a8, w8a8, weight_only)
+MODULES = (block_sparse, experts, fp8, scaled_experts, w4a8, w8a8, weight_only)
 
 
 def module_of(case: Any) -> Any:

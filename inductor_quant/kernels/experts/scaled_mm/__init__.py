@@ -1,0 +1,1 @@
+"""The kernels for 8-bit rows and weights."""
