@@ -54,7 +54,7 @@ def heat_map(
     path: Target,
     ratios: Mapping[tuple[str, str], float],
     title: str,
-    most: float = 2.0,
+    most: float = 4.0,
 ) -> None:
     """Ratios of times by (row, column), 1 in white, below in blue, above in red."""
     rows, columns = (list(dict.fromkeys(key[i] for key in ratios)) for i in range(2))
