@@ -267,6 +267,9 @@ def transformer(case: Case, tiny: bool, layers: int | None) -> tuple[nn.Module, 
     sizes = dict(known.sizes) | (known.tiny if tiny else {})
     if layers:
         sizes[known.layers] = layers
+        if "global_attn_indexes" in sizes:  # every so many layers
+            every = sizes["global_attn_indexes"][0] + 1
+            sizes["global_attn_indexes"] = [i for i in range(layers) if (i + 1) % every == 0]
     config = getattr(transformers, known.config)(**sizes)
     kinds = {"WhisperEncoder": WhisperEncoder, "SamVisionEncoder": SamEncoder}
     model = init((kinds.get(known.model) or getattr(transformers, known.model))(config))

@@ -143,12 +143,18 @@ def replace(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
 
 
 def torchao(model: nn.Module, config: str, **options: Any) -> None:
+    """Without the options of Inductor that ``quantize_`` sets for the process: bf16 has none."""
     from torchao import quantization
 
     if config.startswith("Float8"):
         options["granularity"] = quantization.PerRow()
     made = getattr(quantization, config)(**options)
-    quantization.quantize_(model, made, filter_fn=is_quantized)
+    inductor: Any = torch._inductor.config  # noqa: TID251
+    saved = inductor.get_config_copy()
+    try:
+        quantization.quantize_(model, made, filter_fn=is_quantized)
+    finally:
+        inductor.load_config(saved)
 
 
 def _torchao(config: str, **options: Any) -> Callable[[nn.Module], None]:
