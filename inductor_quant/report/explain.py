@@ -276,7 +276,7 @@ def explain(
         # a new function for each call: Dynamo reuses what it compiled for the same backend
         return inductor_quant_backend(gm, example_inputs, mode=mode, options=options)
 
-    pending = advice.pending(model)
+    pending, left = advice.pending(model), advice.left(model)
     config: Any = torch.compiler.config
     caches = config.force_disable_caches
     config.force_disable_caches = True
@@ -286,7 +286,7 @@ def explain(
             warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
-        found = advice.of(explanation.rejections, pending, len(explanation.matches))
+        found = advice.of(explanation.rejections, pending, len(explanation.matches), left)
         explanation = dataclasses.replace(explanation, advice=found)
     finally:
         config.force_disable_caches = caches
