@@ -47,8 +47,8 @@ def nf4(linear: nn.Linear, size: int = 64) -> nn.Module:
 def fine_grained_fp8(linear: nn.Linear) -> nn.Module:
     """transformers' FP8Linear: e4m3, fp32 scales of 128 x 128, x by 1 x 128."""
     made = Fp8BlockLinear(linear)
-    rest = {"weight_scale_inv": made.scale, "activation_scale": None, "block_size": (128, 128)}
-    return finegrained_fp8.FP8Linear(_layer(linear, made.weight, **rest))  # type: ignore[arg-type]
+    held = _layer(linear, made.weight, weight_scale_inv=made.scale, activation_scale=None)
+    return finegrained_fp8.FP8Linear(held, (128, 128))
 
 
 def _layer(linear: nn.Linear, weight: Tensor, **others: Any) -> SimpleNamespace:
