@@ -66,7 +66,8 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def compile_model(model: nn.Module, backend: str, *, per_layer: bool, **how: Any) -> nn.Module:
-    """The model compiled as a whole, or ``per_layer``: equal layers share one compilation.
+    """The model compiled as a whole, or ``per_layer``: equal layers share kernels, and a graph too
+    if nothing numbers them, as a static cache does.
 
     ``how``: mode or options.
     """
@@ -74,6 +75,8 @@ def compile_model(model: nn.Module, backend: str, *, per_layer: bool, **how: Any
     layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not (per_layer and layers):
         return torch.compile(model, **options)  # type: ignore[return-value]
+    config: Any = torch._dynamo.config  # noqa: TID251
+    config.recompile_limit = max(config.recompile_limit, len(layers[0]) + 1)
     for layer in layers[0]:
         layer.compile(**options)
     return model
