@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inductor_quant import constant_buffers, fallback, row_buckets
+from inductor_quant import fallback, row_buckets
 from inductor_quant._compat import inductor as compat
 from inductor_quant._compat.symbols import SUPPORTED, problems
 from inductor_quant.errors import OptionError, UnsupportedTorchError
 from inductor_quant.options import PREFIX, Options, is_disabled_by_environment
+from inductor_quant.tables import constant_buffers
 
 if TYPE_CHECKING:
     from inductor_quant.patterns.graph_pass import QuantGemmPass

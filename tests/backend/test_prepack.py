@@ -12,7 +12,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.fx_passes import pad_mm
 
 import inductor_quant
-from inductor_quant.prepacked import PrepackedLinear
+from inductor_quant.prepack.layer import PrepackedLinear
 from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
 from tests.support.producers.registry import PRODUCERS

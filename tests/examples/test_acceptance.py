@@ -10,7 +10,7 @@ import torch
 from examples.benchmarks import acceptance, gemm, harness, models, targets
 from examples.benchmarks.workers import architectures, fp8, linear, quantizers, weight_only
 from inductor_quant.ops import fp8_block
-from inductor_quant.prepacked import PrepackedLinear
+from inductor_quant.prepack.layer import PrepackedLinear
 from tests.support.benchmarks import WORKER, run_main
 
 # ------------------------------------------------------------------------------------------

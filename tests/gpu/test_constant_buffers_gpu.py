@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inductor_quant.report.events import collect
-from inductor_quant.table_check import TableCheck
+from inductor_quant.tables.table_check import TableCheck
 from tests.support.producers.registry import PRODUCERS
 
 pytestmark = pytest.mark.gpu

@@ -72,16 +72,10 @@ ALLOWED: dict[str, set[str]] = {
     "lowering": PLAIN | {"_compat", "fallback", "ops", "report.events", "kernels"},
     "row_buckets": PLAIN | {"_compat", "fallback", "report.events"},
     # what users call
-    "table_check": set(),
-    "dynamo_ops": set(),
-    "block_tables": {"dynamo_ops"},
-    "constant_buffers": PLAIN
-    | {"_compat", "block_tables", "dynamo_ops", "patterns.symbolic", "table_check"},
+    "tables": PLAIN | {"_compat", "patterns.symbolic"},
     "backend": PLAIN
-    | {"_compat", "constant_buffers", "fallback", "lowering", "ops", "patterns"}
-    | {"row_buckets"},
-    "prepacked": PLAIN | {"ops"},
-    "prepack": PLAIN | {"_compat", "constant_buffers", "kernels", "ops", "patterns", "prepacked"},
+    | {"_compat", "fallback", "lowering", "ops", "patterns", "row_buckets", "tables"},
+    "prepack": PLAIN | {"_compat", "kernels", "ops", "patterns", "tables"},
     "prepare": PLAIN,
     "report": PLAIN | {"_compat", "backend", "kernels", "ops", "prepare", "report.events"},
     "__main__": {"report"},

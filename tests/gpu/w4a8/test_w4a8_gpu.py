@@ -113,9 +113,11 @@ class QQQChannel(torch.nn.Module):
 def test_a_layer_of_plain_pytorch(m):
     layer = QQQChannel(2048, 4096).cuda()
     x = torch.randn(m, 4096, dtype=torch.float16, device="cuda")
+    # At a maximum of 127/32 each 32nd number is halfway between two integers, and eager mode's
+    # quotient, a product with 1/127, is not the exact one. At 6 none but 3 is.
+    x[:, 0] = 6
     got, report = run(layer, (x,))
     assert [match.family for match in report.matches] == ["w4a8"]
     rows = torch.cat([x, x.new_zeros(max(0, 32 - m), 4096)])  # _int_mm needs 17
-    # eager mode rounds twice, and a quotient halfway between two integers may go either way
-    assert_close(got.cpu(), layer(rows)[:m].cpu().double(), slack=4.0)
+    assert_close(got.cpu(), layer(rows)[:m].cpu().double(), slack=4.0)  # eager mode rounds twice
     assert all("int8 in each call" not in kernel.chosen for kernel in report.kernels)

@@ -22,12 +22,12 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
-from inductor_quant import constant_buffers
 from inductor_quant.options import Options
 from inductor_quant.patterns.graph_pass import SLOT, for_options
 from inductor_quant.report import events
 from inductor_quant.report.events import Report
 from inductor_quant.spec.gemm import dtype_name
+from inductor_quant.tables import constant_buffers
 
 INT_MM = torch.ops.aten._int_mm.default
 W8A8 = torch.ops.inductor_quant.w8a8.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inductor_quant.table_check import TableCheck
+from inductor_quant.tables.table_check import TableCheck
 
 pytestmark = pytest.mark.interp
 

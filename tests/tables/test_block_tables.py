@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_quant import constant_buffers
 from inductor_quant._compat import inductor as compat
+from inductor_quant.tables import constant_buffers
 from tests.support.graphs.post_grad import EagerBackend, calls
 from tests.support.producers.blocks import K, Masked, Searched, Sparse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inductor_quant.simulate.compile import compile_jit
-from inductor_quant.table_check import _WORDS, BLOCK, differs
+from inductor_quant.tables.table_check import _WORDS, BLOCK, differs
 
 pytestmark = pytest.mark.compiles
 

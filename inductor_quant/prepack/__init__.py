@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from inductor_quant import constant_buffers, patterns
+from inductor_quant import patterns
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
 from inductor_quant.kernels.codegen.packed_layout import packed_layout_of
@@ -24,8 +24,9 @@ from inductor_quant.patterns import fx_utils
 from inductor_quant.patterns.graph_pass import SLOT
 from inductor_quant.patterns.match import RecognizedGemm
 from inductor_quant.patterns.rewrite import rewrite
-from inductor_quant.prepacked import CHUNK, PrepackedLinear, Rows, Source, prepacked_class
+from inductor_quant.prepack.layer import CHUNK, PrepackedLinear, Rows, Source, prepacked_class
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from inductor_quant.tables import constant_buffers
 
 aten = fx_utils.aten
 CAST = torch.ops.prims.convert_element_type.default

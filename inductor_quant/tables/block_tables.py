@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.dynamo_ops import PRODUCTS, name_of
+from inductor_quant.tables.dynamo_ops import PRODUCTS, name_of
 
 
 def _names(*lines: str) -> frozenset[str]:

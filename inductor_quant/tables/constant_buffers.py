@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import fx
 
-from inductor_quant import block_tables
 from inductor_quant._compat import inductor as compat
-from inductor_quant.dynamo_ops import PRODUCTS, name_of
+from inductor_quant.tables import block_tables
+from inductor_quant.tables.dynamo_ops import PRODUCTS, name_of
 
 if TYPE_CHECKING:
-    from inductor_quant.table_check import TableCheck
+    from inductor_quant.tables.table_check import TableCheck
 
 DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MAX_LENGTH = 1 << 17
@@ -295,7 +295,7 @@ class _State:
         self.is_as_compiled = self._are_equal()
         devices = {table.device for table in (*tables, *expected)}
         if self.is_as_compiled and len(devices) == 1 and tables[0].is_cuda:
-            from inductor_quant.table_check import TableCheck
+            from inductor_quant.tables.table_check import TableCheck
 
             self._on_device = TableCheck(tables, expected)
 

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from inductor_quant import constant_buffers, fallback
+from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import OptionError
 from inductor_quant.options import Options
 from inductor_quant.patterns.fx_utils import aten
 from inductor_quant.spec.weight_format import WeightFormat
+from inductor_quant.tables import constant_buffers
 from tests.support.forks import Program
 from tests.support.graphs.post_grad import EagerBackend, calls
 from tests.support.producers.registry import PRODUCERS
