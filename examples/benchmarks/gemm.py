@@ -213,31 +213,28 @@ def show_verdicts(rows: Sequence[Row]) -> None:
 
 
 def plot(rows: Sequence[Row], systems: list[str], ceilings: dict[str, float], path: Path) -> None:
-    """Write a roofline plot: TOP/s over operations per byte."""
-    import matplotlib as mpl
+    """Write a roofline, and beside it a heat map of ours / the best peer by M and N x K."""
+    from inductor_quant.report import pictures
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    def dot(row: Row, reply: Row) -> tuple[float, float]:
+        return operations(row) / bytes_moved(row), operations(row) / reply["us"][1] / 1e6
 
-    intensities = sorted(operations(row) / bytes_moved(row) for row in rows)
-    across = [intensities[0] / 2 * 1.1**i for i in range(200) if 1.1**i < 4e4]
-    across = [x for x in across if x <= 2 * intensities[-1]]
-    figure, axes = plt.subplots(figsize=(9, 6))
+    timed = {
+        name: [
+            dot(row, row["systems"][name]) for row in rows if "us" in row["systems"].get(name, {})
+        ]
+        for name in systems
+    }
     rate = ceilings["bf16_tflops" if is_weight_only(rows[0]["family"]) else "int8_tops"]
-    roof = [min(rate, x * ceilings["read_tbps"]) for x in across]
-    axes.plot(across, roof, color="black", label="measured ceilings")
-    for name in systems:
-        timed = [row for row in rows if "us" in row["systems"].get(name, {})]
-        xs = [operations(row) / bytes_moved(row) for row in timed]
-        ys = [operations(row) / row["systems"][name]["us"][1] / 1e6 for row in timed]
-        marker = "o" if name.startswith("ours") else "x"
-        axes.scatter(xs, ys, label=name, marker=marker, alpha=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TOP/s")
-    axes.set_title(f"{rows[0]['measure']}, {len(rows)} shapes")
-    axes.grid(visible=True, which="both", alpha=0.2)
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    print(f"wrote {path}")
+    title = f"{rows[0]['measure']}, {len(rows)} shapes"
+    roofs = {"measured ceilings": (ceilings["read_tbps"], rate)}
+    pictures.roofline(path, {n: dots for n, dots in timed.items() if dots}, roofs, title)
+    verdicts = {(f"M = {row['m']}", f"{row['n']} x {row['k']}"): verdict(row)[3] for row in rows}
+    ratios = {place: float(text) for place, text in verdicts.items() if text != "-"}
+    beside = path.with_stem(f"{path.stem}-ratios")
+    if ratios:
+        pictures.heat_map(beside, ratios, "ours / the best peer")
+    print(f"wrote {path}" + (f" and {beside}" if ratios else ""))
 
 
 def run(options: argparse.Namespace, names: list[str]) -> tuple[list[Row], dict[str, float]]:
@@ -325,7 +322,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=GEMLITE_LIMIT_S, help="seconds per shape")
     parser.add_argument("--apart", action="store_true", help="run max-autotune systems one by one")
     parser.add_argument("--json", type=Path, help="file of results; a later run resumes")
-    parser.add_argument("--plot", type=Path, help="write a roofline plot (PNG)")
+    parser.add_argument("--plot", type=Path, help="write a roofline, and a heat map beside it")
     parser.add_argument("--check", action="store_true", help="exit 1 if a result is wrong")
     parser.add_argument("--tiny", action="store_true", help="two small shapes, to try the script")
     add_worker_options(parser)

@@ -485,9 +485,11 @@ def real_tensors() -> AbstractContextManager[None]:
 
 
 def traced(function: Callable[..., Any], values: Sequence[Any]) -> torch.fx.GraphModule:
-    """The graph of ``function(*values)``, in the ops that Inductor decomposes to; ``values``: fake
-    tensors."""
-    table = symbol("torch._inductor.decomposition:select_decomp_table")()
+    """The graph of ``function(*values)``, in the ops that Inductor decomposes to, but with every
+    matrix product (of one row it makes a sum under some options); ``values``: fake tensors."""
+    table = dict(symbol("torch._inductor.decomposition:select_decomp_table")())
+    for product in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+        table.pop(product.default, None)
     with fake_mode_of(values):
         gm = make_fx(function, table, tracing_mode="real")(*values)
     gm.graph.eliminate_dead_code()

@@ -161,6 +161,14 @@ def untraceable(model: nn.Module) -> Iterator[str]:
         yield from (name for name, tensor in held if sparse_bsr.is_sparse_bsr(tensor))
 
 
+def left(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """(kind, reason) of the layers that ``prepare_`` would leave as they are, as far as their
+    tensors tell."""
+    for module in model.modules():
+        if (rule := _rule(module)) and isinstance(why := _made(module, rule), str) and why:
+            yield type(module).__name__, why
+
+
 def _rule(module: nn.Module) -> str | None:
     """The name of the rule for a layer; "" if its library is known, and the layer is not."""
     for kind in type(module).__mro__:

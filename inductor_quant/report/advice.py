@@ -38,11 +38,25 @@ def by_hand(model: Any) -> tuple[str, ...]:
     return tuple(f"{name}: {prepare.sparse_bsr.MANUAL}" for name in names)
 
 
-def of(rejections: Iterable[Rejection], pending: Counter[str], matched: int) -> tuple[str, ...]:
-    """``pending`` is left out where as many products are ``matched``: the graph was enough."""
+def left(model: Any) -> Counter[tuple[str, str]]:
+    """The layers that no graph can hold and ``prepare_`` leaves, with the reason; likewise."""
+    return Counter(prepare.left(model) if isinstance(model, nn.Module) else ())
+
+
+def of(
+    rejections: Iterable[Rejection],
+    pending: Counter[str],
+    matched: int,
+    left: Counter[tuple[str, str]] | None = None,
+) -> tuple[str, ...]:
+    """``pending`` and ``left`` are left out where as many products are ``matched``: the graph was
+    enough."""
     lines = []
+    if left and left.total() > matched:
+        opaque = RejectionCode.OPAQUE.value
+        lines = [f"{opaque} ({n} {kind}): {reason}" for (kind, reason), n in left.items()]
     if pending.total() > matched:
         what = ", ".join(f"{count} {kind}" for kind, count in pending.items())
-        lines = [f"inductor_quant.prepare_(model), after loading, before its first call: {what}"]
+        lines += [f"inductor_quant.prepare_(model), after loading, before its first call: {what}"]
     codes = Counter(rejection.code for rejection in rejections if rejection.code in _ADVICE)
     return (*lines, *(f"{code.value} ({n}): {_ADVICE[code]}" for code, n in codes.items()))

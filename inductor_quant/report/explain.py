@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import triton
 from inductor_quant._version import __version__
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.options import PREFIX
-from inductor_quant.report import advice, roofline
+from inductor_quant.report import advice, pictures, roofline
 from inductor_quant.report.events import KernelChoice, Report, collect, is_of_range
 from inductor_quant.spec.decisions import MEANINGS, Match, Rejection, RejectionCode, Site
 
@@ -123,13 +123,14 @@ class Explanation:
     """The rows of every graph of the model, near misses first, plain products last. A product of
     symbolic M has a row for the kernel that serves any M, then one for each range of M.
 
-    ``advice``: what to do about what was not matched. ``str()`` is a plain table; ``print()`` uses
-    rich where it is installed.
+    ``advice``: what to do about what was not matched. ``roofs``: TB/s and TOP/s of the card, if
+    GEMMs were timed. ``str()`` is a plain table; ``print()`` uses rich where it is installed.
     """
 
     rows: tuple[Row, ...]
     device: str
     advice: tuple[str, ...] = ()
+    roofs: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def products(self) -> list[Row]:
@@ -185,6 +186,23 @@ class Explanation:
 
     def _to_do(self) -> list[str]:
         return [f"to do: {line}" for line in self.advice]
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write a roofline (a PNG, or what the suffix says) with a dot for each timed GEMM. Needs
+        matplotlib, and ``timings``."""
+        series: dict[str, list[tuple[float, float]]] = {}
+        for row in self.products:
+            told = row.to_dict()
+            if row.timing is None or told["bytes"] is None:
+                continue
+            times = {"ours": row.timing.us, "stock": row.timing.stock_us}
+            for name, us in times.items():
+                if us:
+                    dot = told["operations"] / told["bytes"], told["operations"] / us / 1e6
+                    series.setdefault(f"{name}, {told['family']}", []).append(dot)
+        if not series:
+            raise ValueError("no GEMM was timed: explain(..., timings=True) on a GPU")
+        pictures.roofline(path, series, self.roofs, self.summary)
 
     def print(self) -> None:
         try:
@@ -260,7 +278,7 @@ def explain(
         # a new function for each call: Dynamo reuses what it compiled for the same backend
         return inductor_quant_backend(gm, example_inputs, mode=mode, options=options)
 
-    pending = advice.pending(model)
+    pending, left = advice.pending(model), advice.left(model)
     config: Any = torch.compiler.config
     caches = config.force_disable_caches
     config.force_disable_caches = True
@@ -270,7 +288,7 @@ def explain(
             warnings.filterwarnings("ignore", message=".*force_disable_caches.*")
             torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
         explanation = _explanation(report, mode, timings)
-        found = advice.of(explanation.rejections, pending, len(explanation.matches))
+        found = advice.of(explanation.rejections, pending, len(explanation.matches), left)
         explanation = dataclasses.replace(explanation, advice=(*found, *advice.by_hand(model)))
     finally:
         config.force_disable_caches = caches
@@ -318,7 +336,9 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
     name = ", ".join(devices) or "no matrix product"
     if torch.cuda.is_available() and any(d.startswith("cuda") for d in devices):
         name += f": {torch.cuda.get_device_name()}"
-    return Explanation(tuple(rows), name)
+    timed = [row.site.device for row in rows if row.timing is not None]
+    roofs = roofline.roofs(torch.device(timed[0])) if timed else {}
+    return Explanation(tuple(rows), name, roofs=roofs)
 
 
 def _is_told(decision: Match | Rejection) -> bool:

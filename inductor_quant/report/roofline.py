@@ -90,6 +90,17 @@ def floor_us(spec: QuantGemmSpec, m: int, n: int, k: int, device: torch.device) 
     return max(memory, compute)
 
 
+def roofs(device: torch.device) -> dict[str, tuple[float, float]]:
+    """By size of the operands: measured TB/s and TOP/s of the datasheet, as ``floor_us`` has them;
+    empty where there is no figure for the card."""
+    major, minor = torch.cuda.get_device_capability(device)
+    rate = INT8_TOPS.get(10 * major + minor)
+    if rate is None:
+        return {}
+    speed = read_bandwidth(device.index or 0) / 1e12
+    return {"8 bits": (speed, rate), "16 bits": (speed, rate / 2)}
+
+
 @functools.cache
 def read_bandwidth(index: int) -> float:
     """Bytes a second of one pass over 1 GiB."""

@@ -111,3 +111,29 @@ def blocksparse_int_addmm(
     weight = torch.ops.blocksparse.bsr_to_dense(crow, col, values, n, k)
     out = torch._int_mm(a.t(), weight.t()).float()
     return (out * left.reshape(1, n).float() * right.reshape(-1, 1).float()).to(torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------
+# MSLK, mslk/gemm/triton/int4_gemm.py and mslk/quantize/shuffle.py; FBGEMM had the same ops before
+
+
+def bf16i4bf16_rowwise(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """``x @ W.T``, ``W[n, k] = q * scale + zero`` in fp32, rounded to bf16.
+
+    packed int8 [N, K / 2]: q in two's complement, even k in the low nibble. scales and zeros
+    [K / group, N].
+    """
+    q = torch.stack([(packed << 4) >> 4, packed >> 4], -1).flatten(1)
+    scale, zero = (t.float().t().unsqueeze(-1) for t in (scales, zeros))
+    weight = q.float().view(len(q), len(scales), -1) * scale + zero
+    return torch.nn.functional.linear(x, weight.flatten(1).to(x.dtype))
+
+
+def f8f8bf16_rowwise(
+    a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, fast_accum: bool
+) -> Tensor:
+    """``a [M, K] @ b [N, K].T * rows * columns + bias`` in bf16."""
+    scales = rows.view(-1, 1), columns.view(1, -1)
+    return torch._scaled_mm(
+        *(a, b.t(), *scales), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast_accum
+    )

@@ -69,11 +69,14 @@ def _reduce_once(node: fx.Node) -> None:
         kind, keepdim = how
         if kind == "amin" and highest.args == (source, "amax", keepdim):
             replace(node, row_reduce.op, source, "absmax", keepdim)
-    elif (lowest.target, highest.target) == (aten.amin.default, aten.amax.default):  # of groups
-        if lowest.args == highest.args and lowest.kwargs == highest.kwargs:
-            with node.graph.inserting_before(node):
-                absolute = add_node(source, aten.abs.default, (source,), {})  # type: ignore[arg-type]
-            replace(node, aten.amax.default, absolute, *how, **lowest.kwargs)
+    elif (
+        (lowest.target, highest.target) == (aten.amin.default, aten.amax.default)  # of groups
+        and lowest.args == highest.args
+        and lowest.kwargs == highest.kwargs
+    ):
+        with node.graph.inserting_before(node):
+            absolute = add_node(source, aten.abs.default, (source,), {})  # type: ignore[arg-type]
+        replace(node, aten.amax.default, absolute, *how, **lowest.kwargs)
 
 
 def _is_alike(a: fx.Node, b: fx.Node) -> bool:

@@ -8,6 +8,7 @@ matches.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,11 @@ from ..rewrite import add_constant, erase_if_dead
 Arguments = dict[str, Any]
 Formula = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 Adapter = Callable[[Arguments], Formula | None]
-_PRODUCTS = (*(aten.mm.default, aten.addmm.default, aten.bmm.default), aten._int_mm.default)
+_PRODUCTS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default),
+    aten._int_mm.default,
+    aten._scaled_mm.default,
+)
 _VIEWS = (*fx_utils.RESHAPES, aten.permute.default, aten.t.default, fx_utils.CAST)
 
 
@@ -118,7 +123,46 @@ def _int_addmm(given: Arguments) -> Formula | None:
     return formulas.blocksparse_int_addmm, tuple(given[name] for name in names)
 
 
+# Rows up to which ours are known to be no slower than a tuned kernel for the same operands.
+_FEW_ROWS_INT4, _FEW_ROWS_FP8 = 16, 64
+
+
+def _bf16i4bf16_rowwise(given: Arguments) -> Formula | None:
+    tensors = tuple(given[name] for name in ("X", "W", "w_scale_group", "w_zero_group"))
+    x, packed, scales, _ = map(fx_utils.value, tensors)
+    is_known = packed.dtype == torch.int8 and packed.dim() == 2 and x.dtype == torch.bfloat16
+    if not is_known or 2 * packed.shape[1] % len(scales) or not _are_few(x, _FEW_ROWS_INT4):
+        return None
+    return formulas.bf16i4bf16_rowwise, tensors
+
+
+def _f8f8bf16_rowwise(given: Arguments) -> Formula | None:
+    tensors = tuple(given[name] for name in ("XQ", "WQ", "x_scale", "w_scale"))
+    a, b, *scales = map(fx_utils.value, tensors)
+    bias = given.get("bias")
+    is_known = {a.dtype, b.dtype} == {torch.float8_e4m3fn} and a.dim() == b.dim() == 2
+    is_known &= {scale.dtype for scale in scales} == {torch.float32}
+    is_known &= bias is None or fx_utils.value(bias).dtype == torch.bfloat16
+    if not is_known or not _are_few(a, _FEW_ROWS_FP8):
+        return None
+    fast = given.get("use_fast_accum", True)
+    return functools.partial(formulas.f8f8bf16_rowwise, fast_accum=fast), (*tensors, bias)
+
+
+def _are_few(x: torch.Tensor, most: int) -> bool:
+    rows = fx_utils.limit(math.prod(x.shape[:-1]))
+    return rows is not None and rows <= most
+
+
+def _mslk(schema: str, adapter: Adapter) -> dict[str, Adapter]:
+    return {f"{package}::{schema} -> Tensor": adapter for package in ("mslk", "fbgemm")}
+
+
 ADAPTERS: dict[str, Adapter] = {
+    **_mslk("bf16i4bf16_rowwise(Tensor X, Tensor W, Tensor w_scale_group, Tensor w_zero_group)",
+            _bf16i4bf16_rowwise),
+    **_mslk("f8f8bf16_rowwise(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
+            "Tensor? bias=None, bool use_fast_accum=True)", _f8f8bf16_rowwise),
     "bitsandbytes::gemm_4bit(Tensor A, Tensor B, int[] shapeB, Tensor absmax, int blocksize, "
     "str quant_type, Tensor? bias=None, Tensor? absmax_8bit=None, Tensor? absmax_code=None, "
     "Tensor? absmax_offset=None) -> Tensor": _gemm_4bit,
@@ -133,7 +177,7 @@ ADAPTERS: dict[str, Adapter] = {
     "blocksparse::int_addmm(Tensor crow_indices, Tensor col_indices, Tensor values, Tensor A, "
     "Tensor left_alpha, Tensor right_alpha) -> Tensor": _int_addmm,
     "quanto::qbytes_mm(Tensor A, Tensor B, Tensor scales) -> Tensor": _qbytes_mm,
-}
+}  # fmt: skip
 
 
 def _product_of(weight: fx.Node) -> fx.Node | None:

@@ -7,6 +7,7 @@ Raises ``Unsupported`` if the result has no form here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable
 

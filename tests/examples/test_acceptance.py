@@ -165,6 +165,7 @@ def test_models_are_judged_against_their_targets():
 
     def verdicts(case, quantizer, **systems):
         row = {"case": case, "quantizer": quantizer, "dtype": "bf16", "per_layer": False}
+        row["layers"] = None
         row |= {"systems": replies | systems, "ratios": ratios}
         return [str(verdict) for verdict in models.judge([row])]
 

@@ -190,44 +190,101 @@ def test_formats_are_drawn_for_each_m_and_checked(tmp_path, monkeypatch, capsys)
 # models
 
 
-# Two layers of random weights in groups of 128: 15 levels cost far more than 255.
-KINDS = {"plain": (quantizers.Int8Linear, 0.05), "int4": (quantizers.Int4Linear, 0.3)}
+# A case of each architecture; layers of random weights in groups of 128: 15 levels cost far more
+# than 255, and far more still where seven layers follow each other without a residual.
+MODELS = {
+    "llama-decode-16": ("plain", 0.05),
+    "qwen3-prefill": ("int4", 0.3),
+    "mistral-decode-1": ("torchao", 0.05),
+    "gemma-decode-64": ("torchao_int8_weights", 0.05),
+    "deepseek": ("int4", 0.3),
+    "bert": ("torchao", 0.05),
+    "vit": ("plain", 0.05),
+    "whisper": ("torchao", 0.05),
+    "t5": ("plain", 0.05),
+    "sam": ("plain", 0.05),
+    "flux": ("torchao", 0.05),
+    "sd3": ("plain", 0.05),
+    "llama-linears-1": ("fine_grained_fp8", 0.3),
+    "llama-linears-16": ("nf4", 0.6),
+}
 
 
-@pytest.mark.parametrize("quantizer", KINDS)
-@pytest.mark.parametrize("case", [name for name in architectures.CASES if name != "sam"])
+@pytest.fixture
+def sams_own_positions(monkeypatch):
+    sam = pytest.importorskip("transformers.models.sam.modeling_sam")
+    original = sam.SamVisionAttention.get_rel_pos
+    monkeypatch.setattr(sam.SamVisionAttention, "get_rel_pos", original)
+    return original
+
+
+@pytest.mark.usefixtures("sams_own_positions")
+@pytest.mark.parametrize("case", MODELS)
 @torch.no_grad()
-def test_a_quantized_model_is_near_its_bf16_model(case, quantizer):
-    kind, bound = KINDS[quantizer]
-    model, inputs = architectures.CASES[case]("cpu", True)
-    again, same_inputs = architectures.CASES[case]("cpu", True)
+def test_a_quantized_model_is_near_its_bf16_model(case):
+    quantizer, bound = MODELS[case]
+    if quantizer.startswith("torchao"):
+        pytest.importorskip("torchao")
+    model, inputs = architectures.build(case, "cpu", True)
+    again, same_inputs = architectures.build(case, "cpu", True)
     plain = model(*inputs)
+    assert torch.equal(plain, model(*inputs)), "a call changes the model"
     assert torch.equal(plain, again(*same_inputs)), "not the same in every process"
     assert torch.isfinite(plain).all()
-    linears = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    linears = {name: m.weight for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     quantizers.QUANTIZERS[quantizer](model)
-    quantized = [name for name, m in model.named_modules() if isinstance(m, kind)]
-    assert quantized == [name for name in linears if name != "lm_head"]
+    left = [
+        name
+        for name, m in model.named_modules()
+        if type(getattr(m, "weight", None)) is nn.Parameter and m.weight is linears.get(name)
+    ]
+    assert [name for name in left if not name.endswith("lm_head")] == []
     with quantizers.any_batch_size():
         out = model(*inputs)
     error = (out - plain).float().square().mean().sqrt() / plain.float().square().mean().sqrt()
     assert 0 < error < bound
 
 
+def test_a_worker_compiles_and_times_a_model():
+    worker = model.Worker("eager", "cpu")
+    request = {"quantizer": "nf4", "per_layer": False, "tiny": True, "dtype": "bf16", "layers": 1}
+    reply = worker.prepare("llama-linears-16", **request)
+    assert reply["error"]["rms"] == 0
+    assert not reply["wrong"]
+    assert 0.01 < reply["quantization"]["rms"] < 0.6
+    assert worker.time()["ms"] > 0
+    assert models.by_kind(worker.profile())["GEMM"] == 0  # of a CPU there is no profile
+
+
 @pytest.mark.slow
+def test_the_command_runs_without_a_gpu(monkeypatch, tmp_path, capsys):
+    arguments = ("--tiny", "--device", "cpu", "--rounds", 1, "--json", tmp_path / "rows.json")
+    chosen = ("--models", "bert", "llama-decode-1", "--systems", "eager", "--profile")
+    assert run_main(monkeypatch, models, *arguments, *chosen) == 0
+    assert "every result is right" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["case"] for row in rows] == ["bert", "llama-decode-1"]
+
+
+def test_every_architecture_is_tried():
+    tried = {architectures.CASES[case].architecture for case in MODELS}
+    assert tried == {case.architecture for case in architectures.CASES.values()}
+    assert set(models.CASES) | set(models.MODELS) >= set(architectures.CASES)
+
+
 @torch.no_grad()
-def test_sam_is_built_from_transformers_and_its_positions_are_theirs(monkeypatch):
-    sam = pytest.importorskip("transformers.models.sam.modeling_sam")
-    original = sam.SamVisionAttention.get_rel_pos
-    monkeypatch.setattr(sam.SamVisionAttention, "get_rel_pos", original)
+def test_a_decoder_reads_its_cache_and_leaves_it():
+    model, (ids,) = architectures.build("llama-decode-16", "cpu", True)
+    first, length = model(ids), [int(layer.get_seq_length()) for layer in model.cache.layers]
+    assert length == [15, 15]
+    model.cache.layers[1].keys[:, :, 3] += 1
+    assert not torch.equal(model(ids), first)
+
+
+def test_sams_positions_are_theirs(sams_own_positions):
     table = torch.randn(2 * 14 - 1, 8)
     ours = architectures.relative_positions(None, 14, 14, table)
-    assert torch.equal(ours, original(None, 14, 14, table))
-    model, inputs = architectures.CASES["sam"]("cpu", True)
-    plain = model(*inputs)
-    quantizers.QUANTIZERS["plain"](model)
-    error = (model(*inputs) - plain).float().square().mean().sqrt()
-    assert 0 < error < 0.05 * plain.float().square().mean().sqrt()
+    assert torch.equal(ours, sams_own_positions(None, 14, 14, table))
 
 
 @torch.no_grad()
@@ -265,9 +322,28 @@ def test_int4_linear_is_the_product_of_what_it_stores():
 
 
 def test_the_weights_of_a_model_are_counted_without_its_cache():
-    llama, _ = architectures.CASES["llama-decode-1"]("cpu", True)
-    kept = sum(p.nbytes for p in llama.parameters()) + llama.cos.nbytes + llama.sin.nbytes
+    llama, _ = architectures.build("llama-decode-1", "cpu", True)
+    kept = sum(t.nbytes for t in (*llama.parameters(), *llama.buffers()))
     assert model.weights_gb(llama) == kept / 1e9
+    bytes_of_bf16 = model.weights_gb(llama)
+    pytest.importorskip("torchao")
+    quantizers.QUANTIZERS["torchao_int8_weights"](llama)
+    assert model.weights_gb(llama) < 0.8 * bytes_of_bf16
+
+
+def test_kernels_are_sorted_by_what_they_do():
+    kernels = {
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n": "GEMM",
+        "triton_tem_fused__to_copy_add_w8a8_view_3": "GEMM",
+        "triton_per_fused__to_copy_amax_native_layer_norm_round_2": "quantization",
+        "pytorch_flash::flash_fwd_kernel": "attention",
+        "triton_poi_fused_gelu_1": "rest",
+    }
+    reply = {"kernels": [[name, 1, 2.0] for name in kernels], "gaps_ms": 0.5, "ms": [9.0] * 3}
+    kinds = {"attention": 2.0, "GEMM": 4.0, "quantization": 2.0, "rest": 2.0}
+    assert models.by_kind(reply) == kinds | {"between kernels": 0.5}
+    # without the attention, the rest and the gaps
+    assert models.figure("linear_ms", reply, reply) == 9.0 - 4.5
 
 
 def test_ours_is_compared_with_the_faster_bf16():

@@ -91,6 +91,33 @@ def test_fine_grained_fp8_for_any_batch_and_sequence() -> None:
     assert models.Distance.of(out, wanted).rms < 2e-3
 
 
+@pytest.mark.parametrize(("is_fp4", "family"), [(True, "weight_only"), (False, "fp8_block")])
+def test_mx_of_fine_grained_fp8(is_fp4: bool, family: str) -> None:
+    """A row with magnitudes from 2^-40 to 2^9, and one of zeros."""
+    need_package("transformers")
+    linear = nn.Linear(256, 128, dtype=torch.bfloat16).requires_grad_(False)
+    layer = stand_ins.mx_linear(linear, is_fp4)
+    x = (torch.randn(4, 256) * torch.exp2(torch.arange(256.0) / 5 - 41)).bfloat16()
+    x[3] = 0
+    where = "transformers.integrations.finegrained_fp8._FINEGRAINED_FP8"
+    with torch.no_grad(), mock.patch(where, stand_ins.Hub):
+        wanted = layer(x)
+        [line] = inductor_quant.prepare_(layer).done
+        out, [rewrite] = capture(layer, [x])
+    assert "computes the same" in line.detail
+    assert [match.family for match in rewrite.report.matches] == [family]
+    assert models.Distance.of(out, wanted).rms < 2e-3
+    assert torch.equal(out[3], linear.bias)
+
+
+def test_mx_weights_with_other_scales_stay() -> None:
+    need_package("transformers")
+    layer = stand_ins.mx_linear(nn.Linear(256, 128, dtype=torch.bfloat16), is_fp4=True)
+    layer.weight_scale_inv = nn.Parameter(torch.ones(128, 8), False)
+    [line] = inductor_quant.prepare_(layer).left
+    assert line.detail == "blocks of 1 x 32 are known with e8m0 scales of both sides"
+
+
 def test_a_layer_of_bitnet_is_one_graph() -> None:
     """Without ``prepare_``, Dynamo fails at its helpers."""
     need_package("transformers")

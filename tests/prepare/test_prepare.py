@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -274,6 +275,18 @@ def test_advice_names_the_layers_until_they_are_prepared() -> None:
     assert not advice.of([], advice.pending(model), matched=2)  # the graph was enough
     inductor_quant.prepare_(model)
     assert not advice.of([], advice.pending(model), matched=0)
+
+
+def test_advice_says_why_a_layer_is_left() -> None:
+    linear = packed()
+    linear.bits = 5
+    model = nn.Sequential(linear, packed())
+    left = advice.left(model)
+    [(kind, reason)] = left
+    assert kind == "TorchLinear"
+    assert reason == inductor_quant.prepare_(model).left[0].detail
+    assert advice.of([], Counter(), 0, left) == (f"opaque (1 TorchLinear): {reason}",)
+    assert not advice.of([], Counter(), 1, left)
 
 
 def test_advice_for_codes() -> None:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import inductor_quant
 from inductor_quant import simulate
+from inductor_quant.report import roofline
 from inductor_quant.report.explain import Explanation, Row
 from inductor_quant.spec.decisions import Match, Rejection, RejectionCode, Site
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
@@ -317,3 +318,17 @@ def test_a_weight_that_is_computed_in_each_call_is_told() -> None:
     assert "each call" not in Row(site, match).reason
     computed = dataclasses.replace(match, computed="mul_2")
     assert Row(site, computed).reason.endswith("its weight is computed in each call (at mul_2)")
+
+
+def test_a_roofline_is_drawn_of_what_was_timed(tmp_path):
+    pytest.importorskip("matplotlib")
+    with simulate.virtual_gpu(arch=90), FakeTensorMode(), torch.device("cuda"):
+        model, x = Int8Linear(4096, 4096), torch.empty(20, 4096, dtype=torch.bfloat16)
+        explanation = inductor_quant.explain(model, x, timings=False, verbose=False)
+    path = tmp_path / "roofline.png"
+    with pytest.raises(ValueError, match="no GEMM was timed"):
+        explanation.plot(path)
+    [row] = explanation.rows
+    timed = dataclasses.replace(row, timing=roofline.Timing(10.0, 20.0, 0.4))
+    dataclasses.replace(explanation, rows=(timed,), roofs={"8 bits": (4.0, 2000.0)}).plot(path)
+    assert path.stat().st_size > 1000

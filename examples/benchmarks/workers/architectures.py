@@ -1,19 +1,21 @@
-"""The models of ``examples.benchmarks.models``: real sizes, random weights, created on the device.
+"""The models of ``examples.benchmarks.models``: transformers' classes in real sizes, with random
+weights that are created on the device, and those of ``blocks.py``.
 
-``CASES[name](device, tiny, dtype)`` returns (model in bf16 or fp16, inputs). ``tiny`` keeps the
-structure with small sizes, for tests. The output is one tensor."""
+``build(name, device, tiny, dtype, layers)`` returns (model in bf16 or fp16, inputs). ``tiny`` keeps
+the structure with small sizes, for tests; ``layers`` replaces their number. The output is one
+tensor."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from examples.benchmarks.workers.blocks import DiffusionBlocks, LinearLayers
 
 
 @contextlib.contextmanager
@@ -38,203 +40,51 @@ def init(model: nn.Module) -> nn.Module:
     return model.eval().requires_grad_(False)
 
 
-def rotary(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [positions, size] of rotary embeddings."""
-    frequencies = theta ** -(torch.arange(0, size, 2, device=positions.device).float() / size)
-    angles = positions.float()[:, None] * frequencies
-    angles = torch.cat([angles, angles], -1)
-    return angles.cos(), angles.sin()
+class Encoder(nn.Module):
+    """The last hidden state of a model that reads its whole input at once."""
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
-
-
-class SwiGLU(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.model = model
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        state: Tensor = self.model(x)[0]
+        return state
 
 
-# ------------------------------------------------------------------------------------------
-# Llama 3
+class Decoder(nn.Module):
+    """The logits of each sequence's last token, behind ``past`` tokens of random keys and values.
 
+    Each call finds and leaves the static cache with ``past`` tokens.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """Defaults: Llama-3-8B."""
+    def __init__(self, model: nn.Module, batch: int, tokens: int, past: int) -> None:
+        from transformers import StaticCache
 
-    hidden: int = 4096
-    inner: int = 14336
-    layers: int = 32
-    heads: int = 32
-    kv_heads: int = 8
-    head_size: int = 128
-    vocabulary: int = 128256
-    theta: float = 500000.0
-
-
-class LlamaAttention(nn.Module):
-    """Grouped-query attention. ``past`` > 0: one new token after ``past`` others in a KV cache."""
-
-    def __init__(self, config: LlamaConfig, batch: int, past: int) -> None:
         super().__init__()
-        self.config, self.past = config, past
-        inner, kv_inner = config.heads * config.head_size, config.kv_heads * config.head_size
-        self.q_proj = nn.Linear(config.hidden, inner, bias=False)
-        self.k_proj = nn.Linear(config.hidden, kv_inner, bias=False)
-        self.v_proj = nn.Linear(config.hidden, kv_inner, bias=False)
-        self.o_proj = nn.Linear(inner, config.hidden, bias=False)
-        if past:
-            size = (batch, config.kv_heads, past + 1, config.head_size)
-            self.register_buffer("k_cache", torch.randn(size))
-            self.register_buffer("v_cache", torch.randn(size))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shape = (*x.shape[:2], -1, self.config.head_size)
-        q, k, v = (
-            p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.past:
-            self.k_cache[:, :, self.past :] = k
-            self.v_cache[:, :, self.past :] = v
-            k, v = self.k_cache, self.v_cache
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=not self.past, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, config: LlamaConfig, batch: int, past: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.self_attn = LlamaAttention(config, batch, past)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.mlp = SwiGLU(config.hidden, config.inner)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Llama(nn.Module):
-    """Logits of the last token. ``past`` = 0: prefill of all tokens; else one decode step."""
-
-    def __init__(self, config: LlamaConfig, batch: int, tokens: int, past: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList(LlamaLayer(config, batch, past) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.hidden, eps=1e-5)
-        self.lm_head = nn.Linear(config.hidden, config.vocabulary, bias=False)
-        cos, sin = rotary(torch.arange(past, past + tokens), config.head_size, config.theta)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
+        self.model, config = model, model.config
+        self.cache = StaticCache(config=config, max_cache_len=past + tokens)
+        heads = config.num_key_value_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        parameter = next(model.parameters())
+        self.cache.early_initialization(batch, heads, size, parameter.dtype, parameter.device)
+        for layer in self.cache.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+        self.past = torch.full((), past)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return self.lm_head(self.norm(x[:, -1]))
-
-
-def llama(
-    device: str,
-    tiny: bool,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    batch: int,
-    tokens: int,
-    past: int,
-) -> tuple[nn.Module, Any]:
-    config = LlamaConfig()
-    if tiny:
-        config = LlamaConfig(64, 128, 2, 4, 2, 16, 256)
-        tokens, past = min(tokens, 32), min(past, 15)
-    with construction(device, dtype):
-        model = init(Llama(config, batch, tokens, past))
-        return model, (torch.randint(0, config.vocabulary, (batch, tokens)),)
+        for layer in self.cache.layers:
+            layer.cumulative_length = self.past.clone()
+        out = self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
+        for layer in self.cache.layers:
+            layer.cumulative_length = self.past
+        logits: Tensor = out.logits
+        return logits
 
 
 # ------------------------------------------------------------------------------------------
-# DeepSeek-V3
-
-
-@dataclasses.dataclass(frozen=True)
-class DeepSeekConfig:
-    """Defaults: a layer of DeepSeek-V3 with a dense MLP, as its first three have. In the other
-    layers a token passes nine experts of 2048, which take as many operations."""
-
-    hidden: int = 7168
-    inner: int = 18432
-    heads: int = 128
-    q_rank: int = 1536
-    kv_rank: int = 512
-    plain_size: int = 128  # part of a query or key head without rotary embedding
-    rotary_size: int = 64
-    v_size: int = 128
-
-
-class LatentAttention(nn.Module):
-    """Multi-head latent attention as in prefill: expands keys and values from the latent."""
-
-    def __init__(self, config: DeepSeekConfig) -> None:
-        super().__init__()
-        self.config = c = config
-        self.q_a_proj = nn.Linear(c.hidden, c.q_rank, bias=False)
-        self.q_a_layernorm = nn.RMSNorm(c.q_rank, eps=1e-6)
-        self.q_b_proj = nn.Linear(c.q_rank, c.heads * (c.plain_size + c.rotary_size), bias=False)
-        self.kv_a_proj = nn.Linear(c.hidden, c.kv_rank + c.rotary_size, bias=False)
-        self.kv_a_layernorm = nn.RMSNorm(c.kv_rank, eps=1e-6)
-        self.kv_b_proj = nn.Linear(c.kv_rank, c.heads * (c.plain_size + c.v_size), bias=False)
-        self.o_proj = nn.Linear(c.heads * c.v_size, c.hidden, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        c = self.config
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (c.heads, -1))
-        q_plain, q_rotary = q.transpose(1, 2).split([c.plain_size, c.rotary_size], -1)
-        latent, k_rotary = self.kv_a_proj(x).split([c.kv_rank, c.rotary_size], -1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (c.heads, -1))
-        k_plain, v = kv.transpose(1, 2).split([c.plain_size, c.v_size], -1)
-        k_rotary = rotate(k_rotary[:, None], cos, sin).expand(-1, c.heads, -1, -1)
-        q = torch.cat([q_plain, rotate(q_rotary, cos, sin)], -1)
-        k = torch.cat([k_plain, k_rotary], -1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class DeepSeekBlock(nn.Module):
-    def __init__(self, config: DeepSeekConfig, tokens: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden, eps=1e-6)
-        self.self_attn = LatentAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=1e-6)
-        self.mlp = SwiGLU(config.hidden, config.inner)
-        cos, sin = rotary(torch.arange(tokens), config.rotary_size, 10000.0)
-        self.register_buffer("cos", cos)
-        self.register_buffer("sin", sin)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), self.cos, self.sin)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-def deepseek(
-    device: str, tiny: bool, dtype: torch.dtype = torch.bfloat16, *, tokens: int
-) -> tuple[nn.Module, Any]:
-    config = DeepSeekConfig(64, 128, 4, 32, 32, 16, 16, 16) if tiny else DeepSeekConfig()
-    tokens = min(tokens, 32) if tiny else tokens
-    with construction(device, dtype):
-        return init(DeepSeekBlock(config, tokens)), (torch.randn(1, tokens, config.hidden),)
-
-
-# ------------------------------------------------------------------------------------------
-# Segment Anything, ViT-H image encoder
+# Segment Anything
 
 
 def relative_positions(self: nn.Module, q_size: int, k_size: int, rel_pos: Tensor) -> Tensor:
@@ -265,40 +115,186 @@ class SamEncoder(nn.Module):
         return self.neck(x)
 
 
-def sam(
-    device: str, tiny: bool, dtype: torch.dtype = torch.bfloat16, *, batch: int
-) -> tuple[nn.Module, Any]:
-    from transformers import SamVisionConfig
+# ------------------------------------------------------------------------------------------
+# sizes
 
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A class of transformers and its configuration; ``layers``: the key of their number."""
+
+    model: str
+    config: str
+    sizes: Mapping[str, Any]
+    tiny: Mapping[str, Any]
+    layers: str = "num_hidden_layers"
+
+
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+TINY_DECODER = {**TINY, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
+
+
+def decoder(
+    name: str, hidden: int, inner: int, heads: int, kv_heads: int, layers: int, vocabulary: int
+) -> Architecture:
+    """Heads of 128 elements, or 256 (Gemma)."""
     sizes = {
-        "hidden_size": 1280,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 16,
-        "mlp_dim": 5120,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256 if name == "Gemma" else 128,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 8192,
+        "sliding_window": None,
     }
-    sizes |= {"image_size": 1024, "window_size": 14, "global_attn_indexes": [7, 15, 23, 31]}
-    if tiny:
-        sizes = {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "mlp_dim": 128,
-        }
-        sizes |= {"image_size": 96, "window_size": 4, "global_attn_indexes": [1]}
-    config = SamVisionConfig(**sizes)
-    batch = 1 if tiny else batch
-    with construction(device, dtype):
-        model = init(SamEncoder(config))
-        return model, (torch.randn(batch, 3, config.image_size, config.image_size),)
+    return Architecture(f"{name}ForCausalLM", f"{name}Config", sizes, TINY_DECODER)
 
 
-Case = Callable[..., tuple[nn.Module, Any]]
-CASES: dict[str, Case] = {
-    "sam": functools.partial(sam, batch=16),
-    "llama-decode-1": functools.partial(llama, batch=1, tokens=1, past=1023),
-    "llama-decode-16": functools.partial(llama, batch=16, tokens=1, past=1023),
-    "llama-decode-64": functools.partial(llama, batch=64, tokens=1, past=1023),
-    "llama-prefill": functools.partial(llama, batch=1, tokens=4096, past=0),
-    "deepseek-64": functools.partial(deepseek, tokens=64),
-    "deepseek": functools.partial(deepseek, tokens=4096),
+ARCHITECTURES = {
+    "llama": decoder("Llama", 4096, 14336, 32, 8, 32, 128256),  # Llama-3-8B
+    "qwen3": decoder("Qwen3", 4096, 12288, 32, 8, 36, 151936),  # Qwen3-8B
+    "mistral": decoder("Mistral", 4096, 14336, 32, 8, 32, 32768),  # Mistral-7B-v0.3
+    "gemma": decoder("Gemma", 3072, 24576, 16, 16, 28, 256000),  # Gemma-7B
+    # The layers with a dense MLP; in the others a token passes nine experts of 2048, which take as
+    # many operations. The sizes are the class's defaults.
+    "deepseek": Architecture(
+        "DeepseekV3Model",
+        "DeepseekV3Config",
+        {"num_hidden_layers": 1, "first_k_dense_replace": 61, "vocab_size": 1024},
+        {**TINY_DECODER, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16},
+    ),
+    "bert": Architecture(
+        "BertModel",
+        "BertConfig",
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+        | {"num_hidden_layers": 24},
+        {**TINY, "vocab_size": 256},
+    ),
+    "vit": Architecture(
+        "ViTModel",
+        "ViTConfig",
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+        | {"num_hidden_layers": 24, "image_size": 224, "patch_size": 16},
+        {**TINY, "image_size": 64},
+    ),
+    "whisper": Architecture(
+        "WhisperEncoder",
+        "WhisperConfig",
+        {"d_model": 1280, "encoder_ffn_dim": 5120, "encoder_attention_heads": 20}
+        | {"encoder_layers": 32, "num_mel_bins": 128, "max_source_positions": 1500},
+        {"d_model": 64, "encoder_ffn_dim": 128, "encoder_attention_heads": 4, "vocab_size": 256}
+        | {"num_mel_bins": 16, "max_source_positions": 24, "pad_token_id": 0},
+        layers="encoder_layers",
+    ),
+    # T5-v1.1-XXL, which encodes the text for Flux and SD3
+    "t5": Architecture(
+        "T5EncoderModel",
+        "T5Config",
+        {"d_model": 4096, "d_ff": 10240, "d_kv": 64, "num_heads": 64, "num_layers": 24}
+        | {"feed_forward_proj": "gated-gelu"},
+        {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "vocab_size": 256},
+        layers="num_layers",
+    ),
+    "sam": Architecture(
+        "SamVisionEncoder",
+        "SamVisionConfig",
+        {"hidden_size": 1280, "mlp_dim": 5120, "num_attention_heads": 16, "num_hidden_layers": 32}
+        | {"image_size": 1024, "window_size": 14, "global_attn_indexes": [7, 15, 23, 31]},
+        {"hidden_size": 64, "mlp_dim": 128, "num_attention_heads": 4, "image_size": 96}
+        | {"window_size": 4, "global_attn_indexes": [1]},
+    ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``tokens`` after ``past`` others, or images, or half minutes of speech: ``batch`` of them."""
+
+    architecture: str
+    batch: int
+    tokens: int = 0
+    past: int = 0
+
+
+CASES = {
+    **{f"{name}-decode-{m}": Case(name, m, 1, 1023)
+       for name in ("llama", "qwen3", "mistral", "gemma") for m in (1, 16, 64)},
+    **{f"{name}-prefill": Case(name, 1, 4096) for name in ("llama", "qwen3", "mistral", "gemma")},
+    **{f"llama-linears-{m}": Case("linears", m) for m in (1, 16)},
+    "deepseek-64": Case("deepseek", 1, 64),
+    "deepseek": Case("deepseek", 1, 4096),
+    "bert": Case("bert", 16, 512),
+    "vit": Case("vit", 64),
+    "whisper": Case("whisper", 4),
+    "t5": Case("t5", 4, 512),
+    "sam": Case("sam", 16),
+    "flux": Case("flux", 1, 4096 + 512),
+    "sd3": Case("sd3", 2, 4096 + 154),
+}  # fmt: skip
+LINEARS = (4096, 14336, 1024, 4)  # of Llama-3-8B, as many as exceed any L2 cache
+# width, heads, blocks of two streams, blocks of one stream, tokens of text
+DIFFUSION = {"flux": (3072, 24, 19, 38, 512), "sd3": (2432, 38, 38, 0, 154)}
+
+
+def build(
+    name: str,
+    device: str,
+    tiny: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model and the inputs of ``CASES[name]``."""
+    case = CASES[name]
+    layers = layers or (2 if tiny else None)
+    with construction(device, dtype):
+        if case.architecture in DIFFUSION:
+            return diffusion(case, tiny, layers)
+        if case.architecture == "linears":
+            hidden, inner, kv, count = (256, 512, 128, 2) if tiny else LINEARS
+            model = init(LinearLayers(hidden, inner, kv, layers or count))
+            return model, (torch.randn(case.batch, hidden),)
+        return transformer(case, tiny, layers)
+
+
+def transformer(case: Case, tiny: bool, layers: int | None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    import transformers
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    known = ARCHITECTURES[case.architecture]
+    sizes = dict(known.sizes) | (known.tiny if tiny else {})
+    if layers:
+        sizes[known.layers] = layers
+        if "global_attn_indexes" in sizes:  # every so many layers
+            every = sizes["global_attn_indexes"][0] + 1
+            sizes["global_attn_indexes"] = [i for i in range(layers) if (i + 1) % every == 0]
+    config = getattr(transformers, known.config)(**sizes)
+    kinds = {"WhisperEncoder": WhisperEncoder, "SamVisionEncoder": SamEncoder}
+    model = init((kinds.get(known.model) or getattr(transformers, known.model))(config))
+    batch, tokens, past = case.batch, case.tokens, case.past
+    if tiny:
+        batch, tokens, past = min(batch, 2), min(tokens, 32), min(past, 15)
+    if tokens:
+        ids = torch.randint(0, config.vocab_size, (batch, tokens))
+        if known.model.endswith("ForCausalLM"):
+            return Decoder(model, batch, tokens, past), (ids,)
+        return Encoder(model), (ids,)
+    if known.model == "WhisperEncoder":
+        frames = 2 * config.max_source_positions
+        return Encoder(model), (torch.randn(batch, config.num_mel_bins, frames),)
+    pixels = torch.randn(batch, 3, config.image_size, config.image_size)
+    return model if known.model == "SamVisionEncoder" else Encoder(model), (pixels,)
+
+
+def diffusion(case: Case, tiny: bool, layers: int | None) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    width, heads, double, single, text = DIFFUSION[case.architecture]
+    batch, tokens = case.batch, case.tokens
+    if tiny:
+        width, heads, text, tokens = 64, 4, 8, 40
+    if layers:
+        double, single = -(-layers // 2), layers // 2 if single else 0
+    model = init(DiffusionBlocks(width, heads, double, single))
+    image = torch.randn(batch, tokens - text, width)
+    return model, (image, torch.randn(batch, text, width), torch.randn(batch, width))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import inductor_quant
 from examples.benchmarks.harness import serve
 from examples.benchmarks.timing import Replay, machine
-from examples.benchmarks.workers.architectures import CASES
+from examples.benchmarks.workers.architectures import build
 from examples.benchmarks.workers.quantizers import QUANTIZERS, any_batch_size
 from inductor_quant.report import events
 
@@ -23,6 +24,7 @@ MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
 SYSTEMS: dict[str, tuple[bool, str, str | None]] = {
     "ours": (True, "inductor_quant", None),
     "ours-apart": (True, "inductor_quant", None),
+    "ours-prepacked": (True, "inductor_quant", None),
     "ours-autotune": (True, "inductor_quant", MAX_AUTOTUNE),
     "stock": (True, "inductor", None),
     "stock-autotune": (True, "inductor", MAX_AUTOTUNE),
@@ -53,12 +55,19 @@ def error(out: Tensor, reference: Tensor) -> dict[str, float]:
 def weights_gb(model: nn.Module) -> float:
     """Size of parameters and buffers in GB, without the KV cache."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    caches = {id(t) for name, t in model.named_buffers() if name.endswith("_cache")}
-    return sum(t.nbytes for key, t in tensors.items() if key not in caches) / 1e9
+    return sum(map(nbytes, tensors.values())) / 1e9
+
+
+def nbytes(tensor: Tensor) -> int:
+    """Of what is stored, for a tensor that is made of others (a subclass) too."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    return sum(nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
 def compile_model(model: nn.Module, backend: str, *, per_layer: bool, **how: Any) -> nn.Module:
-    """The model compiled as a whole, or ``per_layer``: equal layers share one compilation.
+    """The model compiled as a whole, or ``per_layer``: equal layers share kernels, and a graph too
+    if nothing numbers them, as a static cache does.
 
     ``how``: mode or options.
     """
@@ -66,6 +75,8 @@ def compile_model(model: nn.Module, backend: str, *, per_layer: bool, **how: Any
     layers = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     if not (per_layer and layers):
         return torch.compile(model, **options)  # type: ignore[return-value]
+    config: Any = torch._dynamo.config  # noqa: TID251
+    config.recompile_limit = max(config.recompile_limit, len(layers[0]) + 1)
     for layer in layers[0]:
         layer.compile(**options)
     return model
@@ -75,17 +86,18 @@ class Worker:
     def __init__(self, system: str, device: str) -> None:
         self.device = device
         self.is_quantized, self.backend, mode = SYSTEMS[system]
+        self.is_prepacked = system == "ours-prepacked"
         self.how = {"options": OPTIONS[system]} if system in OPTIONS else {"mode": mode}
         self.replay: Replay | None = None
 
     @torch.no_grad()
     def prepare(
-        self, case: str, quantizer: str, per_layer: bool, tiny: bool, dtype: str
+        self, case: str, quantizer: str, per_layer: bool, tiny: bool, dtype: str, layers: int | None
     ) -> dict[str, Any]:
         self.replay = None
         torch.compiler.reset()
         self._free()
-        model, inputs = CASES[case](self.device, tiny, DTYPES[dtype])
+        model, inputs = build(case, self.device, tiny, DTYPES[dtype], layers)
         found: dict[str, Any] = {}
         plain = model(*inputs)
         reference = plain
@@ -94,6 +106,8 @@ class Worker:
             with any_batch_size():
                 reference = model(*inputs)
             found["quantization"] = error(reference, plain)
+            if self.is_prepacked:
+                found["prepacked"] = len(inductor_quant.prepack_(model, *inputs))
         found["weights_gb"] = weights_gb(model)
         self._free()
 

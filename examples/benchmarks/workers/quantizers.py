@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -141,15 +142,45 @@ def replace(model: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
             setattr(model.get_submodule(parent), attribute, kind(module))
 
 
-def torchao(model: nn.Module) -> None:
-    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+def torchao(model: nn.Module, config: str, **options: Any) -> None:
+    """Without the options of Inductor that ``quantize_`` sets for the process: bf16 has none."""
+    from torchao import quantization
 
-    quantize_(model, Int8DynamicActivationInt8WeightConfig(), filter_fn=is_quantized)
+    if config.startswith("Float8"):
+        options["granularity"] = quantization.PerRow()
+    made = getattr(quantization, config)(**options)
+    inductor: Any = torch._inductor.config  # noqa: TID251
+    saved = inductor.get_config_copy()
+    try:
+        quantization.quantize_(model, made, filter_fn=is_quantized)
+    finally:
+        inductor.load_config(saved)
+
+
+def _torchao(config: str, **options: Any) -> Callable[[nn.Module], None]:
+    return functools.partial(torchao, config=config, **options)
+
+
+def _checkpoint(name: str) -> Callable[[nn.Module], None]:
+    def quantize(model: nn.Module) -> None:
+        from examples.benchmarks.workers import checkpoints
+
+        replace(model, checkpoints.LAYERS[name])
+
+    return quantize
 
 
 QUANTIZERS: dict[str, Callable[[nn.Module], None]] = {
     "plain": functools.partial(replace, kind=Int8Linear),
     "int4": functools.partial(replace, kind=Int4Linear),
     "fp8_block": functools.partial(replace, kind=Fp8BlockLinear),
-    "torchao": torchao,
+    "compressed_tensors": _checkpoint("compressed_tensors"),
+    "nf4": _checkpoint("nf4"),
+    "fine_grained_fp8": _checkpoint("fine_grained_fp8"),
+    "torchao": _torchao("Int8DynamicActivationInt8WeightConfig"),
+    "torchao_int8_weights": _torchao("Int8WeightOnlyConfig"),
+    "torchao_int4_weights": _torchao(
+        "Int4WeightOnlyConfig", int4_packing_format="tile_packed_to_4d"
+    ),
+    "torchao_fp8": _torchao("Float8DynamicActivationFloat8WeightConfig"),
 }

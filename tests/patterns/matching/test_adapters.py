@@ -199,3 +199,81 @@ def test_tinygemm_is_matched_on_a_card(dynamic: bool) -> None:
         )
     [match] = explanation.matches
     assert "u4/64x1" in str(match.spec)
+
+
+def test_a_row_of_tinygemm_is_matched_where_inductor_makes_sums_of_products(monkeypatch) -> None:
+    """torchao's ``quantize_`` sets the option."""
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config, "coordinate_descent_tuning", True)
+    with simulate.virtual_gpu(90), FakeTensorMode(), torch.device("cuda"):
+        module, x = Tinygemm(), torch.empty(1, K, dtype=torch.bfloat16)
+        explanation = inductor_quant.explain(module, x, timings=False, verbose=False)
+    assert [match.family for match in explanation.matches] == ["weight_only"]
+
+
+# ------------------------------------------------------------------------------------------
+# mslk: stand-ins by its schemas, computed from the packing of its documentation
+
+
+@pytest.fixture
+def mslk():
+    def int4(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Any:
+        q = torch.stack([w.int() & 15, w.int() >> 4 & 15], -1).flatten(1)
+        q = torch.where(q > 7, q - 16, q).double()
+        size = q.shape[1] // len(scales)
+        scales, zeros = (t.double().t().repeat_interleave(size, 1) for t in (scales, zeros))
+        weight = (q * scales + zeros).float().bfloat16()
+        return (x.double() @ weight.double().t()).bfloat16()
+
+    def fp8(a: Any, b: Any, rows: Any, columns: Any, bias: Any = None, fast: bool = True) -> Any:
+        out = (a.double() @ b.double().t()) * rows.double()[:, None] * columns.double()
+        return (out if bias is None else out + bias.double()).bfloat16()
+
+    with torch.library._scoped_library("mslk", "FRAGMENT") as library:
+        for schema, meaning in (
+            ("bf16i4bf16_rowwise(Tensor X, Tensor W, Tensor w_scale_group, Tensor w_zero_group)",
+             int4),
+            ("f8f8bf16_rowwise(Tensor XQ, Tensor WQ, Tensor x_scale, Tensor w_scale, "
+             "Tensor? bias=None, bool use_fast_accum=True)", fp8),
+        ):  # fmt: skip
+            name = schema.partition("(")[0]
+            library.define(f"{schema} -> Tensor")
+            library.impl(name, meaning, "CPU")
+            library.impl(name, lambda x, w, *_: x.new_empty(*x.shape[:-1], w.shape[0],
+                         dtype=torch.bfloat16), "Meta")  # fmt: skip
+        yield torch.ops.mslk
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_int4_of_mslk(mslk: Any, dtype: torch.dtype) -> None:
+    packed = torch.randint(-128, 128, (N, K // 2), dtype=torch.int8)
+    scales, zeros = torch.rand(K // 64, N).to(dtype), torch.randn(K // 64, N).to(dtype)
+    x = activation(2, 5)
+    out, [rewrite] = capture(mslk.bf16i4bf16_rowwise, [x, packed, scales, zeros])
+    [match] = rewrite.report.matches
+    assert match.site.op == "mslk.bf16i4bf16_rowwise"
+    assert "i4/64x1" in str(match.spec)
+    assert Distance.of(out, mslk.bf16i4bf16_rowwise(x, packed, scales, zeros)).rms < 2e-3
+    # where ours are not known to be as fast
+    _, [many] = capture(mslk.bf16i4bf16_rowwise, [activation(17), packed, scales, zeros])
+    assert many.is_untouched
+    assert many.codes == ["opaque"]
+    _, [symbolic] = capture(mslk.bf16i4bf16_rowwise, [x, packed, scales, zeros], dynamic=True)
+    assert symbolic.is_untouched
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_fp8_of_mslk(mslk: Any, has_bias: bool) -> None:
+    a, b = (torch.randn(rows, K).to(torch.float8_e4m3fn) for rows in (5, N))
+    bias = torch.randn(N).bfloat16() if has_bias else None
+    given = [a, b, torch.rand(5), torch.rand(N), bias]
+    out, [rewrite] = capture(mslk.f8f8bf16_rowwise, given)
+    [match] = rewrite.report.matches
+    assert match.family == "fp8"
+    assert match.spec.fast_accum
+    assert Distance.of(out, mslk.f8f8bf16_rowwise(*given)).rms < 2e-3
+    exact = capture(lambda *t: mslk.f8f8bf16_rowwise(*t, use_fast_accum=False), given)[1][0]
+    assert [match.spec.fast_accum for match in exact.report.matches] == [False]
+    many = [torch.randn(65, K).to(torch.float8_e4m3fn), b, torch.rand(65), torch.rand(N), None]
+    assert capture(mslk.f8f8bf16_rowwise, many)[1][0].is_untouched

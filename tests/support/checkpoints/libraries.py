@@ -131,6 +131,10 @@ def finegrained_fp8(model: nn.Module, **options: Any) -> nn.Module:
     return replaced(model, functools.partial(stand_ins.fp8_linear, **options))
 
 
+def mx(model: nn.Module, is_fp4: bool) -> nn.Module:
+    return replaced(model, functools.partial(stand_ins.mx_linear, is_fp4=is_fp4))
+
+
 @contextlib.contextmanager
 def uncompiled_bitnet() -> Iterator[None]:
     """Without the library's own torch.compile, which calls a C++ compiler for each size."""
@@ -217,8 +221,8 @@ def _gptq(name: str, kind: str = "gptq", **options: Any) -> Case:
     return Case(name, "gptqmodel", build, "weight_only", "stand-in")
 
 
-def _fp8(name: str, family: str, **options: Any) -> Case:
-    build = functools.partial(finegrained_fp8, **options)
+def _fp8(name: str, family: str, make: Any = finegrained_fp8, **options: Any) -> Case:
+    build = functools.partial(make, **options)
     return Case(name, "fine-grained FP8", build, family, "transformers", rms=5e-2,
                 context=functools.partial(mock.patch, "transformers.integrations."
                 "finegrained_fp8._FINEGRAINED_FP8", stand_ins.Hub))  # fmt: skip
@@ -255,6 +259,8 @@ CASES = [
     _fp8("128 x 128, static", "fp8_block", scheme="static"),
     _fp8("per tensor, dynamic", "fp8", block=None),
     _fp8("per tensor, static", "fp8", block=None, scheme="static"),
+    _fp8("MX, FP4 weights", "weight_only", mx, is_fp4=True),
+    _fp8("MX, FP8 weights", "fp8_block", mx, is_fp4=False),
     Case("1.58 bits", "bitnet", bitnet, "weight_only", "transformers", rms=_STEPS,
          context=uncompiled_bitnet),
     Case("W8A8", "quanto", functools.partial(quanto, "qint8", "qint8"), "w8a8", "optimum.quanto",

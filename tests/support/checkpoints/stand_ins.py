@@ -33,7 +33,11 @@ class Hub:
         output_dtype: torch.dtype,
         activation_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        n, k = weight.shape
+        n, k = len(weight), x.shape[-1]
+        if weight.dtype == torch.int8:  # e2m1, whatever the blocks of the model's FP8
+            block_size, codes = (1, 32), torch.stack([weight & 15, weight >> 4 & 15], -1).flatten(1)
+            values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+            weight = torch.where(codes > 7, -1.0, 1.0) * values[codes.long() % 8]
         height, width = block_size or (n, k)
         rows = x.reshape(-1, k).float()
         if activation_scale is not None:
@@ -41,6 +45,9 @@ class Hub:
         else:
             groups = rows.reshape(len(rows), k // width, width)
             s = (groups.abs().amax(-1) / 448).clamp(min=1e-12)[..., None]
+            if width == 32:
+                mantissa, exponent = torch.frexp(s)
+                s = torch.exp2((exponent - (mantissa == 0.5).int()).float())
             a = ((groups / s).to(E4M3).float() * s).reshape(len(rows), k)
         index = torch.arange(n)[:, None] // height, torch.arange(k)[None] // width
         b = weight.float() * (scale.float()[index] if block_size else scale)
@@ -71,6 +78,23 @@ def fp8_linear(
     if layer.bias is not None:
         made.bias = nn.Parameter(layer.bias.clone(), False)
     return made
+
+
+def mx_linear(layer: nn.Linear, is_fp4: bool) -> nn.Module:
+    """The same class with an MX weight: random codes, scales that all differ from row to row."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    k, n = layer.in_features, layer.out_features
+    made = FP8Linear(k, n, (1, 32), "dynamic", "ue8m0", layer.bias is not None)
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(-128, 128, (n, k // 2), generator=generator).to(torch.int8)
+    weight = codes if is_fp4 else torch.randn(n, k, generator=generator).to(E4M3)
+    made.weight = nn.Parameter(weight, False)
+    scale = torch.exp2(torch.randint(-9, -5, (n, k // 32), generator=generator).float())
+    made.weight_scale_inv = nn.Parameter(scale.to(torch.float8_e8m0fnu), False)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias.clone(), False)
+    return made.requires_grad_(False)
 
 
 # ------------------------------------------------------------------------------------------
