@@ -76,7 +76,7 @@ SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
 # slower by this model.
-COMPETING_M, MARGIN = MEDIUM_M // 2, 0.92
+COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
 BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 1700, 205_000, 9000
 
 
