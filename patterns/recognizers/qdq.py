@@ -22,6 +22,7 @@ from inductor_quant.spec.weight_format import AffineIndex, Field
 from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching.attempts import attempt
 from ..matching.epilogue import Epilogue, read_float_epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector, read_fake_quantized
 from ..matching.matmul_ops import Matmul, read_matmul
@@ -34,7 +35,7 @@ from ..matching.operands import (
     transposed,
 )
 from ..matching.value_range import value_range
-from ..matching.weight_decode import Weight, attempt, decode
+from ..matching.weight_decode import Weight, decode
 from ..matching.zero_point import frozen_sums
 from ..symbolic import Reader
 from ..symbolic.expr import Expr
