@@ -62,18 +62,17 @@ def _reduce_once(node: fx.Node) -> None:
         return
     if not _is_alike(lowest, node) or not _is_alike(highest, node):
         return
+    targets = (lowest.target, highest.target)
+    if targets not in ((row_reduce.op, row_reduce.op), (aten.amin.default, aten.amax.default)):
+        return
     source, *how = lowest.args
     if fx_utils.is_mutated(source) or fx_utils.value(source).dtype not in FLOATS:  # type: ignore[arg-type]
         return
-    if lowest.target == highest.target == row_reduce.op:
+    if lowest.target == row_reduce.op:
         kind, keepdim = how
         if kind == "amin" and highest.args == (source, "amax", keepdim):
             replace(node, row_reduce.op, source, "absmax", keepdim)
-    elif (
-        (lowest.target, highest.target) == (aten.amin.default, aten.amax.default)  # of groups
-        and lowest.args == highest.args
-        and lowest.kwargs == highest.kwargs
-    ):
+    elif lowest.args == highest.args and lowest.kwargs == highest.kwargs:  # of groups
         with node.graph.inserting_before(node):
             absolute = add_node(source, aten.abs.default, (source,), {})  # type: ignore[arg-type]
         replace(node, aten.amax.default, absolute, *how, **lowest.kwargs)

@@ -83,9 +83,10 @@ ROW_SPEC = spec(ScaleSpec(FLOAT, (1, -1)), ScaleSpec(FLOAT, (-1, 1)), fast_accum
     ("sizes", "is_taken"),
     [
         ((256, 18944, 3584), True),  # three rounds of 96 columns; of 128, 2.2
-        ((238, 5120, 13824), True),
+        ((224, 11008, 4096), True),
         ((256, 12288, 3072), True),
         ((256, 6144, 4096), False),  # few products
+        ((256, 4096, 14336), False),  # so few tiles that K is split
         ((256, 28672, 4096), False),  # 256 columns fit as well
         ((192, 18944, 3584), False),  # three tiles of 64 rows
         ((1166, 5120, 1280), False),  # K is short

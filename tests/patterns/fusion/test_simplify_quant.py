@@ -254,6 +254,15 @@ def test_the_ends_of_different_groups_stay_two_reductions():
     assert count(rewritten(fn), aten.amin.default) == 1
 
 
+def test_a_maximum_of_inputs_stays():
+    def fn(x, w):
+        zero = torch.zeros_like(x)
+        both = torch.maximum(-torch.minimum(x, zero), torch.maximum(x, zero))
+        return divided(x, w), both
+
+    assert count(rewritten(fn), aten.maximum.default) == 2
+
+
 def compiled(fn, m):
     return generate(fn, lambda device: make(device, m))
 

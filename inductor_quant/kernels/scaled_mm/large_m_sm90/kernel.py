@@ -152,11 +152,13 @@ class Fp8LargeM(LargeM, Fp8Kernel):
         return None
 
     def fits_better(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
-        """Whether its tiles keep clearly more SMs busy than tiles of 128 and 256 columns."""
+        """Whether its tiles keep clearly more SMs busy than tiles of 128 and 256 columns, of which
+        there are too many to split K."""
         others = max(_filled(tile(block_n, group_m=8), problem, device) for block_n in (128, 256))
         return (
             spec.fast_accum
             and problem.m_is_bounded
+            and 4 * count_tiles(problem, 128, 128) > 3 * device.num_sms
             and problem.m * problem.n * problem.k >= MIN_PRODUCTS_FLOAT
             and self.filled(spec, problem, device) >= MIN_GAIN * others
         )
