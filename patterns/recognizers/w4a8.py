@@ -263,6 +263,8 @@ def int8_of(reader: Reader, element: Expr) -> Int4Weight | None:
         (element,) = element.args
     if not isinstance(element, (Bits, Load)) or fx_utils.is_stored(element.node):
         return None
+    if isinstance(element, Bits) and not _is_int8(element):
+        return None
     node, index = element.node, element.index
     kind: DequantOpKind = "wrap" if node.target in _WRAPS else "round"
     try:
@@ -284,6 +286,11 @@ def int8_of(reader: Reader, element: Expr) -> Int4Weight | None:
         return None
     ops = (*format.dequant_ops, DequantOp(kind))
     return _pruned(Int4Weight(dataclasses.replace(format, dequant_ops=ops), weight.sources))
+
+
+def _is_int8(element: Bits) -> bool:
+    """Whether it is the value of an int8 element, not a part or another view of it."""
+    return is_whole(element) and element.signed and fx_utils.value(element.node).dtype == torch.int8
 
 
 def _rounded(node: fx.Node) -> fx.Node | None:
@@ -312,11 +319,11 @@ def _rounded(node: fx.Node) -> fx.Node | None:
 def _unwrapped(reader: Reader, node: fx.Node, index: Any) -> Expr:
     """The element of ``node``, sums and products in int8, as if they were exact."""
     found = reader.read(node, index)
-    if not isinstance(found, Bits) or not is_whole(found) or found.node.target not in _WRAPS:
+    if not isinstance(found, Bits) or found.node.target not in _WRAPS:
         return arithmetic.cast(found, torch.int32)
+    if not _is_int8(found):
+        raise Unsupported("integers that do not wrap around in int8")
     node, index = found.node, found.index
-    if fx_utils.value(node).dtype != torch.int8:
-        raise Unsupported("integers that wrap around beyond int8")
     if len(node.args) > 2 or node.kwargs:
         raise Unsupported("a multiple of the second term")
     left, right = (

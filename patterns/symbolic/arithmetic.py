@@ -340,8 +340,10 @@ def _truncated_width(a: Expr, b: Expr) -> int:
     high = _untruncated(b)
     if not isinstance(high, Op) or high.name != "shl" or (width := constant(high.args[1])) is None:
         return 0
-    shifted = _shifted_right(a, IndexExpr(width), a.dtype)
-    return width if held_in(high.args[0], a.dtype) == shifted else 0
+    with contextlib.suppress(Unsupported):
+        if held_in(high.args[0], a.dtype) == _shifted_right(a, IndexExpr(width), a.dtype):
+            return width
+    return 0
 
 
 def _is_twice_the_sign(a: Expr, b: Expr) -> bool:

@@ -70,11 +70,29 @@ class Wider(QServe):
         return w.clamp(-128, 127).to(torch.int8).view(self.n, self.k).t()
 
 
+class Halved(QQQGroup):
+    """Bits of the int8."""
+
+    def integers(self):
+        return (super().integers().contiguous().view(torch.uint8) >> 1).view(torch.int8)
+
+
+class Unsigned(QServe):
+    """uint8 wraps around at other numbers."""
+
+    def integers(self):
+        q = self.nibbles().view(self.n, self.k // 128, 128)
+        w = (q - self.zero[..., None].view(torch.uint8)) * self.group_scale[..., None].view(
+            torch.uint8
+        )
+        return (w >> 1).to(torch.int8).view(self.n, self.k).t()
+
+
 @pytest.mark.parametrize(
     "layer",
     [
         pytest.param(cls, marks=() if cls is RoundedTwice else slow)
-        for cls in (Unclamped, RoundedTwice, Floored, Narrower, Wider)
+        for cls in (Unclamped, RoundedTwice, Floored, Narrower, Wider, Halved, Unsigned)
     ],
 )
 def test_what_is_rounded_otherwise_is_left(layer: type[QQQGroup]) -> None:
