@@ -122,12 +122,14 @@ def preferred_rows(
 
     Fused kernels dequantize W for each tile of M; a weight that is only converted costs less a
     tile. Set between measured values of M where the one and the other was faster; a number of
-    several fields, and one whose place is computed, has only the general kernel, which dequantizes
-    it slowly (not measured).
+    several fields has only the general kernel, which dequantizes it slowly (not measured); one
+    whose place is computed is dequantized once, as the graph does.
     """
     code = format.code
     places = (*code.index, code.offset)
-    if format.element.high or any(p.is_position for form in places for p, _ in form.fields):
+    if any(place.is_position for form in places for place, _ in form.fields):
+        return 0
+    if format.element.high:
         return 16
     kept, _ = split_dequant_ops(format, x_dtype, dtypes[format.element.source])
     is_converted = not kept and not format.element.width and format.element == format.code

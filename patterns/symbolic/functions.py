@@ -10,7 +10,6 @@ itself. So the spelling of a decoding does not matter: sign tricks, masked write
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -25,8 +24,8 @@ from ..fx_utils import aten
 from ..match import Constant, Derived
 from . import arithmetic
 from .bits import Parts, concatenated, dense_parts, sign_extended
+from .code_tables import bytes_of, codes_of, sequence_of, without_idle_bits
 from .expr import (
-    EXACT_IN_FP32,
     FLOAT8,
     FLOATS,
     INTEGERS,
@@ -37,8 +36,8 @@ from .expr import (
     Number,
     Op,
     Position,
+    constant,
     integer,
-    limits,
     normalized,
     varying,
 )
@@ -55,7 +54,6 @@ _OF_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
     "shl": torch.bitwise_left_shift,
     "shr": torch.bitwise_right_shift,
 }
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Ops whose result is the same on every device, by the name of their schema.
 _EXACT = frozenset(
     f"aten::{name}"
@@ -71,6 +69,10 @@ _EXACT = frozenset(
 # The same, where the result is a power of two.
 _POWERS = frozenset({"aten::pow", "aten::exp2", "aten::ldexp"})
 MAX_CONSTANT = 256  # elements of a table that the field indexes
+_OF_CODES = (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
+# What an op made of operands, by all that it depends on: the layers of a model ask for the same.
+MAX_KNOWN = 1024
+_KNOWN: dict[tuple[Any, ...], tuple[bytes, torch.dtype]] = {}
 
 
 @handles(OTHERWISE)
@@ -218,17 +220,56 @@ class _Codes:
 
     def _codes(self, bits: Bits) -> torch.Tensor:
         """The values of a part of the number, int64."""
+        return codes_of(self.count, self._place(bits), bits.width, bits.signed)
+
+    def _place(self, bits: Bits) -> int:
+        """Where in the number a part of it begins."""
         bits = self._normalized(bits)
         for place, part in self.parts:
             inside = _distance(bits, part)
             if inside is not None:
-                return _codes_of(self.count, place + inside, bits.width, bits.signed)
+                return place + inside
         raise Unsupported("a field that was not seen")
 
     # values
 
     def of_node(self, node: fx.Node, inputs: list[fx.Node], operands: tuple[Expr, ...]) -> Expr:
-        return self.simplified(self._run(node, inputs, operands))
+        key = self._key(node, inputs, operands)
+        if key is None:
+            return self.simplified(self._run(node, inputs, operands))
+        found = _KNOWN.get(key)
+        if found is None:
+            values = self._run(node, inputs, operands)
+            if isinstance(values, Derived) or values.dtype not in _OF_CODES:
+                return self.simplified(values)
+            if len(_KNOWN) == MAX_KNOWN:
+                _KNOWN.clear()
+            found = _KNOWN[key] = bytes_of(values.contiguous()), values.dtype
+        return self._of_memory(*found)
+
+    def _key(
+        self, node: fx.Node, inputs: list[fx.Node], operands: tuple[Expr, ...]
+    ) -> tuple[Any, ...] | None:
+        """All that ``_run`` depends on; None: more than functions of single fields."""
+        known = [self._described(operand) for operand in operands]
+        if None in known:
+            return None
+        names = {item: f"#{number}" for number, item in enumerate(inputs)}
+        args = repr(fx.map_arg((node.args, node.kwargs), names.__getitem__))
+        values = [fx_utils.value(item) for item in (node, *inputs)]
+        kinds = tuple((value.dtype, value.dim() > 0) for value in values)
+        return (node.target, args, kinds, self.count, *known)
+
+    def _described(self, expr: Expr) -> Any:
+        """What says which values ``expr`` has, whatever the fields; None if nothing short does."""
+        if isinstance(expr, Bits):
+            return self._place(expr), expr.width, expr.signed, expr.dtype
+        if isinstance(expr, Lookup) and isinstance(expr.values, bytes):
+            code = self._described(expr.code) if isinstance(expr.code, Bits) else None
+            return None if code is None else (code, expr.values, expr.dtype)
+        if isinstance(expr, Number):
+            return expr
+        return (constant(expr), expr.dtype) if constant(expr) is not None else None
 
     def _run(self, node: fx.Node, inputs: list[fx.Node], operands: tuple[Expr, ...]) -> Values:
         """What the op of ``node`` makes of its operands, op by op as the graph does."""
@@ -267,7 +308,7 @@ class _Codes:
             values = known[item]
             if isinstance(values, Derived):
                 return values
-            return Constant(_bytes(values), values.dtype)
+            return Constant(bytes_of(values), values.dtype)
 
         args = fx.map_arg(tuple(node.args), lambda item: item)
         args = tuple(argument(item) if isinstance(item, fx.Node) else item for item in args)
@@ -349,7 +390,7 @@ class _Codes:
 
     def _entries(self, table: Any, places: torch.Tensor, dtype: torch.dtype) -> Derived:
         """The entries at ``places`` of a table whose values are not known here."""
-        args = (table, (Constant(_bytes(places), places.dtype),))
+        args = (table, (Constant(bytes_of(places), places.dtype),))
         return Derived(aten.index.Tensor, args, dtype=dtype, shape=(self.count,))
 
     # the simplest form
@@ -362,12 +403,14 @@ class _Codes:
             if not parts:
                 raise Unsupported("an entry of a table at one place")
             return Lookup(_number(parts), values, dtype)
-        is_known = dtype in (*INTEGERS, *FLOATS, *FLOAT8, torch.bool)
-        if not is_known:
+        if dtype not in _OF_CODES:
             raise Unsupported(f"values of {dtype}")
+        return self._of_memory(bytes_of(values.contiguous()), dtype)
+
+    def _of_memory(self, memory: bytes, dtype: torch.dtype) -> Expr:
+        parts = self.parts
         is_fixed = not any(part.offset.data for _, part in parts)  # else see ``further``
-        memory = _bytes(values.contiguous())
-        memory, low = _without_idle_bits(memory, dtype.itemsize, is_fixed)
+        memory, low = without_idle_bits(memory, dtype.itemsize, is_fixed)
         width = (len(memory) // dtype.itemsize).bit_length() - 1
         if not width:
             value = torch.frombuffer(bytearray(memory), dtype=dtype)[0].item()
@@ -429,38 +472,9 @@ def _are_powers(node: fx.Node, known: dict[fx.Node, Any], values: torch.Tensor) 
     return bool(((mantissa.abs() == 0.5) | (values == 0) | ~values.isfinite()).all())
 
 
-def _bytes(values: torch.Tensor) -> bytes:
-    return values.view(_INTEGER_OF_SIZE[values.dtype.itemsize]).numpy().tobytes()
-
-
-# The layers of a model ask for the same functions; the results below are never written.
-
-
-@functools.lru_cache(1024)
-def _codes_of(count: int, low: int, width: int, is_signed: bool) -> torch.Tensor:
-    """Bits ``low ... low + width - 1`` of the numbers below ``count``, int64."""
-    codes = torch.arange(count) >> low & ((1 << width) - 1)
-    return codes - (codes >> width - 1 << width) if is_signed else codes
-
-
-@functools.lru_cache(1024)
-def _without_idle_bits(memory: bytes, size: int, is_fixed: bool) -> tuple[bytes, int]:
-    """The entries of a table without the highest bits of its index that change nothing, and, with
-    ``is_fixed``, without the lowest; the number of these."""
-    half, low = len(memory) // 2, 0
-    while half >= size and memory[:half] == memory[half:]:
-        memory, half = memory[:half], half // 2
-    while is_fixed and len(memory) > size:
-        entries = [memory[at : at + size] for at in range(0, len(memory), size)]
-        if entries[::2] != entries[1::2]:
-            break
-        memory, low = b"".join(entries[::2]), low + 1
-    return memory, low
-
-
 def _sequence(code: Expr, memory: bytes, dtype: torch.dtype) -> Expr | None:
     """The number, signed or not, plus an integer; None if that is not what the entries are."""
-    found = _sequence_of(memory, dtype) if dtype in (*INTEGERS, *FLOATS) else None
+    found = sequence_of(memory, dtype) if dtype in (*INTEGERS, *FLOATS) else None
     if found is None or (found[0] and not isinstance(code, Bits)):
         return None
     is_signed, number = found
@@ -471,22 +485,3 @@ def _sequence(code: Expr, memory: bytes, dtype: torch.dtype) -> Expr | None:
     if number:
         expr = Op("add", (expr, integer(number, held)), held)
     return expr if held == dtype else Op("cast", (expr,), dtype)
-
-
-@functools.lru_cache(1024)
-def _sequence_of(memory: bytes, dtype: torch.dtype) -> tuple[bool, int] | None:
-    """Whether the entries are those of a signed field, and what is added to it."""
-    numbers = torch.frombuffer(bytearray(memory), dtype=dtype).double()
-    whole = numbers.nan_to_num(0.5).to(torch.int64)
-    is_whole = whole.double() == numbers
-    if not is_whole.all() or whole.abs().max() > EXACT_IN_FP32 or (1 / numbers == -torch.inf).any():
-        return None
-    low, high = limits(dtype if dtype in INTEGERS else torch.int32)
-    for is_signed in (False, True):
-        codes = _codes_of(len(numbers), 0, len(numbers).bit_length() - 1, is_signed)
-        if not torch.equal(whole - whole[0], codes - codes[0]):
-            continue
-        number = int(whole[0] - codes[0])
-        is_held = low <= min(number, int(codes.min())) and max(number, int(codes.max())) <= high
-        return (is_signed, number) if is_held else None
-    return None

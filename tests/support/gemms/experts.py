@@ -91,6 +91,8 @@ def stacked(packed: Packed, count: int) -> WeightFormat:
         return dataclasses.replace(old, fields=tuple((field(f), c) for f, c in old.fields))
 
     def field(old: Field) -> Field:
+        if old.is_position:
+            return old
         return dataclasses.replace(
             old,
             index=(
