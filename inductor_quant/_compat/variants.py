@@ -21,6 +21,8 @@ from inductor_quant._compat.symbols import config_module, symbol
 
 # Prefix of our entries among Inductor's counters. Its caches keep the counters of a graph.
 _NOTE = "inductor_quant: "
+# Metadata of a node: its arguments' values when the graph was traced.
+_EAGER = "eager_input_vals"
 
 
 def note(text: str) -> None:
@@ -143,6 +145,11 @@ class Graph:
             for node in gm.graph.nodes:  # Inductor propagates sizes, but no numbers
                 if isinstance(size := node.meta.get("val"), torch.SymInt):
                     node.meta["val"] = _renewed(size, env, values)
+                if _EAGER in node.meta:  # whose strides a library's call gets
+                    with mode:
+                        node.meta[_EAGER] = torch.utils._pytree.tree_map(
+                            lambda value: _renewed(value, env, values), node.meta[_EAGER]
+                        )
             compiled = symbol("torch._inductor.compile_fx:compile_fx_inner")(gm, inputs, **kwargs)
         of_old = {new: old for old, new in values.items() if new.is_Symbol}
         guards = tuple(guard.expr.xreplace(of_old) for guard in env.guards)

@@ -1,6 +1,6 @@
 """Registers of a product in flight, in machine code: wgmma reads its first operand from registers
 after the instruction is issued, until a wait covers it. ptxas keeps them in straight code; where
-the loop comes round before the wait it was seen to reuse them, and results differed now and then."""
+the loop comes round before the wait it was seen to reuse them, and some results differed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def overwritten(code: Code) -> list[str]:
     with products."""
     at = {address: i for i, (address, _) in enumerate(code)}
     loops = []
-    for i, (address, instruction) in enumerate(code):
+    for i, (_, instruction) in enumerate(code):
         target = re.search(r"BRA 0x([0-9a-f]+)", instruction)
         first = at.get(int(target[1], 16), i) if target else i
         if first < i and any("GMMA" in each for _, each in code[first:i]):
