@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
 from examples.benchmarks.workers.quantizers import Fp8BlockLinear
-from inductor_quant import backend, collect, row_buckets
+from inductor_quant import backend, collect, row_buckets, simulate
 from inductor_quant._compat import variants
 from inductor_quant.errors import InductorQuantError, OptionError
 from inductor_quant.options import FAMILIES, Options
@@ -592,3 +592,20 @@ def test_choosing_a_range_costs_little():
     from examples.benchmarks.dynamic_m import DISPATCH_US, dispatch_us
 
     assert dispatch_us(10_000) < 2 * DISPATCH_US  # other processes run beside the tests
+
+
+def test_the_strides_that_a_library_gets_are_those_of_the_range():
+    """Inductor keeps them with the node, in sizes of the first compilation."""
+
+    def fn(a, scale, w, t):
+        return torch._scaled_mm(a, w.t(), scale, t.t(), out_dtype=bf16)
+
+    def make(device):
+        a, w = (torch.empty(m, K, device=device).to(torch.float8_e4m3fn) for m in (600, N))
+        scale = torch.empty(1, 600, device=device).t()
+        for tensor in (a, scale):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        return a, scale, w, torch.empty(N, 1, device=device)
+
+    with pytest.raises(Exception, match="CUDA|NVIDIA"):  # no library is there
+        simulate.generate(fn, make, backend="inductor_quant")

@@ -1,6 +1,6 @@
 """Registers of a product in flight, in machine code: wgmma reads its first operand from registers
 after the instruction is issued, until a wait covers it. ptxas keeps them in straight code; where
-the loop comes round before the wait it reused them at times, and results differed now and then."""
+the loop comes round before the wait it was seen to reuse them, and some results differed."""
 
 from __future__ import annotations
 
