@@ -11,7 +11,10 @@ from typing import Any, Literal
 
 from inductor_quant.errors import OptionError
 
-FAMILIES = ("w8a8", "w4a8", "weight_only", "fp8", "fp8_block", "block_sparse", "experts")
+FAMILIES = (
+    *("w8a8", "w4a8", "weight_only", "fp8", "fp8_block", "block_sparse"),
+    *("experts", "scaled_experts"),
+)
 PREFIX = "inductor_quant."
 DISABLE_VARIABLE = "INDUCTOR_QUANT_DISABLE"
 # As kernels.config.parse_config reads it, so that a malformed pin fails here and not in a compile.

@@ -19,6 +19,7 @@ from .recognizers import (
     fp8_custom_ops,
     fp8_dequantized,
     qdq,
+    scaled_experts,
     scaled_mm,
     w4a8,
     w8a8,
@@ -35,6 +36,7 @@ BUILT_IN: tuple[Pattern, ...] = (
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
     block_sparse.PATTERN,
+    scaled_experts.PATTERN,  # before what takes its rows for dense ones
     experts.PATTERN,
     weight_only.PATTERN,
 )

@@ -23,7 +23,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant._compat import variants
 from inductor_quant.errors import OptionError, RequirementError
-from inductor_quant.ops import experts, verify
+from inductor_quant.ops import experts, scaled_experts, verify
 from inductor_quant.options import Options, matches_any
 from inductor_quant.report import events
 from inductor_quant.spec.decisions import Match, Rejection, RejectionCode
@@ -261,7 +261,7 @@ def _decide(
         where = refusal.node or anchor.name
         return Rejection(refusal.code, refusal.detail, where, module, site)
     assert isinstance(found, RecognizedGemm)
-    if events.is_open() and (site is None or found.op is experts.op):
+    if events.is_open() and (site is None or found.op in (experts.op, scaled_experts.op)):
         site = matrix_products.describe_found(found)
     name, product, exactness = anchor.name, anchor.meta[fallback.ANCHOR], classify(found)
     activation = activation_scheme.describe(found)

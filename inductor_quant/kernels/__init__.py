@@ -7,6 +7,10 @@ from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
 from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.scaled_experts.mm.kernel import (
+    SCALED_EXPERTS_INT8_MM,
+    SCALED_EXPERTS_MM,
+)
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
     FP8_DECODE,
@@ -82,6 +86,8 @@ KERNELS: tuple[Kernel, ...] = (
     BLOCK_SPARSE_MM,
     EXPERTS_DIRECT,
     EXPERTS_MM,
+    SCALED_EXPERTS_MM,
+    SCALED_EXPERTS_INT8_MM,
 )
 
 __all__ = ["KERNELS", "Kernel"]

@@ -8,6 +8,7 @@ from inductor_quant.lowering import (  # noqa: F401
     horizontal,
     quantized_linear,
     row_quant,
+    scaled_experts,
     w4a8,
     w8a8,
     weight_only,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -56,18 +56,25 @@ def reference(
     parsed = weight_only.decode(format)
     spec_of(x, weight, offsets, ids, parsed, out_dtype)
     out = torch.zeros(x.shape[0], parsed.shape[1], dtype=torch.float32, device=x.device)
-    start = 0
-    for expert in range(parsed.experts):
-        if offsets is not None:
-            end = int(offsets[expert])
-            rows = torch.arange(start, max(start, end), device=x.device)
-            start = end
-        else:
-            assert ids is not None
-            rows = (ids.remainder(parsed.experts) == expert).nonzero().flatten()
+    for expert, rows in enumerate(rows_of_each(parsed.experts, offsets, ids)):
         if len(rows):
             out[rows] = weight_only.product(x[rows], parsed, weight, expert)
     return out.to(out_dtype)
+
+
+def rows_of_each(
+    experts: int, offsets: torch.Tensor | None, ids: torch.Tensor | None
+) -> Iterator[torch.Tensor]:
+    """The rows of each expert."""
+    start = 0
+    for expert in range(experts):
+        if offsets is not None:
+            end = int(offsets[expert])
+            yield torch.arange(start, max(start, end), device=offsets.device)
+            start = end
+        else:
+            assert ids is not None
+            yield (ids.remainder(experts) == expert).nonzero().flatten()
 
 
 def fake(

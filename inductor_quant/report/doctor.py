@@ -31,6 +31,7 @@ _FAMILY_ARCH = {
     "fp8_block": fp8.MIN_ARCH,
     "block_sparse": block_sparse.MIN_ARCH,
     "experts": rules.MIN_ARCH,
+    "scaled_experts": fp8.MIN_ARCH,
 }
 _OPTIONAL = ("rich", "torchao", "transformers", "gemlite")
 

@@ -13,8 +13,8 @@ import torch
 
 from inductor_quant import options
 from inductor_quant.errors import SpecError
-from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
-from inductor_quant.ops import block_sparse, fp8, w4a8, w8a8, weight_only
+from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
+from inductor_quant.ops import block_sparse, fp8, scaled_experts, w4a8, w8a8, weight_only
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
@@ -24,18 +24,25 @@ TENSOR, TOKEN, CHANNEL = (-1, -1), (1, -1), (-1, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """What is asked about: sizes, dtype of x (or of the result) and whether there is a bias."""
+    """What is asked about: sizes, dtype of x (or of the result) and whether there is a bias.
+
+    experts    how many weights there are, of which each row has one; 0: one weight
+    is_sorted  whether rows are sorted by expert
+    """
 
     m: int
     n: int
     k: int
     dtype: torch.dtype = torch.bfloat16
     bias: bool = False
+    experts: int = 0
+    is_sorted: bool = True
 
     def problem(self, element_bytes: int) -> Problem:
         """With operands of which none has elements of fewer bytes."""
         is_aligned = self.k * element_bytes % 16 == 0
-        return Problem(self.m, self.n, self.k, has_aligned_rows=is_aligned)
+        groups = Groups(self.experts, self.is_sorted) if self.experts else None
+        return Problem(self.m, self.n, self.k, has_aligned_rows=is_aligned, groups=groups)
 
 
 # ------------------------------------------------------------------------------------------
@@ -258,10 +265,6 @@ WEIGHT_ONLY: dict[str, Callable[[int, int, torch.dtype], tuple[WeightFormat, Ten
 }
 
 
-# Whose kernel follows from the sizes of one GEMM.
-FAMILIES = tuple(family for family in options.FAMILIES if family != "experts")
-
-
 def packed(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     """The GEMM of a format of WEIGHT_ONLY."""
     format, tensors = WEIGHT_ONLY[name](gemm.k, gemm.n, gemm.dtype)
@@ -323,8 +326,65 @@ def sparse(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     return spec, dataclasses.replace(problem, has_weight_descriptors=True)
 
 
+# Whose kernel follows from the sizes of one GEMM.
+FAMILIES = tuple(family for family in options.FAMILIES if not family.endswith("experts"))
+
+
+TABLE = (16,)  # the shape of what all experts read
+
+
+def stacked(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The product of rows with a weight each, of a format of WEIGHT_ONLY."""
+    spec, problem = packed(name, gemm)
+    assert problem.weight is not None
+    format, tensors = problem.weight.format, problem.weight.tensors
+
+    def index(old: AffineIndex) -> AffineIndex:
+        return dataclasses.replace(old, fields=tuple((field(f), c) for f, c in old.fields))
+
+    def field(old: Field) -> Field:
+        lead = () if tensors[old.source].shape == TABLE else (at(e0=1),)
+        return dataclasses.replace(old, index=(*lead, *map(index, old.index)))
+
+    def step(op: DequantOp) -> DequantOp:
+        return dataclasses.replace(
+            op, operand=field(op.operand) if isinstance(op.operand, Field) else op.operand
+        )
+
+    format = dataclasses.replace(
+        format,
+        element=field(format.element),
+        dequant_ops=tuple(map(step, format.dequant_ops)),
+        e=(gemm.experts,),
+    )
+    shapes = [t.shape if t.shape == TABLE else (gemm.experts, *t.shape) for t in tensors]
+    stack = tuple(WeightTensor(t.dtype, s) for t, s in zip(tensors, shapes, strict=True))
+    return spec, dataclasses.replace(problem, weight=Weight(format, stack))
+
+
+# Blocks (k, n) of e4m3; of int8 and of 0 a scale for each row and column.
+EXPERTS = {
+    "fp8_block": (torch.float8_e4m3fn, (128, 128), "e4m3, blocks of 1x128 and 128x128"),
+    "fp8": (torch.float8_e4m3fn, (0, 1), "e4m3, scales per token and per channel"),
+    "int8": (torch.int8, (0, 1), "int8, scales per token and per channel"),
+}
+
+
+def scaled_stack(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
+    """The product of 8-bit rows with an 8-bit weight each, of a format of EXPERTS."""
+    dtype, block, _ = EXPERTS[name]
+    spec = scaled_experts.make_spec(
+        a_dtype=dtype, b_dtype=dtype, scales=(F32, F32), block=block, out_dtype=gemm.dtype
+    )
+    return spec, gemm.problem(element_bytes=1)
+
+
 def build(family: str, name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
     """The GEMM of a format of any family."""
+    if family.endswith("experts"):
+        if not gemm.experts:
+            raise SpecError(f"{family}: how many experts?")
+        return stacked(name, gemm) if family == "experts" else scaled_stack(name, gemm)
     if family in ("weight_only", "w4a8"):
         return packed(name, gemm) if family == "weight_only" else packed_int8(name, gemm)
     return sparse(name, gemm) if family == "block_sparse" else scaled(family, name, gemm)
@@ -337,7 +397,9 @@ def names(family: str) -> dict[str, str]:
             name: f"fp16 or bf16, {1 - SHARE:.0%} of the blocks of {n}x{k} are zero"
             for name, (n, k) in BLOCKS.items()
         }
-    if family in ("weight_only", "w4a8"):
+    if family == "scaled_experts":
+        return {name: line for name, (_, _, line) in EXPERTS.items()}
+    if family in ("weight_only", "w4a8", "experts"):
         lines = {n: getattr(build, "line", build.__doc__ or "") for n, build in WEIGHT_ONLY.items()}
-        return lines if family == "weight_only" else {name: lines[name] for name in W4A8}
+        return {name: lines[name] for name in W4A8} if family == "w4a8" else lines
     return {name: format.line for name, format in SCALED[family].items()}

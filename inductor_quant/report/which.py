@@ -15,6 +15,7 @@ from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.ops import fp8, quantized_linear, weight_only
+from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats
 from inductor_quant.report.formats import Gemm
 from inductor_quant.spec.decisions import Rejection
@@ -84,7 +85,7 @@ def which(
         notes.append("a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)")
     if decision.kernel is None and family == "w4a8":
         notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")
-    elif decision.kernel is None and problem.weight is not None:
+    elif decision.kernel is None and problem.weight is not None and not problem.groups:
         notes.append(_why_dequantized(spec, problem))
         helper = first(dispatch.DEQUANTIZE, problem)
         decision = dataclasses.replace(decision, kernel=helper.kernel, config=helper.config)
@@ -120,7 +121,7 @@ def module_path(kernel: Kernel) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    parser.add_argument("family", nargs="?", choices=formats.FAMILIES)
+    parser.add_argument("family", nargs="?", choices=FAMILIES)
     for size in "mnk":
         parser.add_argument(f"--{size}", type=int, help=f"{size.upper()} of the GEMM")
     parser.add_argument("--arch", type=int, default=90, choices=DEVICES, help="compute capability")
@@ -130,13 +131,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespa
     parser.add_argument(
         "--linear", action="store_true", help="w8a8: x is in memory and not quantized yet"
     )
+    parser.add_argument("--experts", type=int, default=0, help="how many weights rows choose from")
+    parser.add_argument("--unsorted", action="store_true", help="rows in any order of experts")
     parser.add_argument("--list", action="store_true", help="list the formats of each family")
     return functools.partial(run, parser)
 
 
 def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.list:
-        for family in [options.family] if options.family else formats.FAMILIES:
+        for family in [options.family] if options.family else FAMILIES:
             print(family)
             for name, line in formats.names(family).items():
                 print(f"  {name:<18} {line}")
@@ -149,7 +152,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"the formats of {options.family} are {', '.join(names)}")
     if options.linear and options.family != "w8a8":
         parser.error("--linear is for w8a8")
-    gemm = Gemm(*sizes, dtype=DTYPES[options.dtype], bias=options.bias)
+    gemm = Gemm(
+        *sizes,
+        dtype=DTYPES[options.dtype],
+        bias=options.bias,
+        experts=options.experts,
+        is_sorted=not options.unsorted,
+    )
     given = {"format": options.format, "arch": options.arch, "linear": options.linear}
     try:
         decision = which(options.family, gemm, **given)

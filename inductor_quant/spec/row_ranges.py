@@ -39,6 +39,7 @@ TOPS: dict[str, tuple[int, ...]] = {
     ),
     # One compilation serves every number of rows: which experts have them is known at run time.
     "experts": (),
+    "scaled_experts": (),
 }
 
 

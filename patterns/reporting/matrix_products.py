@@ -8,14 +8,14 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
-from inductor_quant.ops import experts
+from inductor_quant.ops import experts, scaled_experts
 from inductor_quant.spec.decisions import Rejection, RejectionCode, Site
 from inductor_quant.spec.gemm import dtype_name
 from inductor_quant.spec.weight_format import WeightFormat
 
 from .. import fx_utils
 from ..fx_utils import aten
-from ..match import RecognizedGemm
+from ..match import Derived, Operand, RecognizedGemm
 
 # op, or its name -> positions of the two factors
 _PRODUCTS: dict[object, tuple[int, int]] = {
@@ -136,7 +136,7 @@ def _experts(stack: torch.Tensor) -> int:
 
 def describe_found(found: RecognizedGemm) -> Site:
     """The site of a product that is written as another op, such as a sum of products."""
-    anchor, format = found.anchor, str(found.kwargs.get("format"))
+    anchor = found.anchor
     return Site(
         node=anchor.name,
         op=str(anchor.target).removesuffix(".default"),
@@ -149,8 +149,20 @@ def describe_found(found: RecognizedGemm) -> Site:
         device=str(fx_utils.value(anchor).device),
         module=fx_utils.module_path(anchor),
         source=dtype_name(found.spec.b.dtype),
-        experts=WeightFormat.decode(format).experts if found.op is experts.op else 0,
+        experts=_experts_of(found),
     )
+
+
+def _experts_of(found: RecognizedGemm) -> int:
+    if found.op is scaled_experts.op:
+        *_, offsets, _ = found.args
+        stack = found.args[1] if offsets is None else offsets
+        while isinstance(stack, Derived):
+            [stack, *_] = stack.args
+        shape = stack.shape if isinstance(stack, Operand) else fx_utils.value(stack).shape
+        return int(shape[0])
+    is_stack = found.op is experts.op
+    return WeightFormat.decode(str(found.kwargs["format"])).experts if is_stack else 0
 
 
 def decline(node: fx.Node, site: Site | None) -> Rejection:

@@ -126,6 +126,11 @@ class Reader:
             raise Unsupported("rows that select by several tensors")
         return self._expert
 
+    @property
+    def selected(self) -> tuple[IndexExpr, int]:
+        """The variable "e", and how many weights ``ids`` selects from."""
+        return self._expert, self._experts
+
     def leaf(self, node: fx.Node, index: At) -> Expr:
         dtype = fx_utils.value(node).dtype
         if dtype in INTEGERS:

@@ -17,6 +17,7 @@ from tests.support.gemms import (
     formats,
     fp8,
     quantizing,
+    scaled_experts,
     w4a8,
     w8a8,
     weight_only,
@@ -63,6 +64,8 @@ GEMMS = {
     "block_sparse_mm": block_sparse.Case(16, 512, 512),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 512, 1024),
     "experts_mm": experts.Case("act_order", (3, 0, 5), 512, 1024, dtype=HALF),
+    "scaled_experts_mm": scaled_experts.Case((3, 0, 5), 512, 1024, block=BLOCK),
+    "scaled_experts_int8_mm": scaled_experts.Case((3, 0, 5), 512, 1024, torch.int8),
 }
 # The first test of tests/patterns/<folder>/test_<pass>.py is quick (conftest.py). Passes without
 # such a file have a test elsewhere, marked quick.
@@ -88,7 +91,7 @@ def test_a_gemm_runs_in_the_kernel(kernel, monkeypatch):
     if isinstance(case, quantizing.Case):
         fn, make = case.call(), case.inputs
     else:
-        modules = (block_sparse, experts, fp8, w4a8, w8a8, weight_only)
+        modules = (block_sparse, experts, fp8, scaled_experts, w4a8, w8a8, weight_only)
         [of] = [of for of in modules if isinstance(case, of.Case)]
         fn, make = of.gemm(case), lambda device: of.make_inputs(case, device)
     [chosen, *_] = [choices[0].name for choices in generate(fn, make).choices]

@@ -12,6 +12,7 @@ from inductor_quant import __main__, simulate
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels import KERNELS, dispatch
 from inductor_quant.ops import fp8, fp8_block, w4a8, w8a8, weight_only
+from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats, which
 from inductor_quant.report.events import collect
 from inductor_quant.report.formats import Gemm
@@ -75,6 +76,29 @@ def test_the_devices_are_those_of_the_virtual_gpus(arch):
 def test_every_packed_format_has_a_kernel(name, m):
     decision = which.which("weight_only", Gemm(m, 512, 1024), format=name)
     assert decision.kernel is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "format", "m", "is_sorted", "kernel"),
+    [
+        ("experts", "compressed_tensors", 4 * 32, True, "experts_direct"),
+        ("experts", "mxfp4", 64 * 32, True, "experts_mm"),
+        ("experts", "gptq_act_order", 8, False, "experts_mm"),
+        ("scaled_experts", "fp8_block", 4 * 32, True, "scaled_experts_mm"),
+        ("scaled_experts", "int8", 8, False, "scaled_experts_int8_mm"),
+    ],
+)
+def test_the_kernel_of_experts(family, format, m, is_sorted, kernel):
+    gemm = Gemm(m, 512, 1024, experts=32, is_sorted=is_sorted)
+    assert which.which(family, gemm, format=format).kernel.name == kernel
+    with pytest.raises(SpecError, match="experts"):
+        which.which(family, Gemm(m, 512, 1024), format=format)
+
+
+@pytest.mark.parametrize("name", formats.WEIGHT_ONLY)
+def test_every_packed_format_has_a_kernel_of_experts(name):
+    gemm = Gemm(64, 512, 1024, experts=8)
+    assert which.which("experts", gemm, format=name).kernel is not None
 
 
 def call(family: str, format: str, gemm: Gemm):
@@ -201,7 +225,7 @@ def test_the_list_has_a_line_for_each_format(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["inductor_quant", "which", "--list"])
     assert __main__.main() == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    expected = [name for family in formats.FAMILIES for name in (family, *formats.names(family))]
+    expected = [name for family in FAMILIES for name in (family, *formats.names(family))]
     assert listed == expected
 
 

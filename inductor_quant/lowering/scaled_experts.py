@@ -1,0 +1,73 @@
+"""Lowering of ``inductor_quant::scaled_experts``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_quant import fallback
+from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.problem import Groups, Problem
+from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.lowering.select import describe_device, lower_gemm, lowering_of
+from inductor_quant.ops import scaled_experts as op
+
+aten = torch.ops.aten
+
+
+@fallback.lowering(op.op)
+def lower(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    offsets: Any,
+    ids: Any,
+    *,
+    block_k: int = 0,
+    block_n: int = 1,
+    fast_accum: bool = False,
+    out_dtype: torch.dtype,
+) -> Any:
+    scales, device = (a_scale, b_scale), a.get_device()
+    (rows, k), (count, _, n) = a.get_size(), b.get_size()
+    if compat.known_int(rows) == 0:
+        return lowering_of(aten.full.default)([rows, n], 0, dtype=out_dtype, device=device)
+    of_a, of_b = (None if scale is None else scale.get_dtype() for scale in scales)
+    spec = op.make_spec(
+        a_dtype=a.get_dtype(),
+        b_dtype=b.get_dtype(),
+        scales=(of_a, of_b),
+        block=(block_k, block_n),
+        out_dtype=out_dtype,
+        fast_accum=fast_accum,
+    )
+    experts, result = compat.known_int(count), None
+    if experts is not None:
+        route = ids if offsets is None else offsets
+        inputs = [compat.realize(t) for t in (a, b, *scales, route) if t is not None]
+        hint_m, hint_n, hint_k = compat.size_hints((rows, n, k))
+        problem = Problem(
+            hint_m,
+            hint_n,
+            hint_k,
+            k_is_static=compat.known_int(k) is not None,
+            m_is_static=compat.known_int(rows) is not None,
+            m_is_bounded=compat.limit(rows) is not None,
+            groups=Groups(experts, is_sorted=ids is None),
+        )
+        has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
+        result = lower_gemm(
+            "scaled_experts",
+            spec,
+            problem,
+            inputs,
+            compat.FixedLayout(device, out_dtype, [rows, n]),
+            {"triton_meta": compat.BytePointers()} if has_no_fp8 else {},
+        )
+    if result is not None:
+        return result
+    eager = compat.fallback_handler(op.op, add_to_fallback_set=False)
+    options = {"block_k": block_k, "block_n": block_n, "fast_accum": fast_accum}
+    return eager(a, b, *scales, offsets, ids, **options, out_dtype=out_dtype)

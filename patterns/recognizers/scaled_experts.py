@@ -1,0 +1,423 @@
+"""Experts of 8-bit rows: each quantized row times the 8-bit weight of a stack that it selects.
+
+``_scaled_grouped_mm`` says so itself. Of ``_grouped_mm`` and of a ``bmm`` with gathered weights
+both operands are integers or FP8 values that the graph converts, with scales for rows, columns or
+blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import fx
+
+from inductor_quant.ops import experts as experts_op
+from inductor_quant.ops import fp8_block
+from inductor_quant.ops import scaled_experts as op
+from inductor_quant.ops import w8a8 as w8a8_op
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+
+from .. import fx_utils
+from ..fx_utils import CAST, aten
+from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching.operands import reject_mutated, reject_operands, source_of
+from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
+from ..matching.sum_of_products import comes_from
+from ..matching.value_range import constant
+from ..symbolic.expr import FLOAT8, Expr, Op
+from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
+from ..symbolic.reader import for_any, sizes
+from .experts import FALLBACK
+from .w8a8 import reject_long_k
+
+FAMILY = "scaled_experts"
+_ELEMENTS = frozenset((torch.int8, *FLOAT8))
+_SCALED = "aten._scaled_grouped_mm.default"
+# Rows an expert, in the mean, up to which our kernels are known to be faster: than dequantizing
+# stacks in front of a product, and than a product of FP8.
+_MAX_MEAN_ROWS = {str(aten._grouped_mm.default): experts_op.MAX_MEAN_ROWS, _SCALED: 16}
+_NOT_QUANTIZED = Rejection(
+    RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized values"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What the op is called with; ``scales`` of a and b as arguments, None: 1."""
+
+    a: Any
+    b: Any
+    sizes: tuple[int, int, int]  # E, N, K
+    scales: tuple[Any, Any] = (None, None)
+    block: tuple[int, int] = (0, 1)
+    offsets: fx.Node | None = None
+    ids: fx.Node | None = None
+    stored: tuple[fx.Node, ...] = ()  # what is read of the graph
+    interior: frozenset[fx.Node] = frozenset()
+    fast_accum: bool = False
+
+
+def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    """``anchor``: ``_scaled_grouped_mm``, ``_grouped_mm`` or ``bmm``; None if that is no product
+    with a stack."""
+    if str(anchor.target) == _SCALED:
+        found = _scaled(anchor)
+        return found if isinstance(found, Rejection) else _assemble(anchor, found)
+    is_bmm = anchor.target == aten.bmm.default
+    names = ("input", "weight") if str(anchor.target) == FALLBACK else ("self", "mat2")
+    operands = fx_utils.arguments(anchor, *names)
+    if not all(fx_utils.is_tensor_node(x) and comes_from(x, _ELEMENTS) for x in operands):
+        return None if is_bmm else _NOT_QUANTIZED
+    rows = fx_utils.value(anchor).shape[0]
+    try:
+        # Rows that are gathered come from a tensor with another symbol.
+        with for_any(rows * fx_utils.value(_ungathered(operands[0]).source).shape[0]):
+            product = _Reading(anchor).product(*operands)
+    except (Unsupported, RecursionError) as reason:
+        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
+    return _assemble(anchor, product) if isinstance(product, _Product) else product
+
+
+def _scaled(anchor: fx.Node) -> _Product | Rejection:
+    """``_scaled_grouped_mm(a [S, K], b [E, K, N], a_scale [S], b_scale [E, N], offs [E])``."""
+    a, b, *scales, offsets, bias, result, _, fast = fx_utils.arguments(
+        anchor,
+        *("self", "mat2", "scale_a", "scale_b", "offs", "bias"),
+        *("scale_result", "out_dtype", "use_fast_accum"),
+    )
+    nodes = (a, b, *scales, offsets)
+    if not all(map(fx_utils.is_tensor_node, nodes)):
+        return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
+    if bias is not None or result is not None:
+        return Rejection(RejectionCode.BIAS, "a bias, or a scale of the result", anchor.name)
+    if [fx_utils.value(node).dim() for node in nodes] != [2, 3, 1, 2, 1]:
+        return Rejection(RejectionCode.SCALE_AXIS, "it is no stack with scales", anchor.name)
+    count, k, n = fx_utils.value(b).shape
+    if any(map(fx_utils.is_symbolic, (count, k, n))):
+        return Rejection(RejectionCode.WEIGHT_FORM, "a symbolic shape", b.name)
+    return _Product(
+        a,
+        b,
+        (count, n, k),
+        (Operand(scales[0], (-1, 1)), Operand(scales[1], (count, 1, n))),
+        offsets=offsets,
+        stored=nodes,
+        interior=frozenset((anchor,)),
+        fast_accum=bool(fast),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """Variables of a product with a stack, and their sizes. ``row`` is one of a's source; ``times``
+    rows of the product share it."""
+
+    row: IndexExpr
+    e: IndexExpr
+    n: IndexExpr
+    k: IndexExpr
+    rows: int
+    sizes: tuple[int, int, int]  # of e, n and k
+
+
+class _Reading:
+    """Reads the operands of a product whose elements are converted in the graph."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        self.anchor, self.reader = anchor, ElementReader(_ELEMENTS)
+
+    def no(self, detail: str, code: RejectionCode = RejectionCode.WEIGHT_FORM) -> Rejection:
+        return Rejection(code, detail, self.anchor.name)
+
+    def product(self, x: fx.Node, w: fx.Node) -> _Product | Rejection | None:
+        if self.anchor.target == aten.bmm.default:
+            return self._gathered(x, w)
+        _, _, offsets, bias = fx_utils.arguments(self.anchor, "", "", "offs", "bias")
+        if bias is not None or not fx_utils.is_tensor_node(offsets):
+            return self.no("a bias, or no offsets")
+        if len(sizes(x)) != 2 or len(sizes(w)) != 3:
+            return self.no("it is no stack of matrices")
+        variable, (count, k, n) = self.reader.space.variable, sizes(w)
+        chosen = _ungathered(x)
+        rows = sizes(chosen.source)[0]
+        axes = _Axes(
+            *(variable(ROW, rows), variable("e", count), variable("n", n), variable("k", k)),
+            *(rows, (count, n, k)),
+        )
+        return self._joined(
+            (chosen.source, (axes.row, axes.k)),
+            (w, (axes.e, axes.k, axes.n)),
+            axes,
+            chosen,
+            offsets=offsets,
+        )
+
+    def _gathered(self, left: fx.Node, right: fx.Node) -> _Product | Rejection | None:
+        """``bmm(x [S, 1, K], w [S, K, N])`` or ``bmm(w [S, N, K], x [S, K, 1])``."""
+        is_first = fx_utils.is_one(fx_utils.value(right).shape[2])  # the weight
+        if not is_first and not fx_utils.is_one(fx_utils.value(left).shape[1]):
+            return None
+        x, w = (right, left) if is_first else (left, right)
+        variable, (rows, *others) = self.reader.space.variable, sizes(w)
+        k, n = reversed(others) if is_first else others
+        row, column, depth = variable(ROW, rows), variable("n", n), variable("k", k)
+        self.reader.row = row
+        at_x, at_w = ((row, ZERO, depth), (row, depth, column))
+        if is_first:
+            at_x, at_w = ((row, depth, ZERO), (row, column, depth))
+        self.reader.read(w, at_w)
+        if self.reader.ids is None:
+            return None
+        e, count = self.reader.selected
+        axes = _Axes(row, e, column, depth, rows, (count, n, k))
+        return self._joined((x, at_x), (w, at_w), axes, _Chosen(x), ids=self.reader.ids)
+
+    def _joined(
+        self,
+        of_x: tuple[fx.Node, tuple[IndexExpr, ...]],
+        of_w: tuple[fx.Node, tuple[IndexExpr, ...]],
+        axes: _Axes,
+        chosen: _Chosen,
+        **route: fx.Node,
+    ) -> _Product | Rejection:
+        a, a_factors = unwound(self.reader.read(*of_x), _ELEMENTS)
+        weight = self.reader.read(*of_w)
+        # What a gathered scale is cast to is no tensor of the stack: it stays as it is stored.
+        weight = weight if self.reader.ids is None else _as_stored(weight)
+        b, b_factors = unwound(weight, _ELEMENTS)
+        if a is None:
+            return _NOT_QUANTIZED
+        if b is None:
+            return self.no("the weight is not made of quantized values")
+        (count, n, k), rows = axes.sizes, axes.rows
+        times = rows * k // a.count if a.count and rows * k % a.count == 0 else 0
+        if not times or rows % times or b.count != count * n * k:
+            return self.no("operands that are parts of others")
+        source = self.reader.space.divmod(axes.row, times)[0]
+        axes = dataclasses.replace(axes, row=source, rows=rows // times)
+        if not self._equal(a.position, source * k + axes.k):
+            return self.no("the activation is not read in order")
+        if self._equal(b.position, (axes.e * n + axes.n) * k + axes.k):
+            stack: Any = _swapped(Operand(b.node, (count, n, k)))
+        elif self._equal(b.position, (axes.e * k + axes.k) * n + axes.n):
+            stack = Operand(b.node, (count, k, n))
+        else:
+            return self.no("the weight is not read in order")
+        found = self._scales(a_factors, b_factors, axes)
+        if found is None:
+            detail = "a factor that is no scale of rows, columns or blocks"
+            return self.no(detail, RejectionCode.SCALE_AXIS)
+        (of_a, of_b), (block, width) = found
+        if chosen.mask is not None and of_a is None:
+            return self.no("rows are masked, and have no scale")
+        stored = {a.node, b.node, *(place.node for place in (*a_factors, *b_factors))}
+        stored |= {*chosen.nodes(), *route.values()}
+        inside = {*self.reader.nodes(), self.anchor, *self.anchor.all_input_nodes}
+        blocks = 1 if block == 0 else k // block
+        return _Product(
+            _rows_of(a.node, k, times, dataclasses.replace(chosen, mask=None)),
+            stack,
+            (count, n, k),
+            (of_a and _rows_of(of_a, blocks, times, chosen), of_b),
+            (block, width),
+            stored=tuple(stored),
+            interior=frozenset(inside - stored),
+            **route,  # type: ignore[arg-type]
+        )
+
+    def _equal(self, left: IndexExpr, right: IndexExpr) -> bool:
+        leaves = self.reader.space.leaves
+        return leaves(left) == leaves(right)
+
+    def _scales(
+        self, a_factors: list[Place], b_factors: list[Place], axes: _Axes
+    ) -> tuple[tuple[fx.Node | None, Any], tuple[int, int]] | None:
+        """The scale of a as a node, that of b as an argument, and the block that both are for."""
+        if max(len(a_factors), len(b_factors)) > 1:
+            return None
+        k, blocks = axes.sizes[2], [0]
+        if a_factors and b_factors:
+            blocks += [block for block in BLOCKS if block <= k and k % block == 0]
+        for block in blocks:
+            of_a = self._scale_of_a(a_factors, axes, block)
+            of_b = self._scale_of_b(b_factors, axes, block)
+            if of_a is not None and of_b is not None:
+                return (of_a[0], of_b[0]), (block, of_b[1])
+        return None
+
+    def _scale_of_a(
+        self, factors: list[Place], axes: _Axes, block: int
+    ) -> tuple[fx.Node | None] | None:
+        k = axes.sizes[2]
+        blocks, part = (
+            (k // block, self.reader.space.divmod(axes.k, block)[0]) if block else (1, ZERO)
+        )
+        for place in factors:
+            is_at = self._equal(place.position, axes.row * blocks + part)
+            return (place.node,) if place.count == axes.rows * blocks and is_at else None
+        return (None,)
+
+    def _scale_of_b(self, factors: list[Place], axes: _Axes, block: int) -> tuple[Any, int] | None:
+        """With how many columns share one."""
+        (count, n, k), divmod_ = axes.sizes, self.reader.space.divmod
+        blocks, part = (k // block, divmod_(axes.k, block)[0]) if block else (1, ZERO)
+        for place in factors:
+            columns, rest = divmod(place.count, count * blocks)
+            if rest or not columns or n % columns or (not block and columns < n):
+                return None
+            width = n // columns
+            which = divmod_(axes.n, width)[0]
+            if self._equal(place.position, (axes.e * columns + which) * blocks + part):
+                return _swapped(Operand(place.node, (count, columns, blocks))), width
+            if self._equal(place.position, (axes.e * blocks + part) * columns + which):
+                return Operand(place.node, (count, blocks, columns)), width
+            return None
+        return None, 1
+
+
+def _as_stored(expr: Expr) -> Expr:
+    """A product of loads without the casts of its factors."""
+    if isinstance(expr, Op) and expr.name == "cast":
+        return _as_stored(expr.args[0])
+    if isinstance(expr, Op) and expr.name == "mul":
+        return dataclasses.replace(expr, args=tuple(map(_as_stored, expr.args)))
+    return expr
+
+
+def _swapped(stack: Operand) -> Derived:
+    return Derived(aten.permute.default, (stack, [0, 2, 1]))
+
+
+def _rows_of(node: fx.Node, size: int, times: int, chosen: _Chosen) -> Any:
+    """A tensor with a vector for each row as an argument: each row ``times``, or those chosen, 0
+    where they are masked."""
+    if times > 1:
+        row = Operand(node, (-1, 1, size))
+        return Operand(Derived(aten.expand.default, (row, (-1, times, size))), (-1, size))
+    rows = Operand(node, (-1, size))
+    if chosen.rows is None:
+        return rows
+    found = Derived(aten.index.Tensor, (rows, [chosen.rows]))
+    if chosen.mask is None:
+        return found
+    return Derived(aten.where.self, (chosen.mask, chosen.zero, found))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """How rows are made of those of ``source``: those that ``rows`` selects; where ``mask`` [S, 1]
+    is true, ``zero``."""
+
+    source: fx.Node
+    rows: fx.Node | None = None
+    mask: fx.Node | None = None
+    zero: fx.Node | None = None
+
+    def nodes(self) -> set[fx.Node]:
+        found = (self.rows, self.mask, self.zero)
+        return {node for node in found if node is not None}
+
+
+def _ungathered(x: fx.Node) -> _Chosen:
+    mask = value = None
+    if x.target == aten.where.self:
+        cond, zero, inner = fx_utils.arguments(x, "condition", "self", "other")
+        is_column = fx_utils.is_tensor_node(inner) and fx_utils.same_shape(
+            fx_utils.value(cond).shape, (fx_utils.value(x).shape[0], 1)
+        )
+        if is_column and constant(zero) == 0 and inner.target == aten.index.Tensor:
+            x, mask, value = inner, cond, zero
+    if x.target != aten.index.Tensor:
+        return _Chosen(x)
+    source, indices = fx_utils.arguments(x, "self", "indices")
+    [first, *others] = indices
+    is_vector = fx_utils.is_tensor_node(first) and fx_utils.value(first).dim() == 1
+    is_integer = is_vector and fx_utils.value(first).dtype in (torch.int32, torch.int64)
+    if not is_integer or any(others) or fx_utils.value(source).dim() != 2:
+        return _Chosen(x)
+    return _Chosen(source, first, mask, value)
+
+
+def _assemble(anchor: fx.Node, found: _Product) -> RecognizedGemm | Rejection:
+    interior = sorted(node for node in found.interior if node.op == "call_function")
+    rejection = reject_mutated(interior) or reject_operands(found.stored, anchor)
+    if rejection is not None:
+        return rejection
+    count, n, k = found.sizes
+    end, rows = anchor, fx_utils.value(anchor).shape[0]
+    user = fx_utils.single_user(anchor)
+    is_cast = user is not None and user.target == CAST
+    if user is not None and is_cast and fx_utils.value(user).dtype == torch.float32:
+        end, interior = user, [*interior, user]  # without the rounding before it
+    a_dtype, b_dtype, *scales = map(_dtype, (found.a, found.b, *found.scales))
+    rejection = _reject_dtypes(found, a_dtype, b_dtype, scales, anchor)
+    if rejection is not None:
+        return rejection
+    out_dtype, block = fx_utils.value(end).dtype, found.block
+    return RecognizedGemm(
+        family=FAMILY,
+        spec=op.make_spec(
+            a_dtype=a_dtype,
+            b_dtype=b_dtype,
+            scales=(scales[0], scales[1]),
+            block=block,
+            out_dtype=out_dtype,
+            fast_accum=found.fast_accum,
+        ),
+        anchor=anchor,
+        end=end,
+        interior=tuple(interior),
+        op=op.op,
+        args=(
+            found.a,
+            found.b,
+            *found.scales,
+            found.offsets,
+            found.ids and Operand(found.ids, (-1,)),
+        ),
+        kwargs={"block_k": block[0], "block_n": block[1], "out_dtype": out_dtype}
+        | ({"fast_accum": True} if found.fast_accum else {}),
+        m=fx_utils.size_name(rows),
+        n=n,
+        k=k,
+        too_many_rows=_has_too_many_rows(anchor, count),
+        shape=(-1, *fx_utils.value(end).shape[1:]) if fx_utils.value(end).dim() > 2 else None,
+    )
+
+
+def _has_too_many_rows(anchor: fx.Node, count: int) -> bool:
+    """Whether the library may be faster, in any call. A gathered weight is written for each row."""
+    mean = _MAX_MEAN_ROWS.get(str(anchor.target))
+    most = fx_utils.limit(fx_utils.value(anchor).shape[0])
+    return mean is not None and (most is None or most > mean * count)
+
+
+def _dtype(operand: Any) -> Any:
+    if isinstance(operand, Derived) and operand.target == aten.where.self:
+        return _dtype(operand.args[2])
+    return None if operand is None else fx_utils.value(source_of(operand)).dtype
+
+
+def _reject_dtypes(
+    found: _Product, a: torch.dtype, b: torch.dtype, scales: list[Any], anchor: fx.Node
+) -> Rejection | None:
+    is_int8, is_whole = a == torch.int8, found.block == (0, 1)
+    if (b == torch.int8) != is_int8:
+        return Rejection(RejectionCode.DTYPE, f"{a} times {b}", anchor.name)
+    if is_int8 and not is_whole:
+        return Rejection(RejectionCode.SCALE_AXIS, "int8 with scales of blocks", anchor.name)
+    taken = w8a8_op.SCALE_DTYPES if is_whole else fp8_block.SCALE_DTYPES
+    for dtype in scales:
+        if dtype is not None and dtype not in taken:
+            return Rejection(RejectionCode.SCALE_DTYPE, f"the scale is {dtype}", anchor.name)
+    return reject_long_k(anchor, found.sizes[2]) if is_int8 else None
+
+
+PATTERN = Pattern(
+    name="scaled_experts",
+    family=FAMILY,
+    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default, _SCALED),
+    recognize=recognize,
+)

@@ -1,0 +1,92 @@
+"""Experts of 8-bit rows on a GPU: every kernel, any routing, layers, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant.report.events import collect
+from tests.support.gemms.scaled_experts import Case, gemm, make_inputs, reference
+from tests.support.producers import experts as dense
+from tests.support.producers.experts import route
+from tests.support.producers.scaled_experts import ScaledExperts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
+
+OPTIONS = {"inductor_quant.on_error": "raise"}
+e4m3, i8 = torch.float8_e4m3fn, torch.int8
+BLOCK = (128, 128)
+FEW, MANY = (3, 0, 20, 1), (130, 0, 257, 64)
+
+
+def compiled(fn):
+    return torch.compile(fn, backend="inductor_quant", options=OPTIONS)
+
+
+def check(case: Case) -> None:
+    torch.manual_seed(0)
+    inputs = tuple(t.cuda() for t in make_inputs(case, "cpu"))
+    with collect() as report:
+        got = compiled(gemm(case))(*inputs).cpu()
+    [kernel] = report.kernels
+    assert kernel.chosen.startswith("scaled_experts_")
+    want = reference(case, inputs)
+    assert (got - want).abs().max() <= 8e-3 * want.abs().max()
+    assert not got[sum(case.counts) :].any()
+
+
+@pytest.mark.parametrize("counts", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(
+    ("dtype", "block"), [(e4m3, BLOCK), (e4m3, (64, 32)), (e4m3, None), (i8, None)], ids=str
+)
+def test_sorted_rows(counts, dtype, block):
+    check(Case(counts, 384, 640, dtype, block, left_over=5))
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, BLOCK), (e4m3, None), (i8, None)], ids=str)
+def test_rows_in_any_order(dtype, block):
+    check(Case(FEW, 384, 640, dtype, block, is_sorted=False))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((0, 0, 700, 0), 320, 1152, block=BLOCK),  # one with all rows
+        Case((129,) * 5, 264, 528, block=BLOCK),  # N and K end within a tile
+        Case((200, 90, 120), 320, 512, fast_accum=True),
+        Case((200, 90, 120), 320, 512, has_scales=False, dtype=i8, out_dtype=torch.float32),
+        Case((200, 90, 120), 320, 512, k_major=False, block=BLOCK),
+    ],
+    ids=str,
+)
+def test_sizes_and_layouts(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("format", "form"),
+    [("fp8_block", "rows_first"), ("fp8", "scaled_behind"), ("int8", "of_ids")],
+    ids=str,
+)
+def test_a_layer_in_a_cuda_graph_follows_the_routing(format, form, monkeypatch):
+    monkeypatch.setattr(dense, "GROUP", 128)
+    torch.manual_seed(0)
+    model = ScaledExperts(format, form, e=16, h=512, i=256).cuda()
+    args = tuple(t.cuda() for t in route(37, 16, 4, 512))
+    run = compiled(model)
+    with torch.no_grad(), collect() as report:
+        run(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # fails if anything waits for the device
+            got = run(*args)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            for old, new in zip(args, route(37, 16, 4, 512), strict=True):
+                old.copy_(new)
+            if seed == 2:
+                args[1][:] = torch.arange(4)  # all tokens choose the same
+            graph.replay()
+            want = model(*args)
+            assert (got - want).norm() <= 0.03 * want.norm()
+    assert [match.family for match in report.matches] == ["scaled_experts"] * 2
