@@ -22,7 +22,6 @@ from inductor_quant._compat.symbols import config_module, symbol
 
 # Prefix of our entries among Inductor's counters. Its caches keep the counters of a graph.
 _NOTE = "inductor_quant: "
-# Metadata of a node: its arguments' values when the graph was traced.
 
 
 def note(text: str) -> None:

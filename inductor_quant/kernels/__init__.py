@@ -11,6 +11,10 @@ from inductor_quant.kernels.experts.scaled_mm.kernel import (
     SCALED_EXPERTS_MM,
 )
 from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.scaled_experts.mm.kernel import (
+    SCALED_EXPERTS_INT8_MM,
+    SCALED_EXPERTS_MM,
+)
 from inductor_quant.kernels.scaled_mm.decode.kernel import (
     FP8_BLOCK_DECODE,
     FP8_DECODE,

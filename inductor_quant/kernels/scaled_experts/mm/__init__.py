@@ -1,0 +1,1 @@
+"""FP8 and int8, any number of rows."""
