@@ -15,14 +15,22 @@ import pytest
 import sympy
 import torch
 import torch._dynamo
+import torch.distributed as dist
 from torch import nn
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from examples import tensor_parallel
 from examples.benchmarks.workers.quantizers import Fp8BlockLinear
+<<<<<<< HEAD
 from inductor_quant import backend, collect, row_buckets, simulate
 from inductor_quant._compat import variants
+=======
+from inductor_quant import backend, collect, row_buckets
+from inductor_quant._compat import inductor, variants
+>>>>>>> ranges
 from inductor_quant.errors import InductorQuantError, OptionError
 from inductor_quant.options import FAMILIES, Options
 from inductor_quant.report import formats
@@ -185,6 +193,7 @@ class Routed(nn.Module):
         return self.experts(x, ids, weights)
 
 
+@pytest.mark.slow
 def test_experts_have_ranges_of_rows_an_expert():
     """Tiles of 8 rows, tiles of 16, and the library beyond a mean of 64."""
     found = kernels_of_ranges(Routed, [600, 16, 100])
@@ -262,6 +271,7 @@ class Attending(Scaled):
         return super().forward(nn.functional.scaled_dot_product_attention(x[:, -1:], x, x))
 
 
+@pytest.mark.slow
 def test_a_length_that_is_in_no_rows_stays_symbolic():
     with session(Attending) as run:
         found = []
@@ -295,6 +305,20 @@ def test_an_op_that_needs_strides_of_the_model_is_compiled_for_a_range():
     assert kernels(report) == []
 
 
+@pytest.mark.parametrize("setting", ["cpp_wrapper", "triton.autotune_at_compile_time"])
+def test_what_is_saved_as_one_piece_has_no_ranges(monkeypatch, setting):
+    """An AOTInductor package, and what ``standalone_compile`` returns, set one of these."""
+    is_saved_whole = inductor.is_saved_whole
+    assert not is_saved_whole()
+    with config.patch({setting: True}):
+        assert is_saved_whole()
+    monkeypatch.setattr(inductor, "is_saved_whole", lambda: True)
+    with session() as run:
+        report = run[16]
+    assert (rows(report), len(kernels(report))) == ([], 1)
+
+
+@pytest.mark.slow
 def test_a_reset_drops_all_ranges():
     with session() as run:
         assert rows(run[16]) == ["9..16"]
@@ -328,6 +352,30 @@ def test_gemms_with_other_rows_stay_in_their_own_range():
     [name] = rows(report)
     assert name == "24..44"
     assert {k.sizes[0] for k in report.kernels} == {2, 44}
+
+
+class Part(nn.Module):
+    """What one process of two computes: its results are added up by an all-reduce."""
+
+    k = 512
+
+    def __init__(self):
+        super().__init__()
+        self.part = tensor_parallel.MLP("int4", self.k, 0, 2)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_parts_have_ranges():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        found = kernels_of_ranges(Part, [16, 3, 300])
+        assert found == {m: static(m, Part) for m in (16, 3, 300)}
+    finally:
+        dist.destroy_process_group()
+    assert all(len(each) == 3 for each in found.values())
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
 from inductor_quant.kernels.experts.rules import ExpertsKernel
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
+from inductor_quant.spec import row_ranges
 from tests.support.gemms import formats
 from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, stacked
 from tests.support.gemms.generated import device, generate
@@ -71,6 +73,17 @@ def first(name: str, rows: int, **options):
 def test_the_kernel_follows_from_the_rows_an_expert_has_in_the_mean(name, rows, kernel, block_m):
     chosen, config = first(name, rows)
     assert (chosen, config.block_m) == (kernel, block_m)
+
+
+@pytest.mark.parametrize("name", ["nibble_pairs", "nf4", "int8_channel", "fp8_row"])
+def test_a_range_of_rows_has_one_kernel(name):
+    tops = row_ranges.tops([row_ranges.kind_of("experts", E)])
+    draw, found = random.Random(0), []
+    for rows in sorted(draw.randint(1, 64 * E) for _ in range(40)):
+        _, high = row_ranges.range_of(rows, tops)
+        found.append(first(name, rows))
+        assert found[-1] == first(name, high)
+    assert len({str(config) for _, config in found}) > 1
 
 
 def test_rows_in_any_order_are_a_tile_each():
