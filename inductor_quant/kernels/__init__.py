@@ -6,10 +6,6 @@ This package knows nothing of producers or FX graphs. ``README.md`` has the disp
 from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
-from inductor_quant.kernels.experts.scaled_mm.kernel import (
-    SCALED_EXPERTS_INT8_MM,
-    SCALED_EXPERTS_MM,
-)
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.scaled_experts.mm.kernel import (
     SCALED_EXPERTS_INT8_MM,

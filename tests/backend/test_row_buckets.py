@@ -24,13 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from examples import tensor_parallel
 from examples.benchmarks.workers.quantizers import Fp8BlockLinear
-<<<<<<< HEAD
 from inductor_quant import backend, collect, row_buckets, simulate
-from inductor_quant._compat import variants
-=======
-from inductor_quant import backend, collect, row_buckets
 from inductor_quant._compat import inductor, variants
->>>>>>> ranges
 from inductor_quant.errors import InductorQuantError, OptionError
 from inductor_quant.options import FAMILIES, Options
 from inductor_quant.report import formats

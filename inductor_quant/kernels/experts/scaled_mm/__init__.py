@@ -1,1 +1,0 @@
-"""The kernels for 8-bit rows and weights."""
