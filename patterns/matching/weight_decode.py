@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -56,7 +55,7 @@ from ..symbolic.expr import (
     told_apart,
 )
 from ..symbolic.functions import as_function
-from ..symbolic.index import WHOLE, Digit, IndexExpr, SplitConflict, Unsupported, Whole
+from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
 from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
 from .weight_rounding import Rounding, stripped
 
@@ -78,32 +77,6 @@ class Weight:
     sources: tuple[Source, ...]
     same_for: frozenset[torch.dtype]
     is_reordered: bool
-
-
-Found = TypeVar("Found")
-
-
-def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
-    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole, or
-    in digits of their own where a dimension's edges are not met."""
-    reader = Reader()
-    first = read(reader)
-    if is_good(first) or not reader.space.is_torn or reader.is_cut:
-        return first
-    ways: list[tuple[Whole | None, bool]] = [(whole, False) for whole in WHOLE]
-    likely = len(WHOLE)
-    if reader.pieces:
-        ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
-        likely = sum(whole.radix == reader.pieces for whole in WHOLE)
-    ways.insert(likely, (None, True))
-    for whole, computes in ways:
-        try:
-            found = read(Reader(whole, computes=computes))
-        except Unsupported:
-            continue
-        if is_good(found):
-            return found
-    return first
 
 
 def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:

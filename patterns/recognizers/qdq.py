@@ -34,9 +34,9 @@ from ..matching.operands import (
     transposed,
 )
 from ..matching.value_range import value_range
-from ..matching.weight_decode import Weight, attempt, decode
+from ..matching.weight_decode import Weight, decode
 from ..matching.zero_point import frozen_sums
-from ..symbolic import Reader
+from ..symbolic import Reader, attempt
 from . import w8a8
 
 ANCHORS = (

@@ -31,8 +31,8 @@ from ..matching.fake_quantized import FakeQuantized, Vector
 from ..matching.lookup_table import Source
 from ..matching.matmul_ops import Matmul
 from ..matching.operands import reject_mutated, reject_operands
-from ..matching.weight_decode import Weight, attempt, decode
-from ..symbolic import Reader, arithmetic
+from ..matching.weight_decode import Weight, decode
+from ..symbolic import Reader, arithmetic, attempt
 from ..symbolic.index import Unsupported
 from . import qdq, w8a8
 

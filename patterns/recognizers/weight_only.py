@@ -19,8 +19,8 @@ from ..match import Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_column_epilogue
 from ..matching.matmul_ops import Matmul, anchors, read_matmul
 from ..matching.operands import per_channel, reject_mutated, reject_operands
-from ..matching.weight_decode import Weight, attempt, decode
-from ..symbolic import Reader
+from ..matching.weight_decode import Weight, decode
+from ..symbolic import Reader, attempt
 
 FAMILY = "weight_only"
 
