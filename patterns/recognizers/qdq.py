@@ -22,7 +22,6 @@ from inductor_quant.spec.weight_format import AffineIndex, Field
 from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
-from ..matching.attempts import attempt
 from ..matching.epilogue import Epilogue, read_float_epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector, read_fake_quantized
 from ..matching.matmul_ops import Matmul, read_matmul
@@ -37,7 +36,7 @@ from ..matching.operands import (
 from ..matching.value_range import value_range
 from ..matching.weight_decode import Weight, decode
 from ..matching.zero_point import frozen_sums
-from ..symbolic import Reader
+from ..symbolic import Reader, attempt
 from ..symbolic.expr import Expr
 from . import w8a8
 

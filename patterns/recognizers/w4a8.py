@@ -33,14 +33,13 @@ from inductor_quant.spec.weight_format import (
 from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..match import Constant, Pattern, RecognizedGemm
-from ..matching.attempts import attempt
 from ..matching.epilogue import Epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector
 from ..matching.lookup_table import Source
 from ..matching.matmul_ops import Matmul
 from ..matching.operands import reject_mutated, reject_operands
 from ..matching.weight_decode import Weight, decode
-from ..symbolic import Reader, arithmetic
+from ..symbolic import Reader, arithmetic, attempt
 from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
 from ..symbolic.index import Unsupported
 from ..symbolic.reader import broadcast

@@ -16,12 +16,11 @@ from inductor_quant.spec.exactness import Exactness
 
 from .. import fx_utils
 from ..match import Operand, Pattern, RecognizedGemm
-from ..matching.attempts import attempt
 from ..matching.epilogue import Epilogue, read_column_epilogue
 from ..matching.matmul_ops import Matmul, anchors, read_matmul
 from ..matching.operands import per_channel, reject_mutated, reject_operands
 from ..matching.weight_decode import Weight, decode
-from ..symbolic import Reader
+from ..symbolic import Reader, attempt
 
 FAMILY = "weight_only"
 

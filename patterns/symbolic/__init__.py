@@ -9,12 +9,13 @@ writes its unpacking.
     index        positions: sums over digits            expr         expressions of a position
     bits         fields of words, and several as one    join         one form for all of a digit
     reader       the recursion, and its limits          arithmetic   integer and float ops on them
+    divided      parts that divide no axis              code_tables  functions of all codes
     views, concat, pointwise, custom_ops, functions     handlers of ops, registered on import
 """
 
 from __future__ import annotations
 
 from . import concat, custom_ops, functions, pointwise, views  # they register handlers
-from .reader import At, Reader
+from .reader import At, Reader, attempt
 
-__all__ = ["At", "Reader", "concat", "custom_ops", "functions", "pointwise", "views"]
+__all__ = ["At", "Reader", "attempt", "concat", "custom_ops", "functions", "pointwise", "views"]

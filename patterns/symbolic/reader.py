@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -33,7 +33,7 @@ from .expr import (
     table_of_digit,
     whole,
 )
-from .index import ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
+from .index import WHOLE, ZERO, Digit, IndexExpr, Space, SplitConflict, Unsupported, Whole
 from .join import join
 
 At = tuple[IndexExpr, ...]
@@ -207,6 +207,32 @@ class Reader:
         if not fx_utils.is_tensor_node(item):
             raise Unsupported("an argument that is no tensor")
         return self.read(item, broadcast(item, index))
+
+
+Found = TypeVar("Found")
+
+
+def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -> Found:
+    """The result of ``read``; after conflicting splits of a digit, retried with it kept whole, or
+    in digits of their own where a dimension's edges are not met."""
+    reader = Reader()
+    first = read(reader)
+    if is_good(first) or not reader.space.is_torn or reader.is_cut:
+        return first
+    ways: list[tuple[Whole | None, bool]] = [(kept, False) for kept in WHOLE]
+    likely = len(WHOLE)
+    if reader.pieces:
+        ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
+        likely = sum(kept.radix == reader.pieces for kept in WHOLE)
+    ways.insert(likely, (None, True))
+    for kept, computes in ways:
+        try:
+            found = read(Reader(kept, computes=computes))
+        except Unsupported:
+            continue
+        if is_good(found):
+            return found
+    return first
 
 
 # Stand for size symbols that are read for all their values at once. They are primes larger than any

@@ -10,9 +10,8 @@ from torch import fx
 
 from inductor_quant.patterns import fx_utils
 from inductor_quant.patterns.match import Constant, Derived
-from inductor_quant.patterns.matching.attempts import attempt
 from inductor_quant.patterns.matching.weight_decode import Weight, decode
-from inductor_quant.patterns.symbolic.reader import Reader
+from inductor_quant.patterns.symbolic.reader import Reader, attempt
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 aten, prims = torch.ops.aten, torch.ops.prims
