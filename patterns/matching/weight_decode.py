@@ -84,7 +84,7 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     """The result of ``read``; after conflicting splits of a digit, retried with it kept whole."""
     reader = Reader()
     first = read(reader)
-    if is_good(first) or not reader.space.is_torn or reader.is_cut or not _has_codes(reader):
+    if is_good(first) or not reader.space.is_torn or reader.is_cut or not reader.has_codes():
         return first
     for whole in WHOLE:
         try:
@@ -94,17 +94,6 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
         if is_good(found):
             return found
     return first
-
-
-def _has_codes(reader: Reader) -> bool:
-    """Whether it has met integers or fp8 in memory: the keys and values of attention, which are
-    read as a weight too, are floats or computed."""
-    quantized = (*INTEGERS, *FLOAT8)
-    return any(
-        fx_utils.value(node).dtype in quantized and fx_utils.is_stored(node)
-        for node in reader.nodes()
-        if fx_utils.is_tensor_node(node)
-    )
 
 
 def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:

@@ -474,5 +474,5 @@ def test_the_strides_that_a_library_gets_are_those_of_the_range():
             torch._dynamo.mark_dynamic(tensor, 0)
         return a, scale, w, torch.empty(N, 1, device=device)
 
-    with pytest.raises(Exception, match="CUDA|NVIDIA"):  # no library is there
+    with pytest.raises(Exception, match=r"CUDA|NVIDIA"):  # no library is there
         simulate.generate(fn, make, backend="inductor_quant")
