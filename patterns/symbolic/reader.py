@@ -16,6 +16,7 @@ from torch import fx
 
 from .. import fx_utils
 from .expr import (
+    FLOAT8,
     INTEGERS,
     Choice,
     Expr,
@@ -84,6 +85,15 @@ class Reader:
     def nodes(self) -> set[fx.Node]:
         """The nodes that were read."""
         return {node for node, _ in self._memo}
+
+    def has_codes(self) -> bool:
+        """Whether it has met integers or fp8 in memory: the keys and values of attention, which
+        are read as a weight too, are floats or computed."""
+        return any(
+            fx_utils.value(node).dtype in (*INTEGERS, *FLOAT8) and fx_utils.is_stored(node)
+            for node in self.nodes()
+            if fx_utils.is_tensor_node(node)
+        )
 
     def read(self, node: fx.Node, index: At) -> Expr:
         """The value of ``node`` at ``index``, one IndexExpr per dimension."""

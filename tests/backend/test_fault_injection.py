@@ -192,8 +192,8 @@ def compiled(package, which):
     [
         ("inductor_quant.lowering", "PROGRAMS", 30),
         pytest.param("inductor_quant.kernels", "PROGRAMS", 50, marks=pytest.mark.slow),
-        pytest.param("inductor_quant.lowering", "MORE", 30, marks=pytest.mark.slow),
-        pytest.param("inductor_quant.kernels", "MORE", 50, marks=pytest.mark.slow),
+        pytest.param("inductor_quant.lowering", "MORE", 15, marks=pytest.mark.slow),
+        pytest.param("inductor_quant.kernels", "MORE", 30, marks=pytest.mark.slow),
     ],
 )
 def test_a_function_of_the_lowerings_that_raises_leaves_the_graph_to_inductor(
