@@ -201,12 +201,11 @@ def test_tinygemm_is_matched_on_a_card(dynamic: bool) -> None:
     assert "u4/64x1" in str(match.spec)
 
 
-def test_a_row_of_tinygemm_is_matched_where_inductor_makes_sums_of_products(monkeypatch) -> None:
+def test_a_row_of_tinygemm_is_matched_where_inductor_makes_sums_of_products() -> None:
     """torchao's ``quantize_`` sets the option."""
-    import torch._inductor.config as config
-
-    monkeypatch.setattr(config, "coordinate_descent_tuning", True)
-    with simulate.virtual_gpu(90), FakeTensorMode(), torch.device("cuda"):
+    torch.compiler.reset()
+    option = torch._inductor.config.patch(coordinate_descent_tuning=True)
+    with option, simulate.virtual_gpu(90), FakeTensorMode(), torch.device("cuda"):
         module, x = Tinygemm(), torch.empty(1, K, dtype=torch.bfloat16)
         explanation = inductor_quant.explain(module, x, timings=False, verbose=False)
     assert [match.family for match in explanation.matches] == ["weight_only"]
