@@ -227,7 +227,7 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     in digits of their own where a dimension's edges are not met."""
     reader = Reader()
     first = read(reader)
-    if is_good(first) or not reader.space.is_torn or reader.is_cut:
+    if is_good(first) or not reader.space.is_torn or reader.is_cut or not reader.has_codes():
         return first
     ways: list[tuple[Whole | None, bool]] = [(kept, False) for kept in WHOLE]
     likely = len(WHOLE)
