@@ -9,7 +9,6 @@ import torch
 
 from inductor_quant.spec.weight_format import AffineIndex, Field, WeightFormat
 
-GROUP = 32
 u8, i64 = torch.uint8, torch.int64
 
 
@@ -29,7 +28,7 @@ class Packed:
 
     def make(self, device: str = "cpu") -> list[torch.Tensor]:
         """Random tensors."""
-        groups = self.format.shape[0] // GROUP
+        groups = next((shape[0] for kind, shape, _ in self.tensors if kind == "scale"), 1)
         return [_random(*tensor, groups, device) for tensor in self.tensors]
 
     def dequantized(self, weight: Sequence[torch.Tensor]) -> torch.Tensor:
