@@ -186,8 +186,6 @@ _add(
     "InductorChoices.triton_kernel_kwargs",
     "InductorChoices.should_use_persistent_reduction",
 )
-_add("narrow_stores", _IR, "Pointwise")
-_add("narrow_stores", "torch._inductor.choices", "InductorChoices.score_fusion")
 
 
 def symbol(name: str) -> Any:

@@ -23,14 +23,12 @@ import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant._compat.narrow_stores import end_gemm_with
 from inductor_quant.lowering.select import lowering_of
 from inductor_quant.ops import quantize, row_reduce
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
 LONGEST = 16384
-MANY_ROWS = 257  # from here on GEMMs are bound by arithmetic and by what they store
 # PTX ISA, cvt: rounds to nearest, ties to even; saturates at -128 and 127; NaN gives 0.
 ROUND_TO_INT8 = "cvt.rni.sat.s8.f32 $0, $1;"
 # x / scale, from x, -scale, 1 / scale and their product q: q + (x - q * scale) / scale. Its error
@@ -42,9 +40,6 @@ _LARGEST = torch.finfo(torch.float32).max
 @fallback.lowering(row_reduce.op)
 def lower_row_reduce(x: Any, kind: str, keepdim: bool) -> Any:
     compat.keep_rows_in_registers(row_reduce.op, LONGEST)
-    rows = compat.known_int(x.get_numel() // x.get_size()[-1])
-    if rows is not None and rows >= MANY_ROWS:
-        end_gemm_with(x)
     with compat.inductor_config().patch(split_reductions=False):
         if kind == "absmax":
             return _absmax(x, keepdim)

@@ -80,47 +80,6 @@ def test_a_row_is_read_and_its_gelu_computed_once(k):
     assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
-def mlp(x, w, w_scale, activation):
-    """The first layer's result is not rounded before the activation function."""
-    a_scale = x.float().abs().amax(-1, keepdim=True).clamp_min(1e-5) / 127
-    a = (x / a_scale).round().clamp(-128, 127).to(torch.int8)
-    wide = torch._int_mm(a, w.t()).float() * a_scale * w_scale
-    return min_max_linear(activation(wide).to(x.dtype), w, w_scale)
-
-
-def gelu_mlp(x, w, w_scale):
-    return mlp(x, w, w_scale, torch.nn.functional.gelu)
-
-
-def gated_mlp(x, w, w_scale):
-    return mlp(x, w, w_scale, lambda wide: torch.nn.functional.silu(wide) * x.float())
-
-
-@pytest.mark.compiles
-def test_a_gemm_of_many_rows_ends_with_the_gelu_instead_of_storing_fp32():
-    def sources(m):
-        return list(generate(gelu_mlp, lambda d: make(m, 256, d, n=256)).kernels.values())
-
-    _, product, quantizing, _ = sources(300)
-    assert "erf(" in product
-    assert "'*fp32'" not in product.split("'arg_B_SCALE': '*fp32'")[1]  # no result in fp32
-    assert "erf(" not in quantizing
-    _, product, quantizing, _ = sources(256)  # as before, where a launch takes most of the time
-    assert "erf(" not in product
-    assert "erf(" in quantizing
-
-
-@pytest.mark.interp
-@pytest.mark.parametrize("fn", [gelu_mlp, gated_mlp])
-def test_a_gemm_that_ends_with_an_activation_computes_what_eager_does(fn):
-    torch.manual_seed(0)
-    inputs = make(300, 64, "cpu")
-    code = generate(fn, lambda d: make(300, 64, d))
-    got, want = simulate.interpret(code, inputs), fn(*inputs)
-    error = (got.double() - want.double()).norm() / want.double().norm()
-    assert error < 2**-8  # one rounding to bf16, and values that it moves to the next int8
-
-
 @pytest.mark.compiles
 def test_longer_rows_and_other_reductions_are_treated_as_before():
     def fn(x, w, w_scale):
