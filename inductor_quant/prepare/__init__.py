@@ -184,7 +184,7 @@ def _rule(module: nn.Module) -> str | None:
 
 
 def _of_linear(module: nn.Module) -> str | None:
-    if sparse_bsr.is_sparse_bsr(module.weight):
+    if sparse_bsr.is_sparse_bsr(getattr(module, "weight", None)):
         return "sparse_bsr"
     return "compressed_tensors" if hasattr(module, "quantization_scheme") else None
 

@@ -227,7 +227,9 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
     in digits of their own where a dimension's edges are not met."""
     reader = Reader()
     first = read(reader)
-    if is_good(first) or not reader.space.is_torn or reader.is_cut or not reader.has_codes():
+    if is_good(first) or not reader.space.is_torn or reader.is_cut:
+        return first
+    if not reader.has_codes() and not reader.pieces:  # keys and values of attention, say
         return first
     ways: list[tuple[Whole | None, bool]] = [(kept, False) for kept in WHOLE]
     likely = len(WHOLE)

@@ -62,6 +62,7 @@ def test_every_family_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return roofline.Timing(1.0, 2.0, 0.5)
 
     monkeypatch.setattr(roofline, "time_gemm", time_gemm)
+    monkeypatch.setattr(roofline, "roofs", lambda device: {})
     int8 = OperandSpec(torch.int8, ScaleSpec(f32, (-1, 1)))
     site = Site("mm", "aten.mm", 1, 16, 256, 512, "bf16", "bf16", "cuda:0")
     specs = {"w8a8": spec(int8, int8), "weight_only": spec(OperandSpec(bf16), int8)}

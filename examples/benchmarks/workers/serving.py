@@ -2,23 +2,56 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.benchmarks.workers.architectures import (
-    LlamaConfig,
-    SwiGLU,
-    construction,
-    init,
-    rotary,
-    rotate,
-)
+from examples.benchmarks.workers.architectures import construction, init
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """Defaults: Llama-3-8B."""
+
+    hidden: int = 4096
+    inner: int = 14336
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    vocabulary: int = 128256
+    theta: float = 500000.0
+
 
 EIGHT_LAYERS = LlamaConfig(layers=8)
 TINY = LlamaConfig(64, 128, 2, 4, 2, 16, 256)
+
+
+def rotary(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [positions, size] of rotary embeddings."""
+    frequencies = theta ** -(torch.arange(0, size, 2, device=positions.device).float() / size)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):

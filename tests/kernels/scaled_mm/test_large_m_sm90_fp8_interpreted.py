@@ -24,8 +24,10 @@ BLOCK = (128, 128)
 
 @pytest.fixture(autouse=True)
 def any_size_and_a_small_chip(monkeypatch):
-    for bound in ("MIN_M", "MIN_FILL", "MIN_PRODUCTS"):
+    for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS_FLOAT", "SPLIT_ROWS"):
         monkeypatch.setattr(large_m_sm90, bound, 0)
+    for kernel in (large_m_sm90.LargeM, large_m_sm90.Fp8LargeM):
+        monkeypatch.setattr(kernel, "min_m", 0)
     small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
 

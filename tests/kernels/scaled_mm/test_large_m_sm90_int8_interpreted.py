@@ -24,7 +24,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def any_size_and_a_small_chip(monkeypatch):
-    for bound in ("MIN_M", "MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS"):
+    monkeypatch.setattr(large_m_sm90.LargeM, "min_m", 0)
+    for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS"):
         monkeypatch.setattr(large_m_sm90, bound, 0)
     small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
