@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from inductor_quant.options import Options
 from inductor_quant.patterns import graph_pass
-from inductor_quant.patterns.matching import weight_decode
 from inductor_quant.patterns.symbolic import Reader
+from inductor_quant.patterns.symbolic import reader as symbolic_reader
 from tests.support.graphs.post_grad import capture as capture_graphs
 from tests.support.graphs.post_grad import printed, rewrite_graph
 from tests.support.producers.registry import PRODUCERS, capture, need
@@ -170,7 +170,7 @@ def test_keys_of_attention_are_read_once_by_each_recognizer(monkeypatch):
             readers.append(self)
             super().__init__(*args)
 
-    monkeypatch.setattr(weight_decode, "Reader", Counted)
+    monkeypatch.setattr(symbolic_reader, "Reader", Counted)
     q, cache = torch.randn(32, 1, 64), torch.randn(4, 2, 16, 64)
     int8 = [torch.ones(rows, 256, dtype=torch.int8) for rows in (4, 128)]
     _, [rewrite] = capture_graphs(attend, [q.bfloat16(), cache.bfloat16(), *int8, torch.rand(128)])

@@ -20,6 +20,7 @@ from tests.support.gemms.quantizers import QUANTIZERS, GptFastLinear
 from tests.support.graphs.post_grad import capture
 from tests.support.producers.activation import PRODUCERS
 from tests.support.producers.registry import GIVEN, need, need_package
+from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.compiles
 
@@ -33,7 +34,7 @@ def verified(fn, args, options=VERIFY, **kwargs):
     return result, rewrites, found.verifications
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", sampled([1, 32]))
 @pytest.mark.parametrize("producer", GIVEN, ids=str)
 def test_every_given_weight_only_producer_is_as_near_to_fp64_as_eager_mode(producer, rows):
     need(producer)

@@ -14,6 +14,7 @@ from inductor_quant.spec.gemm import GATHERED
 from inductor_quant.spec.weight_format import Field, WeightFormat
 from tests.support.graphs.post_grad import Rewrite, calls, capture
 from tests.support.producers.registry import BY_INDEX, PRODUCERS, Producer, anchors, need
+from tests.support.sampling import sampled
 
 bf16, f16 = torch.bfloat16, torch.float16
 OP = torch.ops.inductor_quant.weight_only.default
@@ -129,7 +130,7 @@ def test_a_layer_becomes_one_gemm_that_is_as_exact(
     assert (result.double() - want).norm() <= limit * (eager.double() - want).norm()
 
 
-@pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
+@pytest.mark.parametrize("producer", sampled(PRODUCERS.values(), 2, str))
 def test_the_graph_has_one_product_and_its_bias_where_it_should_be(producer: Producer) -> None:
     """Of the registry: the graph that the tests above are about is that of the layer."""
     dtype, lead, bias = cases(producer)[0]
@@ -145,7 +146,7 @@ def test_the_graph_has_one_product_and_its_bias_where_it_should_be(producer: Pro
     assert len(after) == (producer.bias == "add")
 
 
-@pytest.mark.parametrize("producer", MATCHED, ids=str)
+@pytest.mark.parametrize("producer", sampled(MATCHED, 3, str))
 def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
     """The op reads graph inputs, or computed tensors as small as scales."""
     _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
@@ -166,7 +167,7 @@ def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
 # what is meant
 
 
-@pytest.mark.parametrize("producer", MATCHED, ids=str)
+@pytest.mark.parametrize("producer", sampled(MATCHED, 2, str))
 def test_the_format_is_what_the_producer_stored(producer: Producer) -> None:
     _, _, _, rewrite = rewritten(producer, producer.dtypes[0])
     format, node, env = decoded(rewrite)
@@ -216,7 +217,7 @@ def _expected_zeros(producer: Producer) -> set[str]:
     return set() if producer.zero == "none" else {producer.zero}
 
 
-@pytest.mark.parametrize("producer", MATCHED, ids=str)
+@pytest.mark.parametrize("producer", sampled(MATCHED, 3, str))
 def test_the_decoded_weight_is_the_dense_one(producer: Producer) -> None:
     """Exact in fp64 (values are stored in fp32), unless the graph itself rounds a scale."""
     module, _, _, rewrite = rewritten(producer, producer.dtypes[0])
