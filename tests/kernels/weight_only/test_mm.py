@@ -16,6 +16,7 @@ from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.formats import FORMATS
 from tests.support.gemms.generated import device, generate, hardest
 from tests.support.gemms.weight_only import Case, described, gemm, generate_case, make_inputs
+from tests.support.sampling import sampled
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = (80, 89, 90, 100)
@@ -153,7 +154,7 @@ COMPILED = [
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(("arch", "name"), COMPILED)
+@pytest.mark.parametrize(("arch", "name"), sampled(COMPILED, 3))
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
     """At small and large M."""
     for m in (16, 128):

@@ -27,6 +27,7 @@ from tests.support.graphs.handmade import rewritten
 from tests.support.graphs.post_grad import EagerBackend
 from tests.support.producers.fp8 import BLOCKS, LAYERS, K, N, torchao
 from tests.support.producers.registry import need_package
+from tests.support.sampling import sampled
 
 need_package("torchao")
 
@@ -91,7 +92,7 @@ SHAPES = [((32,), ()), ((1,), ()), ((2, 16), (0, 1))]
 
 
 @pytest.mark.parametrize(("lead", "dynamic"), SHAPES, ids=str)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", sampled(LAYERS))
 def test_a_layer_is_matched_and_no_farther_from_fp64_than_eager(
     name: str, lead: tuple[int, ...], dynamic: tuple[int, ...]
 ) -> None:

@@ -30,6 +30,7 @@ from tests.support.producers.registry import (
     need,
     signature,
 )
+from tests.support.sampling import sampled
 
 bf16, f16 = torch.bfloat16, torch.float16
 ROOT = Path(__file__).parents[3]
@@ -111,7 +112,6 @@ GRAPHS = {
     """,
 }
 
-every = pytest.mark.parametrize("producer", PRODUCERS.values(), ids=str)
 given = pytest.mark.parametrize("producer", GIVEN, ids=str)
 
 
@@ -144,7 +144,7 @@ def leads(producer: Producer) -> list[tuple[int, ...]]:
 # what the layers compute
 
 
-@every
+@pytest.mark.parametrize("producer", sampled(PRODUCERS.values(), 3, str))
 def test_the_eager_layer_multiplies_by_the_dense_weight(producer: Producer) -> None:
     need(producer)
     for dtype in producer.dtypes:
@@ -158,7 +158,7 @@ def test_the_eager_layer_multiplies_by_the_dense_weight(producer: Producer) -> N
             assert error(y, expected(producer, module, x)) < TOLERANCE[dtype], (bias, lead)
 
 
-@every
+@pytest.mark.parametrize("producer", sampled(PRODUCERS.values(), 3, str))
 def test_a_layer_is_the_same_each_time_and_has_scales_that_differ(producer: Producer) -> None:
     need(producer)
     state = torch.random.get_rng_state()
@@ -174,7 +174,7 @@ def test_a_layer_is_the_same_each_time_and_has_scales_that_differ(producer: Prod
 SMALL = [p for p in PRODUCERS.values() if p.bits <= 4 and p.group_size != BY_INDEX]
 
 
-@pytest.mark.parametrize("producer", SMALL, ids=str)
+@pytest.mark.parametrize("producer", sampled(SMALL, 3, str))
 def test_a_group_has_as_many_values_as_its_bits_can_tell_and_two_groups_more(
     producer: Producer,
 ) -> None:
