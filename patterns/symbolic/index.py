@@ -13,6 +13,7 @@ finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -129,7 +130,7 @@ class IndexExpr:
         """All values, if there are at most ``MAX_CASES``."""
         if self.data or math.prod(digit.radix for digit, _ in self.terms) > MAX_CASES:
             raise Unsupported("too many values to go through")
-        return [_value(self, position) for position in _positions(self)]
+        return _values(self)
 
 
 ZERO = IndexExpr()
@@ -323,8 +324,10 @@ class Space:
             raise Unsupported("a table is indexed beyond its end")
         if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
             raise Unsupported("a table over too many positions")
-        found = [values[_value(index, position)] for position in _positions(index)]
-        return self._simplified(from_values(index, found))
+        places = _values(index)
+        if places != list(range(len(values))):
+            values = [values[place] for place in places]
+        return self._simplified(from_values(index, values))
 
     def _profile(self, digit: Digit, values: list[int]) -> IndexExpr:
         """``values[digit]``, where values[0] is 0; splits the digit if that is simpler."""
@@ -353,18 +356,14 @@ def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
     first = values[0]
     found = IndexExpr(first)
     stride = len(values)
+    tables = []
     for digit, _ in index.terms:
+        block = values[: stride : stride // digit.radix]
         stride //= digit.radix
-        table = tuple(values[i * stride] - first for i in range(digit.radix))
-        found = found + _index(0, [(digit, table)])
-    digits = [digit for digit, _ in index.terms]
-    if len(digits) < 2:
-        return found
-    for position, value in zip(_positions(index), values, strict=True):
-        at = dict(zip(digits, position, strict=True))
-        if _value(found, [at[digit] for digit, _ in found.terms]) != value:
-            raise SplitConflict("a table that is no sum over digits")
-    return found
+        tables.append((digit, tuple([value - first for value in block])))
+    if len(tables) > 1 and _values(IndexExpr(first, tuple(tables))) != list(values):
+        raise SplitConflict("a table that is no sum over digits")
+    return _index(first, tables)
 
 
 def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) -> IndexExpr:
@@ -373,17 +372,11 @@ def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) ->
         raise Unsupported("a function of indices that are data")
     joint = IndexExpr(0, tuple((d, 1) for d in {**dict(a.terms), **dict(b.terms)}))
     joint.values()  # few enough
-    digits = [digit for digit, _ in joint.terms]
-    values = []
-    for position in _positions(joint):
-        known = dict(zip(digits, position, strict=True))
-        x, y = (_value(i, [known[d] for d, _ in i.terms]) for i in (a, b))
-        values.append(function(x, y))
-    return from_values(joint, values)
-
-
-def _positions(index: IndexExpr) -> Iterable[tuple[int, ...]]:
-    return itertools.product(*(range(digit.radix) for digit, _ in index.terms))
+    first, second = (
+        _values(IndexExpr(i.const, tuple((d, dict(i.terms).get(d, 0)) for d, _ in joint.terms)))
+        for i in (a, b)
+    )
+    return from_values(joint, list(map(function, first, second)))
 
 
 def merge(digit: Digit, cases: Sequence[IndexExpr]) -> IndexExpr | None:
@@ -420,23 +413,28 @@ def _parts(index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
 
 def _is_linear(values: Sequence[int]) -> bool:
     step = values[1] - values[0] if len(values) > 1 else 0
-    return all(v == values[0] + step * i for i, v in enumerate(values))
+    if not step:
+        return values.count(values[0]) == len(values)
+    return list(values) == list(range(values[0], values[0] + step * len(values), step))
 
 
-def _simplest_split(values: Sequence[int]) -> int:
+def _simplest_split(values: list[int]) -> int:
     """The radix of the lower of two digits over which ``values`` is a sum; 0 if there are none.
 
     Prefers two linear parts, then a linear upper part and the shortest table (an order within
     words), then the longest linear lower part (groups).
     """
-    size = len(values)
     best = (0, 0, 0)
-    for low in range(2, size // 2 + 1):
-        if size % low:
+    uppers = {1: values}  # of the radices that were found
+    for low in _divisors(len(values)):
+        known = max(radix for radix in uppers if low % radix == 0)
+        every, step = uppers[known], low // known
+        upper, lower = every[::step], values[:low]
+        if every[-1] != upper[-1] + every[step - 1]:
             continue
-        upper, lower = values[::low], values[:low]
-        if not all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
+        if every != [u + v for u in upper for v in every[:step]]:
             continue
+        uppers[low] = upper
         is_upper, is_lower = _is_linear(upper), _is_linear(lower)
         if is_upper and is_lower:
             return low
@@ -447,18 +445,27 @@ def _simplest_split(values: Sequence[int]) -> int:
     return best[2]
 
 
+@functools.lru_cache(256)
+def _divisors(size: int) -> list[int]:
+    """Those between 1 and ``size``, in order."""
+    low = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return sorted({*low, *(size // n for n in low)} - {1, size})
+
+
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
     """``table[low * h + l] = first + upper[h] + lower[l]``, or SplitConflict."""
     first = table[0]
     upper = tuple(v - first for v in table[::low])
     lower = tuple(v - first for v in table[:low])
-    if any(v != first + upper[i // low] + lower[i % low] for i, v in enumerate(table)):
+    if table != tuple([first + u + v for u in upper for v in lower]):
         raise SplitConflict("a digit is split on which a table depends")
     return first, upper, lower
 
 
-def _value(index: IndexExpr, position: Sequence[int]) -> int:
-    value = index.const
-    for (_, term), digit in zip(index.terms, position, strict=True):
-        value += term[digit] if isinstance(term, tuple) else term * digit
-    return value
+def _values(index: IndexExpr) -> list[int]:
+    """The value at every position, the last digit counting fastest; without the data."""
+    found = [index.const]
+    for digit, term in index.terms:
+        steps = term if isinstance(term, tuple) else [term * i for i in range(digit.radix)]
+        found = [value + step for value in found for step in steps]
+    return found
