@@ -57,6 +57,14 @@ Table = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """The values of a digit from ``first`` on that the digit ``part`` counts."""
+
+    first: int
+    part: Digit
+
+
+@dataclasses.dataclass(frozen=True)
 class Datum:
     """An integer in a tensor, within ``low`` ... ``high``."""
 
@@ -76,6 +84,21 @@ class IndexExpr:
     const: int = 0
     terms: tuple[tuple[Digit, int | Table], ...] = ()
     data: tuple[tuple[Datum, int], ...] = ()
+
+    def __init__(  # a third of the time of the generated one; there are thousands
+        self,
+        const: int = 0,
+        terms: tuple[tuple[Digit, int | Table], ...] = (),
+        data: tuple[tuple[Datum, int], ...] = (),
+    ) -> None:
+        held = self.__dict__
+        held["const"], held["terms"], held["data"] = const, terms, data
+
+    def __hash__(self) -> int:  # computed once: most are part of keys
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((self.const, self.terms, self.data))
+        return found
 
     @property
     def is_const(self) -> bool:
@@ -97,22 +120,29 @@ class IndexExpr:
             return self
         if self.is_const or not factor:
             return IndexExpr(self.const * factor)
-        terms = tuple((d, _scaled(t, factor)) for d, t in self.terms)
-        data = tuple((d, c * factor) for d, c in self.data)
+        terms = tuple([(d, _scaled(t, factor)) for d, t in self.terms])
+        data = tuple([(d, c * factor) for d, c in self.data])
         return IndexExpr(self.const * factor, terms, data)
 
     def __sub__(self, other: IndexExpr) -> IndexExpr:
         return self + other * -1
 
-    def at(self, digit: Digit, value: int) -> IndexExpr:
-        """The index where ``digit`` has this value, without the data."""
+    def at(self, digit: Digit, value: int | Run) -> IndexExpr:
+        """The index where ``digit`` has this value, or the values of a run; without the data."""
+        first = value.first if isinstance(value, Run) else value
         const, terms = self.const, []
         for known, term in self.terms:
-            if known is digit:
-                const += term[value] if isinstance(term, tuple) else term * value
-            else:
+            if known is not digit:
                 terms.append((known, term))
-        return IndexExpr(const, tuple(terms))
+                continue
+            start = term[first] if isinstance(term, tuple) else term * first
+            const += start
+            if isinstance(value, Run):
+                if isinstance(term, tuple):
+                    end = first + value.part.radix
+                    term = tuple([entry - start for entry in term[first:end]])
+                terms.append((value.part, term))
+        return _index(const, terms) if isinstance(value, Run) else IndexExpr(const, tuple(terms))
 
     def bounds(self) -> tuple[int, int]:
         """The smallest and the largest value."""
@@ -138,7 +168,7 @@ AsData = Callable[[IndexExpr, int, Table], Datum]
 
 
 def _scaled(term: int | Table, factor: int) -> int | Table:
-    return tuple(v * factor for v in term) if isinstance(term, tuple) else term * factor
+    return tuple([v * factor for v in term]) if isinstance(term, tuple) else term * factor
 
 
 def _index(
@@ -149,18 +179,21 @@ def _index(
     tables: dict[Digit, list[int]] = {}
     for digit, term in terms:
         if isinstance(term, tuple):
-            old = tables.get(digit, [0] * digit.radix)
-            tables[digit] = [a + b for a, b in zip(old, term, strict=True)]
+            old = tables.get(digit)
+            tables[digit] = list(term) if old is None else list(map(operator.add, old, term))
         else:
             linear[digit] = linear.get(digit, 0) + term
     found: list[tuple[Digit, int | Table]] = []
     for digit in sorted({**linear, **tables} if tables else linear, key=_serial):
         coef = linear.get(digit, 0)
         if digit in tables:
-            values = [v + coef * i for i, v in enumerate(tables[digit])]
-            const += values[0]
+            values = tables[digit]
+            if coef:
+                values = [v + coef * i for i, v in enumerate(values)]
+            first = values[0]
+            const += first
             if not _is_linear(values):
-                found.append((digit, tuple(v - values[0] for v in values)))
+                found.append((digit, tuple([v - first for v in values] if first else values)))
                 continue
             coef = values[1] - values[0] if len(values) > 1 else 0
         if coef:
@@ -236,6 +269,9 @@ class Space:
         digits = self.axes[digit.axis]
         at = digits.index(digit)
         digits[at : at + 1] = [high, rest]
+
+    def run(self, digit: Digit, first: int, count: int) -> Run:
+        return Run(first, Digit(digit.axis, count, next(self._serials), whole=True))
 
     def leaves(self, index: IndexExpr) -> IndexExpr:
         """The same index in unsplit digits."""
@@ -324,9 +360,9 @@ class Space:
             raise Unsupported("a table is indexed beyond its end")
         if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
             raise Unsupported("a table over too many positions")
-        places = _values(index)
-        if places != list(range(len(values))):
-            values = [values[place] for place in places]
+        is_whole = [(d.radix, term) for d, term in index.terms] == [(len(values), 1)]
+        if index.const or not is_whole:
+            values = [values[place] for place in _values(index)]
         return self._simplified(from_values(index, values))
 
     def _profile(self, digit: Digit, values: list[int]) -> IndexExpr:
@@ -384,7 +420,7 @@ def merge(digit: Digit, cases: Sequence[IndexExpr]) -> IndexExpr | None:
     first = cases[0]
     if any(case.terms != first.terms or case.data != first.data for case in cases[1:]):
         return None
-    table = tuple(case.const - first.const for case in cases)
+    table = tuple([case.const - first.const for case in cases])
     return _index(first.const, [*first.terms, (digit, table)], first.data)
 
 
@@ -400,8 +436,8 @@ def _parts(index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
         if isinstance(term, tuple):
             least = min(term)
             const += least
-            upper.append((digit, tuple((v - least) // size for v in term)))
-            lower.append((digit, tuple((v - least) % size for v in term)))
+            upper.append((digit, tuple([(v - least) // size for v in term])))
+            lower.append((digit, tuple([(v - least) % size for v in term])))
         else:
             upper.append((digit, term // size))
             lower.append((digit, term % size))
@@ -455,8 +491,8 @@ def _divisors(size: int) -> list[int]:
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
     """``table[low * h + l] = first + upper[h] + lower[l]``, or SplitConflict."""
     first = table[0]
-    upper = tuple(v - first for v in table[::low])
-    lower = tuple(v - first for v in table[:low])
+    upper = tuple([v - first for v in table[::low]])
+    lower = tuple([v - first for v in table[:low]])
     if table != tuple([first + u + v for u in upper for v in lower]):
         raise SplitConflict("a digit is split on which a table depends")
     return first, upper, lower

@@ -75,6 +75,7 @@ class Reader:
         self.space = Space(whole, table_of_digit if computes else None)
         self.computes = computes
         self.pieces = 0  # of a dimension whose edges the digits do not meet
+        self.parts_of_runs: set[Digit] = set()  # that are being read
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
@@ -180,6 +181,10 @@ class Reader:
                 return branch(index, lambda other: deeper(fix(other)))
 
             cases.append(self.by_cases(index.at(digit, value), inner))
+        return self.joined(digit, cases)
+
+    def joined(self, digit: Digit, cases: list[Expr]) -> Expr:
+        """``cases[v]`` where ``digit`` is v."""
         if digit.children is not None:
             raise SplitConflict("a digit is split on which cases depend")
         return self._joined(digit, [normalized(case, self.space) for case in cases])
@@ -268,10 +273,13 @@ def for_any(size: int | torch.SymInt) -> Iterator[None]:
         _any_symbols.reset(token)
 
 
+_INT = frozenset([int])
+
+
 def sizes(node: fx.Node) -> list[int]:
     """The shape of a node. Raises Unsupported if it is symbolic, except within ``for_any``."""
     shape = fx_utils.value(node).shape
-    if not _any_symbols.get() and all(type(size) is int for size in shape):
+    if not _any_symbols.get() and set(map(type, shape)) <= _INT:
         return list(shape)
     return [_size(size) for size in shape]
 
@@ -295,7 +303,7 @@ def broadcast(node: fx.Node, index: At) -> At:
     if len(shape) > len(index):
         raise Unsupported("an operand of more dimensions")
     last = index[len(index) - len(shape) :]
-    return tuple(ZERO if size == 1 else i for size, i in zip(shape, last, strict=True))
+    return tuple([ZERO if size == 1 else i for size, i in zip(shape, last, strict=True)])
 
 
 def dimension(dim: int, rank: int) -> int:
