@@ -61,9 +61,7 @@ def _piecewise(
     return reader.joined(digit, list(_by_runs(reader, digit, ends, at_value)))
 
 
-def _piece(
-    here: IndexExpr, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]
-) -> int | None:
+def _piece(here: IndexExpr, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]) -> int | None:
     """The number of the piece that a position is in; None: of several."""
     low, high = here.bounds()
     for number, (begin, end, _) in enumerate(pieces):
@@ -76,9 +74,9 @@ def _ends(
     here: IndexExpr, digit: Digit, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]
 ) -> list[int]:
     """Where runs of values of ``digit`` end within each of which the position is in one piece."""
-    found = [_piece(here.at(digit, value), pieces) for value in range(digit.radix)]
-    if here.data:
-        found = [None] * digit.radix
+    found: list[int | None] = [None] * digit.radix
+    if not here.data:
+        found = [_piece(here.at(digit, value), pieces) for value in range(digit.radix)]
     edges = (at for at in range(1, len(found)) if found[at] is None or found[at] != found[at - 1])
     return [*edges, digit.radix]
 

@@ -315,7 +315,7 @@ def at(expr: Expr, digit: Digit, value: int | Run) -> Expr:
 
 
 def _at(forms: tuple[IndexExpr, ...], digit: Digit, value: int | Run) -> tuple[IndexExpr, ...]:
-    if not any([form.data or digit in dict(form.terms) for form in forms]):
+    if not any(form.data or digit in dict(form.terms) for form in forms):
         return forms
     found = []
     for form in forms:

@@ -390,9 +390,8 @@ class Space:
 def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
     """The index over the digits of ``index`` whose ``values()`` are ``values``."""
     first = values[0]
-    found = IndexExpr(first)
     stride = len(values)
-    tables = []
+    tables: list[tuple[Digit, int | Table]] = []
     for digit, _ in index.terms:
         block = values[: stride : stride // digit.radix]
         stride //= digit.radix
