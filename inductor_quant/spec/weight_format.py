@@ -328,11 +328,10 @@ class WeightFormat:
 
 def _pack(item: Any) -> Any:
     """Nested lists of the fields' values, without their names."""
-    if dataclasses.is_dataclass(item):
-        return [_pack(getattr(item, field.name)) for field in dataclasses.fields(item)]
-    if isinstance(item, tuple):
-        return [_pack(part) for part in item]
-    return item
+    if isinstance(item, (str, int, float)) or item is None:
+        return item
+    parts = item if isinstance(item, tuple) else vars(item).values()  # in the order of the fields
+    return [_pack(part) for part in parts]
 
 
 def _index(raw: Any) -> AffineIndex:

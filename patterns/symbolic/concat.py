@@ -7,7 +7,7 @@ fully overwritten.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -16,8 +16,8 @@ from .. import fx_utils
 from ..fx_utils import aten
 from . import arithmetic
 from .divided import divided
-from .expr import Expr
-from .index import IndexExpr, SplitConflict, Unsupported
+from .expr import Bits, Expr, at, fixed, normalized
+from .index import Digit, IndexExpr, Run, SplitConflict, Unsupported
 from .reader import At, Reader, dimension, handles, sizes
 from .views import slice_bounds
 
@@ -30,10 +30,13 @@ def _piecewise(
 ) -> Expr:
     """Reads the piece (begin, end, read) that contains ``index[dim]``, at its position in it."""
     here = reader.space.leaves(index[dim])
-    bounds = here.bounds()
-    for begin, end, read in pieces:
-        if begin <= bounds[0] and bounds[1] < end:
-            return read((*index[:dim], here + -begin, *index[dim + 1 :]))
+    within = _piece(here, pieces)
+    if within is not None:
+        begin, _, read = pieces[within]
+        return read((*index[:dim], here + -begin, *index[dim + 1 :]))
+    for digit, _ in here.terms:
+        if digit in reader.parts_of_runs and (ends := _ends(here, digit, pieces))[0] > 1:
+            raise _Edge(digit, ends[0])
     unit = math.gcd(*(edge for begin, end, _ in pieces for edge in (begin, end)))
 
     def at_digits(position: IndexExpr) -> Expr:
@@ -48,11 +51,71 @@ def _piecewise(
         return divided(reader, here, unit, at_digits)
     if block.is_const:
         raise Unsupported("a position on both sides of an edge")
+    digit = reader.space.cases(block)[0]
+    ends = _ends(reader.space.leaves(here), digit, pieces)
 
-    def branch(value: IndexExpr, fix: Callable[[IndexExpr], IndexExpr]) -> Expr:
-        return _piecewise(reader, tuple(map(fix, index)), dim, pieces)
+    def at_value(value: int | Run) -> Expr:
+        fixed_index = tuple(fixed(i, reader.space, digit, value) for i in index)
+        return _piecewise(reader, fixed_index, dim, pieces)
 
-    return reader.by_cases(block, branch)
+    return reader.joined(digit, list(_by_runs(reader, digit, ends, at_value)))
+
+
+def _piece(here: IndexExpr, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]) -> int | None:
+    """The number of the piece that a position is in; None: of several."""
+    low, high = here.bounds()
+    for number, (begin, end, _) in enumerate(pieces):
+        if begin <= low and high < end:
+            return number
+    return None
+
+
+def _ends(
+    here: IndexExpr, digit: Digit, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]
+) -> list[int]:
+    """Where runs of values of ``digit`` end within each of which the position is in one piece."""
+    found: list[int | None] = [None] * digit.radix
+    if not here.data:
+        found = [_piece(here.at(digit, value), pieces) for value in range(digit.radix)]
+    edges = (at for at in range(1, len(found)) if found[at] is None or found[at] != found[at - 1])
+    return [*edges, digit.radix]
+
+
+class _Edge(Exception):
+    """A run of a digit, counted by ``part``, has several pieces; the first ends at ``end``."""
+
+    def __init__(self, part: Digit, end: int) -> None:
+        super().__init__(part, end)
+        self.part, self.end = part, end
+
+
+def _by_runs(
+    reader: Reader, digit: Digit, ends: list[int], read: Callable[[int | Run], Expr]
+) -> Iterator[Expr]:
+    """``read`` for each value of ``digit``, in order; at once for runs that are a field."""
+    todo, first = ends[::-1], 0
+    while todo:
+        end = todo[-1]
+        if end - first == 1:
+            yield read(first)
+            first = todo.pop()
+            continue
+        run = reader.space.run(digit, first, end - first)
+        reader.parts_of_runs.add(run.part)
+        try:
+            found = normalized(read(run), reader.space)
+        except _Edge as edge:
+            if edge.part is not run.part:
+                raise
+            todo.append(first + edge.end)
+            continue
+        finally:
+            reader.parts_of_runs.discard(run.part)
+        if isinstance(found, Bits) and fx_utils.is_stored(found.node):
+            yield from (at(found, run.part, value) for value in range(end - first))
+            first = todo.pop()
+        else:
+            todo += range(end - 1, first, -1)
 
 
 @handles(aten.cat.default)

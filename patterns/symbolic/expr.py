@@ -21,7 +21,17 @@ from torch import fx
 from inductor_quant._compat import inductor as compat
 
 from ..match import Derived
-from .index import SELECTING, ZERO, Datum, Digit, IndexExpr, Space, SplitConflict, Unsupported
+from .index import (
+    SELECTING,
+    ZERO,
+    Datum,
+    Digit,
+    IndexExpr,
+    Run,
+    Space,
+    SplitConflict,
+    Unsupported,
+)
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -289,10 +299,13 @@ def mapped(
     return expr
 
 
-def at(expr: Expr, digit: Digit, value: int) -> Expr:
-    """The expression where ``digit`` has this value."""
+def at(expr: Expr, digit: Digit, value: int | Run) -> Expr:
+    """The expression where ``digit`` has this value, or the values of a run."""
     if isinstance(expr, Choice) and expr.digit is digit:
-        return expr.cases[value]
+        if isinstance(value, int):
+            return expr.cases[value]
+        end = value.first + value.part.radix
+        return Choice(value.part, expr.cases[value.first : end], expr.dtype)
     found = mapped(expr, lambda i: _at(i, digit, value), lambda arg: at(arg, digit, value))
     if found is expr or found == expr:
         return expr
@@ -301,20 +314,20 @@ def at(expr: Expr, digit: Digit, value: int) -> Expr:
     return found
 
 
-def _at(forms: tuple[IndexExpr, ...], digit: Digit, value: int) -> tuple[IndexExpr, ...]:
+def _at(forms: tuple[IndexExpr, ...], digit: Digit, value: int | Run) -> tuple[IndexExpr, ...]:
     if not any(form.data or digit in dict(form.terms) for form in forms):
         return forms
-    return tuple(
-        form.at(digit, value)
-        + sum(
-            (by_data(at(datum.expr, digit, value)) * coef for datum, coef in form.data), start=ZERO
-        )
-        for form in forms
-    )
+    found = []
+    for form in forms:
+        new = form.at(digit, value)
+        for datum, coef in form.data:
+            new = new + by_data(at(datum.expr, digit, value)) * coef
+        found.append(new)
+    return tuple(found)
 
 
-def fixed(index: IndexExpr, space: Space, digit: Digit, value: int) -> IndexExpr:
-    """An index where ``digit`` has this value, also within its data."""
+def fixed(index: IndexExpr, space: Space, digit: Digit, value: int | Run) -> IndexExpr:
+    """An index where ``digit`` has this value, or those of a run, also within its data."""
     return _at(_normalized((index,), space), digit, value)[0]
 
 

@@ -13,6 +13,7 @@ finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -56,6 +57,14 @@ Table = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
+class Run:
+    """The values of a digit from ``first`` on that the digit ``part`` counts."""
+
+    first: int
+    part: Digit
+
+
+@dataclasses.dataclass(frozen=True)
 class Datum:
     """An integer in a tensor, within ``low`` ... ``high``."""
 
@@ -75,6 +84,21 @@ class IndexExpr:
     const: int = 0
     terms: tuple[tuple[Digit, int | Table], ...] = ()
     data: tuple[tuple[Datum, int], ...] = ()
+
+    def __init__(  # a third of the time of the generated one; there are thousands
+        self,
+        const: int = 0,
+        terms: tuple[tuple[Digit, int | Table], ...] = (),
+        data: tuple[tuple[Datum, int], ...] = (),
+    ) -> None:
+        held = self.__dict__
+        held["const"], held["terms"], held["data"] = const, terms, data
+
+    def __hash__(self) -> int:  # computed once: most are part of keys
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((self.const, self.terms, self.data))
+        return found
 
     @property
     def is_const(self) -> bool:
@@ -96,22 +120,29 @@ class IndexExpr:
             return self
         if self.is_const or not factor:
             return IndexExpr(self.const * factor)
-        terms = tuple((d, _scaled(t, factor)) for d, t in self.terms)
-        data = tuple((d, c * factor) for d, c in self.data)
+        terms = tuple([(d, _scaled(t, factor)) for d, t in self.terms])
+        data = tuple([(d, c * factor) for d, c in self.data])
         return IndexExpr(self.const * factor, terms, data)
 
     def __sub__(self, other: IndexExpr) -> IndexExpr:
         return self + other * -1
 
-    def at(self, digit: Digit, value: int) -> IndexExpr:
-        """The index where ``digit`` has this value, without the data."""
+    def at(self, digit: Digit, value: int | Run) -> IndexExpr:
+        """The index where ``digit`` has this value, or the values of a run; without the data."""
+        first = value.first if isinstance(value, Run) else value
         const, terms = self.const, []
         for known, term in self.terms:
-            if known is digit:
-                const += term[value] if isinstance(term, tuple) else term * value
-            else:
+            if known is not digit:
                 terms.append((known, term))
-        return IndexExpr(const, tuple(terms))
+                continue
+            start = term[first] if isinstance(term, tuple) else term * first
+            const += start
+            if isinstance(value, Run):
+                if isinstance(term, tuple):
+                    end = first + value.part.radix
+                    term = tuple([entry - start for entry in term[first:end]])
+                terms.append((value.part, term))
+        return _index(const, terms) if isinstance(value, Run) else IndexExpr(const, tuple(terms))
 
     def bounds(self) -> tuple[int, int]:
         """The smallest and the largest value."""
@@ -129,7 +160,7 @@ class IndexExpr:
         """All values, if there are at most ``MAX_CASES``."""
         if self.data or math.prod(digit.radix for digit, _ in self.terms) > MAX_CASES:
             raise Unsupported("too many values to go through")
-        return [_value(self, position) for position in _positions(self)]
+        return _values(self)
 
 
 ZERO = IndexExpr()
@@ -137,7 +168,7 @@ AsData = Callable[[IndexExpr, int, Table], Datum]
 
 
 def _scaled(term: int | Table, factor: int) -> int | Table:
-    return tuple(v * factor for v in term) if isinstance(term, tuple) else term * factor
+    return tuple([v * factor for v in term]) if isinstance(term, tuple) else term * factor
 
 
 def _index(
@@ -148,18 +179,21 @@ def _index(
     tables: dict[Digit, list[int]] = {}
     for digit, term in terms:
         if isinstance(term, tuple):
-            old = tables.get(digit, [0] * digit.radix)
-            tables[digit] = [a + b for a, b in zip(old, term, strict=True)]
+            old = tables.get(digit)
+            tables[digit] = list(term) if old is None else list(map(operator.add, old, term))
         else:
             linear[digit] = linear.get(digit, 0) + term
     found: list[tuple[Digit, int | Table]] = []
     for digit in sorted({**linear, **tables} if tables else linear, key=_serial):
         coef = linear.get(digit, 0)
         if digit in tables:
-            values = [v + coef * i for i, v in enumerate(tables[digit])]
-            const += values[0]
+            values = tables[digit]
+            if coef:
+                values = [v + coef * i for i, v in enumerate(values)]
+            first = values[0]
+            const += first
             if not _is_linear(values):
-                found.append((digit, tuple(v - values[0] for v in values)))
+                found.append((digit, tuple([v - first for v in values] if first else values)))
                 continue
             coef = values[1] - values[0] if len(values) > 1 else 0
         if coef:
@@ -235,6 +269,9 @@ class Space:
         digits = self.axes[digit.axis]
         at = digits.index(digit)
         digits[at : at + 1] = [high, rest]
+
+    def run(self, digit: Digit, first: int, count: int) -> Run:
+        return Run(first, Digit(digit.axis, count, next(self._serials), whole=True))
 
     def leaves(self, index: IndexExpr) -> IndexExpr:
         """The same index in unsplit digits."""
@@ -323,8 +360,10 @@ class Space:
             raise Unsupported("a table is indexed beyond its end")
         if math.prod(digit.radix for digit, _ in index.terms) > MAX_TABLE:
             raise Unsupported("a table over too many positions")
-        found = [values[_value(index, position)] for position in _positions(index)]
-        return self._simplified(from_values(index, found))
+        is_whole = [(d.radix, term) for d, term in index.terms] == [(len(values), 1)]
+        if index.const or not is_whole:
+            values = [values[place] for place in _values(index)]
+        return self._simplified(from_values(index, values))
 
     def _profile(self, digit: Digit, values: list[int]) -> IndexExpr:
         """``values[digit]``, where values[0] is 0; splits the digit if that is simpler."""
@@ -351,20 +390,15 @@ class Space:
 def from_values(index: IndexExpr, values: Sequence[int]) -> IndexExpr:
     """The index over the digits of ``index`` whose ``values()`` are ``values``."""
     first = values[0]
-    found = IndexExpr(first)
     stride = len(values)
+    tables: list[tuple[Digit, int | Table]] = []
     for digit, _ in index.terms:
+        block = values[: stride : stride // digit.radix]
         stride //= digit.radix
-        table = tuple(values[i * stride] - first for i in range(digit.radix))
-        found = found + _index(0, [(digit, table)])
-    digits = [digit for digit, _ in index.terms]
-    if len(digits) < 2:
-        return found
-    for position, value in zip(_positions(index), values, strict=True):
-        at = dict(zip(digits, position, strict=True))
-        if _value(found, [at[digit] for digit, _ in found.terms]) != value:
-            raise SplitConflict("a table that is no sum over digits")
-    return found
+        tables.append((digit, tuple([value - first for value in block])))
+    if len(tables) > 1 and _values(IndexExpr(first, tuple(tables))) != list(values):
+        raise SplitConflict("a table that is no sum over digits")
+    return _index(first, tables)
 
 
 def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) -> IndexExpr:
@@ -373,17 +407,11 @@ def tabulate(function: Callable[[int, int], int], a: IndexExpr, b: IndexExpr) ->
         raise Unsupported("a function of indices that are data")
     joint = IndexExpr(0, tuple((d, 1) for d in {**dict(a.terms), **dict(b.terms)}))
     joint.values()  # few enough
-    digits = [digit for digit, _ in joint.terms]
-    values = []
-    for position in _positions(joint):
-        known = dict(zip(digits, position, strict=True))
-        x, y = (_value(i, [known[d] for d, _ in i.terms]) for i in (a, b))
-        values.append(function(x, y))
-    return from_values(joint, values)
-
-
-def _positions(index: IndexExpr) -> Iterable[tuple[int, ...]]:
-    return itertools.product(*(range(digit.radix) for digit, _ in index.terms))
+    first, second = (
+        _values(IndexExpr(i.const, tuple((d, dict(i.terms).get(d, 0)) for d, _ in joint.terms)))
+        for i in (a, b)
+    )
+    return from_values(joint, list(map(function, first, second)))
 
 
 def merge(digit: Digit, cases: Sequence[IndexExpr]) -> IndexExpr | None:
@@ -391,7 +419,7 @@ def merge(digit: Digit, cases: Sequence[IndexExpr]) -> IndexExpr | None:
     first = cases[0]
     if any(case.terms != first.terms or case.data != first.data for case in cases[1:]):
         return None
-    table = tuple(case.const - first.const for case in cases)
+    table = tuple([case.const - first.const for case in cases])
     return _index(first.const, [*first.terms, (digit, table)], first.data)
 
 
@@ -407,8 +435,8 @@ def _parts(index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
         if isinstance(term, tuple):
             least = min(term)
             const += least
-            upper.append((digit, tuple((v - least) // size for v in term)))
-            lower.append((digit, tuple((v - least) % size for v in term)))
+            upper.append((digit, tuple([(v - least) // size for v in term])))
+            lower.append((digit, tuple([(v - least) % size for v in term])))
         else:
             upper.append((digit, term // size))
             lower.append((digit, term % size))
@@ -420,23 +448,28 @@ def _parts(index: IndexExpr, size: int) -> tuple[IndexExpr, IndexExpr]:
 
 def _is_linear(values: Sequence[int]) -> bool:
     step = values[1] - values[0] if len(values) > 1 else 0
-    return all(v == values[0] + step * i for i, v in enumerate(values))
+    if not step:
+        return values.count(values[0]) == len(values)
+    return list(values) == list(range(values[0], values[0] + step * len(values), step))
 
 
-def _simplest_split(values: Sequence[int]) -> int:
+def _simplest_split(values: list[int]) -> int:
     """The radix of the lower of two digits over which ``values`` is a sum; 0 if there are none.
 
     Prefers two linear parts, then a linear upper part and the shortest table (an order within
     words), then the longest linear lower part (groups).
     """
-    size = len(values)
     best = (0, 0, 0)
-    for low in range(2, size // 2 + 1):
-        if size % low:
+    uppers = {1: values}  # of the radices that were found
+    for low in _divisors(len(values)):
+        known = max(radix for radix in uppers if low % radix == 0)
+        every, step = uppers[known], low // known
+        upper, lower = every[::step], values[:low]
+        if every[-1] != upper[-1] + every[step - 1]:
             continue
-        upper, lower = values[::low], values[:low]
-        if not all(v == upper[i // low] + lower[i % low] for i, v in enumerate(values)):
+        if every != [u + v for u in upper for v in every[:step]]:
             continue
+        uppers[low] = upper
         is_upper, is_lower = _is_linear(upper), _is_linear(lower)
         if is_upper and is_lower:
             return low
@@ -447,18 +480,27 @@ def _simplest_split(values: Sequence[int]) -> int:
     return best[2]
 
 
+@functools.lru_cache(256)
+def _divisors(size: int) -> list[int]:
+    """Those between 1 and ``size``, in order."""
+    low = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
+    return sorted({*low, *(size // n for n in low)} - {1, size})
+
+
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:
     """``table[low * h + l] = first + upper[h] + lower[l]``, or SplitConflict."""
     first = table[0]
-    upper = tuple(v - first for v in table[::low])
-    lower = tuple(v - first for v in table[:low])
-    if any(v != first + upper[i // low] + lower[i % low] for i, v in enumerate(table)):
+    upper = tuple([v - first for v in table[::low]])
+    lower = tuple([v - first for v in table[:low]])
+    if table != tuple([first + u + v for u in upper for v in lower]):
         raise SplitConflict("a digit is split on which a table depends")
     return first, upper, lower
 
 
-def _value(index: IndexExpr, position: Sequence[int]) -> int:
-    value = index.const
-    for (_, term), digit in zip(index.terms, position, strict=True):
-        value += term[digit] if isinstance(term, tuple) else term * digit
-    return value
+def _values(index: IndexExpr) -> list[int]:
+    """The value at every position, the last digit counting fastest; without the data."""
+    found = [index.const]
+    for digit, term in index.terms:
+        steps = term if isinstance(term, tuple) else [term * i for i in range(digit.radix)]
+        found = [value + step for value in found for step in steps]
+    return found

@@ -81,6 +81,21 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
     A constant of an exported package may be replaced on loading, so it is data like an input. A
     matrix that is no literal is taken for a weight.
     """
+    values, dtype = reader.constants.get(node) or _values_of(node), fx_utils.value(node).dtype
+    reader.constants[node] = values
+    flat = ZERO
+    for size, i in zip(sizes(node), index, strict=True):
+        flat = flat * size + i
+    try:
+        return Position(reader.space.look_up(values, flat), dtype)
+    except Unsupported:
+        if not all(value > 0 and not value & (value - 1) for value in values):
+            raise
+    exponents = reader.space.look_up([value.bit_length() - 1 for value in values], flat)
+    return Op("shl", (integer(1, dtype), Position(exponents, torch.int64)), dtype)
+
+
+def _values_of(node: fx.Node) -> list[int]:
     if not fx_utils.has_fixed_values(node):
         raise Unsupported("a buffer that may be replaced")
     tensor = fx_utils.attribute(node)
@@ -90,17 +105,7 @@ def _constant(reader: Reader, node: fx.Node, index: At) -> Expr:
         raise Unsupported("a matrix that is no literal of the code")
     if tensor is None or tensor.dtype not in INTEGERS or tensor.numel() > MAX_CONSTANT:
         raise Unsupported("a constant that is not read by value")
-    flat = ZERO
-    for size, i in zip(tensor.shape, index, strict=True):
-        flat = flat * size + i
-    values = compat.values_of(tensor)
-    try:
-        return Position(reader.space.look_up(values, flat), tensor.dtype)
-    except Unsupported:
-        if not all(value > 0 and not value & (value - 1) for value in values):
-            raise
-    exponents = reader.space.look_up([value.bit_length() - 1 for value in values], flat)
-    return Op("shl", (integer(1, tensor.dtype), Position(exponents, torch.int64)), tensor.dtype)
+    return compat.values_of(tensor)
 
 
 @handles(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -197,9 +202,10 @@ def _binary(name: str) -> Handler:
 def _operands(reader: Reader, node: fx.Node, index: At) -> tuple[Expr, Expr, torch.dtype]:
     """Both arguments and the dtype of the result; no bools."""
     dtype = fx_utils.value(node).dtype
-    left, right = (reader.operand(item, node, index) for item in node.args[:2])
+    left = reader.operand(node.args[0], node, index)
+    right = reader.operand(node.args[1], node, index)
     allowed = INTEGERS if dtype in INTEGERS else (*INTEGERS, *FLOATS)
-    if dtype not in allowed or any(arg.dtype not in allowed for arg in (left, right)):
+    if dtype not in allowed or left.dtype not in allowed or right.dtype not in allowed:
         raise Unsupported(f"arithmetic of {left.dtype} and {right.dtype} to {dtype}")
     return left, right, dtype
 

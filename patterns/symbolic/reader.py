@@ -75,6 +75,8 @@ class Reader:
         self.space = Space(whole, table_of_digit if computes else None)
         self.computes = computes
         self.pieces = 0  # of a dimension whose edges the digits do not meet
+        self.parts_of_runs: set[Digit] = set()  # that are being read
+        self.constants: dict[fx.Node, list[int]] = {}  # values of constant tensors
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
@@ -105,13 +107,14 @@ class Reader:
             self._depth += 1
             try:
                 found = self._read(node, index)
-                if size_of(found) > MAX_SIZE:
-                    found, self.is_cut = self.leaf(node, index), True
-                if isinstance(found, (Op, Lookup, Choice)) and found.at is None:
-                    found = changed(found, at=(node, index))
-                self._memo[key] = found
             finally:
                 self._depth -= 1
+            if isinstance(found, (Op, Lookup, Choice)):
+                if size_of(found) > MAX_SIZE:
+                    found, self.is_cut = self.leaf(node, index), True
+                elif found.at is None:
+                    found = changed(found, at=key)
+            self._memo[key] = found
         return found
 
     def _read(self, node: fx.Node, index: At) -> Expr:
@@ -180,6 +183,10 @@ class Reader:
                 return branch(index, lambda other: deeper(fix(other)))
 
             cases.append(self.by_cases(index.at(digit, value), inner))
+        return self.joined(digit, cases)
+
+    def joined(self, digit: Digit, cases: list[Expr]) -> Expr:
+        """``cases[v]`` where ``digit`` is v."""
         if digit.children is not None:
             raise SplitConflict("a digit is split on which cases depend")
         return self._joined(digit, [normalized(case, self.space) for case in cases])
@@ -191,11 +198,14 @@ class Reader:
 
     def apply(self, function: Callable[..., Expr], *args: Expr) -> Expr:
         """``function(*args)``, case by case if an argument has cases."""
-        choice = next((arg for arg in args if isinstance(arg, Choice)), None)
-        if choice is None:
+        digits = [arg.digit for arg in args if isinstance(arg, Choice)]
+        if not digits:
             return function(*args)
+        if math.prod(digit.radix for digit in set(digits)) > MAX_SIZE:
+            self.is_cut = True
+            raise Unsupported("too many cases")
         args = tuple(normalized(arg, self.space) for arg in args)
-        digit = choice.digit
+        digit = digits[0]
         cases = [
             self.apply(function, *(at(arg, digit, value) for arg in args))
             for value in range(digit.radix)
@@ -204,6 +214,8 @@ class Reader:
 
     def operand(self, item: Any, node: fx.Node, index: At) -> Expr:
         """An argument of a pointwise op, broadcast to the shape of ``node``."""
+        if fx_utils.is_tensor_node(item):
+            return self.read(item, broadcast(item, index))
         if isinstance(item, bool):
             raise Unsupported("a bool")
         if isinstance(item, int):
@@ -214,9 +226,7 @@ class Reader:
             return Number(float(item), dtype)
         if isinstance(item, float):
             return Number(item, fx_utils.value(node).dtype)
-        if not fx_utils.is_tensor_node(item):
-            raise Unsupported("an argument that is no tensor")
-        return self.read(item, broadcast(item, index))
+        raise Unsupported("an argument that is no tensor")
 
 
 Found = TypeVar("Found")
@@ -268,10 +278,13 @@ def for_any(size: int | torch.SymInt) -> Iterator[None]:
         _any_symbols.reset(token)
 
 
+_INT = frozenset([int])
+
+
 def sizes(node: fx.Node) -> list[int]:
     """The shape of a node. Raises Unsupported if it is symbolic, except within ``for_any``."""
     shape = fx_utils.value(node).shape
-    if not _any_symbols.get() and all(type(size) is int for size in shape):
+    if not _any_symbols.get() and set(map(type, shape)) <= _INT:
         return list(shape)
     return [_size(size) for size in shape]
 
@@ -295,7 +308,7 @@ def broadcast(node: fx.Node, index: At) -> At:
     if len(shape) > len(index):
         raise Unsupported("an operand of more dimensions")
     last = index[len(index) - len(shape) :]
-    return tuple(ZERO if size == 1 else i for size, i in zip(shape, last, strict=True))
+    return tuple([ZERO if size == 1 else i for size, i in zip(shape, last, strict=True)])
 
 
 def dimension(dim: int, rank: int) -> int:

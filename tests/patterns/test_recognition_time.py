@@ -19,7 +19,7 @@ from inductor_quant.patterns.symbolic import Reader
 from inductor_quant.patterns.symbolic import reader as symbolic_reader
 from tests.support.graphs.post_grad import capture as capture_graphs
 from tests.support.graphs.post_grad import printed, rewrite_graph
-from tests.support.producers.registry import PRODUCERS, capture, need
+from tests.support.producers.registry import PRODUCERS, capture, need, record
 from tests.support.sampling import sampled
 
 # The products of a layer of Llama 3 8B, (K, N), at a quarter of their sizes.
@@ -32,7 +32,14 @@ LAYERS = 32
 # machine nor a busy one is a reason to fail. Seen: 11 to 24 copies (0.6 to 0.9 s), 1.7 for the
 # plain graph (13 ms).
 LIMIT, PLAIN_LIMIT = 60, 5
-MOST_CALLS = 18_000  # of Python, for one weight; seen: 10,000 to 15,000
+# Calls of Python functions and of C, for one weight, about a fifth above what was seen.
+MOST_CALLS = {
+    "gguf_q4_k": 18_000,
+    "gguf_q6_k_split": 13_000,
+    "torchao_nvfp4_wo": 17_500,
+    "gptq_gm_4b_g64_base": 8_000,  # with its tables; 48,500 entry by entry
+    "gptq_3b_g64": 47_000,  # 131,000 case by case
+}
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -119,11 +126,11 @@ def test_a_llama_without_quantization_costs_next_to_nothing() -> None:
     assert took < PLAIN_LIMIT * copy
 
 
-@pytest.mark.parametrize("name", ["gguf_q4_k", "gguf_q6_k_split", "torchao_nvfp4_wo"])
+@pytest.mark.parametrize("name", MOST_CALLS)
 def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str) -> None:
     """An op on a fake tensor costs as much as a thousand calls."""
     need(PRODUCERS[name])
-    dtype, k = PRODUCERS[name].dtypes[0], 256
+    dtype, k = PRODUCERS[name].dtypes[0], 4096 if name.startswith("gptq") else 256
     found: list[tuple[int, int]] = []
     read, dispatch = graph_pass._first_recognition, FakeTensorMode.dispatch
     ops = 0
@@ -141,7 +148,8 @@ def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str
 
     with torch.no_grad(), FakeTensorMode():
         with unset_fake_temporarily():
-            graph = capture(PRODUCERS[name].make(dtype, k, 128), torch.zeros(32, k, dtype=dtype))
+            module, x = PRODUCERS[name].make(dtype, k, 128), torch.zeros(32, k, dtype=dtype)
+            graph = record(module, x, read_tables=bool(PRODUCERS[name].reads))[1].before
         with (
             mock.patch.object(graph_pass, "_first_recognition", counted),
             mock.patch.object(FakeTensorMode, "dispatch", counted_op),
@@ -149,7 +157,8 @@ def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str
             rewrite_graph(graph.graph, Options(on_error="raise"))
     [(ops_on_fakes, calls)] = found
     assert ops_on_fakes == 0
-    assert calls < MOST_CALLS
+    print(f"{name}: {calls} calls")
+    assert calls < MOST_CALLS[name]
 
 
 def attend(q, cache, x, w, scale):

@@ -66,17 +66,19 @@ class _Recorder(RewritingPass):
 
 
 class _RecordingBackend(EagerBackend):
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, read_tables: bool = False) -> None:
+        super().__init__(read_tables=read_tables)
         self.passes = _Recorder()
 
 
-def record(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, Rewrite]:
+def record(
+    module: nn.Module, x: torch.Tensor, *, read_tables: bool = False
+) -> tuple[torch.Tensor, Rewrite]:
     """The result of ``module(x)`` and its graph, unchanged, with the tensors of the call.
 
     Raises ValueError if there is not exactly one graph.
     """
-    backend = _RecordingBackend()
+    backend = _RecordingBackend(read_tables=read_tables)
     with torch.no_grad():
         result = torch.compile(module, backend=backend)(x)
     if len(backend.rewrites) != 1:
