@@ -168,6 +168,11 @@ def _number(pattern: str, report: str) -> int:
     return int(match[1])
 
 
+# Triton's own, which registers and spills depend on.
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+PTXAS_OPTIONS = ("--regAllocOptLevel=2",) if _VERSION >= (3, 7) else ()
+
+
 def _ptxas_report(ptx: str, arch: int) -> str:
     """The output of ``ptxas --verbose`` for ``ptx``, which Triton has assembled before."""
     with tempfile.TemporaryDirectory() as folder:
@@ -179,6 +184,7 @@ def _ptxas_report(ptx: str, arch: int) -> str:
             [
                 nvidia.get_ptxas(arch).path,
                 "--verbose",
+                *PTXAS_OPTIONS,
                 f"--gpu-name={target}",
                 str(source),
                 "--output-file",

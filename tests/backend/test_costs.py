@@ -66,3 +66,22 @@ def graphs(backend):
 
 def test_no_call_compiles_again_that_would_not_without_us():
     assert graphs("inductor_quant") == graphs("inductor") == 3
+
+
+def plain_mlp(device):
+    with torch.device(device):
+        layers = [nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256)]
+        return nn.Sequential(*layers), torch.ones(32, 256)
+
+
+@pytest.mark.compiles
+def test_the_code_of_a_model_without_quantized_products_is_that_without_us():
+    """So a call costs the host nothing more."""
+
+    def wrapper(backend):
+        torch._dynamo.reset()
+        made = simulate.generate(lambda model, x: model(x), plain_mlp, backend=backend)
+        # the count of graphs in this process, and where its kernels lie
+        return re.sub(r"(AOT ID|kernel path): .*", "", made.wrapper)
+
+    assert wrapper("inductor_quant") == wrapper("inductor")

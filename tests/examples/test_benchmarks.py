@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from examples.benchmarks import formats, gemm, harness, models, random_linears
+from examples.benchmarks import costs, formats, gemm, harness, models, random_linears
 from examples.benchmarks.workers import architectures, linear, model, quantizers, random_linear
 from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant.report.events import collect
@@ -353,3 +353,18 @@ def test_ours_is_compared_with_the_faster_bf16():
     }
     ratios = models.with_best_bf16(row)["ratios"]
     assert ratios == {"ours/stock": [1] * 3, "ours/bf16 (best)": [0.8] * 3}
+
+
+# ------------------------------------------------------------------------------------------
+# what it costs to use
+
+
+@pytest.mark.parametrize("name", costs.MODELS)
+def test_the_models_whose_cost_is_measured_run(name):
+    made, x = costs.build(name, "none", "cpu", tiny=True)
+    with torch.no_grad():
+        assert made(x).shape[0] == x.shape[0]
+    names = [
+        type(layer).__name__ for layer in costs.build(name, "int8", "cpu", tiny=True)[0].modules()
+    ]
+    assert "Int8Linear" in names

@@ -58,6 +58,8 @@ def test_what_a_library_computes_stays_on_a_card_that_was_not_measured(case, arc
 @pytest.mark.parametrize("arch", simulate.GPUS)
 @pytest.mark.parametrize("gemm", each_kernel.GEMMS)
 def test_the_default_configuration_fits_and_does_not_spill(gemm, arch, monkeypatch):
+    if gemm == "fp8_decode_quantize" and arch < 89:
+        pytest.skip("Inductor's quantization to e4m3 needs sm_89, with us or without")
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
     fn, make = each_kernel.parts(each_kernel.GEMMS[gemm])
     generated = generate(fn, make, arch=arch)

@@ -11,8 +11,11 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.errors import ConfigTableError
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
+from inductor_quant.kernels.problem import Problem
+from inductor_quant.kernels.scaled_mm.mm.kernel import W8A8_MM
 from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.report.events import collect
+from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
 from tests.support.gemms.generated import device, generate, hardest
 from tests.support.gemms.w8a8 import Case, gemm, make_inputs
 
@@ -112,6 +115,28 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, count):
             assert any(opcode.startswith("wgmma") for opcode in instructions), config
     assert found
     assert all(found.values()), found
+
+
+@pytest.mark.parametrize(("k", "is_refused"), [(4096, False), (4092, False), (4093, True)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_that_begin_at_any_byte_have_small_tiles(k, is_refused, arch):
+    """Their bytes take a register each."""
+    problem, gpu = Problem(512, 512, k), device(arch)
+    spec = QuantGemmSpec(OperandSpec(torch.int8), OperandSpec(torch.int8), torch.bfloat16)
+    refused = {
+        str(config): W8A8_MM.config_rejection(spec, problem, config, gpu)
+        for config in (GemmConfig(64, 64, 128, 4, 4), GemmConfig(64, 32, 64, 4, 8))
+    }
+    large, small = refused.values()
+    assert small is None
+    assert (large is not None) == is_refused
+    usable = [
+        config
+        for config in W8A8_MM.configs(spec, problem, gpu)
+        if W8A8_MM.config_rejection(spec, problem, config, gpu) is None
+    ]
+    assert len(usable) >= 4
+    assert usable[0].block_m * usable[0].block_n > 16 * 16  # the smallest loads bytes most often
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])

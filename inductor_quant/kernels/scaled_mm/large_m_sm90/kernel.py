@@ -173,6 +173,14 @@ class Fp8BlockLargeM(LargeM, Fp8Kernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         return reject_unless_128(spec) or super().rejection(spec, problem, device)
 
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        if problem.n % 2 and config.block_n == 192:  # elements are stored one by one
+            detail = f"{config} spills 300 bytes where N = {problem.n} is odd"
+            return Rejection(RejectionCode.REGISTERS, detail)
+        return super().config_rejection(spec, problem, config, device)
+
 
 def _filled(config: GemmConfig, problem: Problem, device: Device) -> float:
     return problem.m * problem.n / _computed_elements(config, problem, device)

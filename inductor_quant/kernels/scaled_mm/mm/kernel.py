@@ -24,6 +24,7 @@ from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import WGMMA_ARCHS, count_tiles
 from inductor_quant.kernels.scaled_mm.fp8 import (
     Fp8Kernel,
+    accumulators,
     fp8_tile_rejection,
     is_block_scaled,
     max_block_k,
@@ -35,19 +36,55 @@ from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
 
+# The fewest bytes that an asynchronous copy to shared memory moves.
+ASYNC_BYTES = 4
+# For loaded bytes and sums, of 255: with more, tiles of 64 x 64 x 128 with 4 warps spill 500 bytes.
+MAX_UNALIGNED_REGISTERS = 90
+
 
 def table_configs(problem: Problem, device: Device, *, max_block_k: int = 0) -> list[GemmConfig]:
     """The measured tiles, best first; with ``max_block_k`` their steps are cut to it."""
     ranked = cost_model.load("w8a8_mm", 90).rank(problem, device, element_bytes=1)
+    if loads_bytes(problem):
+        # they take the time: as few as possible on the busiest SM
+        ranked.sort(
+            key=lambda config: (
+                math.ceil(count_tiles(problem, config.block_m, config.block_n) / device.num_sms)
+                * (config.block_m + config.block_n)
+            )
+        )
     if max_block_k:
         ranked = list(dict.fromkeys(shortened(config, max_block_k) for config in ranked))
     return ranked
+
+
+def loads_bytes(problem: Problem) -> bool:
+    """Whether rows of K begin at any byte, so that each byte is loaded into a register."""
+    return problem.k_is_static and problem.k % ASYNC_BYTES != 0
+
+
+def unaligned_rejection(problem: Problem, config: GemmConfig, sums: int) -> Rejection | None:
+    if not loads_bytes(problem):
+        return None
+    threads = 32 * config.num_warps
+    tiles = (config.block_m + config.block_n) * config.block_k
+    registers = (tiles + sums * config.block_m * config.block_n) // threads
+    if registers <= MAX_UNALIGNED_REGISTERS:
+        return None
+    detail = f"{config} loads K = {problem.k} in single bytes, {registers} registers per thread"
+    return Rejection(RejectionCode.REGISTERS, detail)
 
 
 class W8A8Mm(Int8Kernel):
     name = "w8a8_mm"
     template = "scaled_mm/mm/int8"
     is_horizontal = True
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        found = super().config_rejection(spec, problem, config, device)
+        return found or unaligned_rejection(problem, config, sums=1)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         group = spec.group_size
@@ -57,6 +94,12 @@ class W8A8Mm(Int8Kernel):
 class Fp8Mm(Fp8Kernel):
     name = "fp8_mm"
     template = "scaled_mm/mm/fp8"
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        found = super().config_rejection(spec, problem, config, device)
+        return found or unaligned_rejection(problem, config, accumulators(spec, device))
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         longest = max_block_k(spec) if is_block_scaled(spec) else 0
@@ -110,7 +153,9 @@ class SplitK(Fp8Kernel):
         if config.split_k > 1 and not problem.m_is_bounded:
             # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
             return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
-        return fp8_tile_rejection(spec, config, device)
+        return fp8_tile_rejection(spec, config, device) or unaligned_rejection(
+            problem, config, accumulators(spec, device)
+        )
 
 
 class Fp8SplitK(SplitK):

@@ -15,8 +15,8 @@ from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan
 from inductor_quant.kernels.codegen.words import WordView
 
 G: Dim = ("g", 8)
-# Per SM at once: with more, a thread lacks registers for what it loads ahead.
-MAX_WARPS = 16
+# Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
+MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 REGISTERS = 65536
 
 
@@ -103,7 +103,8 @@ class DirectCodegen(DigitCodegen):
     @property
     def max_registers(self) -> int:
         """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
-        return REGISTERS // (32 * MAX_WARPS)
+        warps = MAX_WARPS_MASKED if self.n % self.block_n else MAX_WARPS
+        return REGISTERS // (32 * warps)
 
     @property
     def loads_x_early(self) -> bool:

@@ -27,6 +27,8 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 MIN_BLOCK_M = 8  # the N of one matrix instruction
 # Per thread: with more, nothing is left for the unpacked weights.
 MAX_ACCUMULATORS = 64
+# Values of W that a thread unpacks at once; 256 spill there (Triton 3.7), elsewhere they do not.
+BLACKWELL, MAX_VALUES_BLACKWELL = 100, 128
 # By the axis of packing and block_m: (block_n, warps, stages), best guess first. A thread reads two
 # packed words along N at once, so one warp is enough there.
 _BLOCKS: dict[str, dict[int, tuple[tuple[int, int, int], ...]]] = {
@@ -80,6 +82,8 @@ class WeightOnlySmallM(rules.WeightOnlyKernel):
             or rules.reject_if_too_many_accumulators(config, MAX_ACCUMULATORS)
             or rules.horizontal_rejection(problem, config)
         )
+        if refused is None and device.arch >= BLACKWELL:
+            refused = rules.reject_if_too_many_unpacked(config, MAX_VALUES_BLACKWELL)
         if refused is not None:
             return refused
         stage = rules.stage_bytes(config, layout) + 8 * config.block_n  # scales and zero points

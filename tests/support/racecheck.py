@@ -1,0 +1,94 @@
+"""Which of racecheck's hazards are at a kernel's own lines.
+
+    python -m tests.support.racecheck        # on a GPU: two plain kernels under racecheck
+
+Reports of the warp-specialised kernels were all at two constructs of Triton. In their PTX the
+accesses are ordered; that racecheck errs is not proved, so they count as findings.
+
+- ``warp_specialize``: the first warps write what to run, and the captures, to shared memory; all
+  warps meet at ``barrier.sync 1``; the others read. Reported at the kernel's ``def`` and the call.
+- ``make_tensor_descriptor``: one lane writes the descriptor (``st.shared``, ``tensormap.replace``),
+  ``bar.warp.sync``, and the warp copies it to global memory. Reported at the call.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_ACCESS = re.compile(r" in (\S+\.py):(\d+)")
+_TRITONS = ("warp_specialize", "make_tensor_descriptor")
+
+
+def own_hazards(output: str, folder: Path) -> tuple[int, list[str]]:
+    """How many reports there are, and those with an access that is not of these constructs.
+    ``folder``: the cache in which the kernels' files lie."""
+    reports = list(_reports(output))
+    return len(reports), [report for report in reports if not _is_tritons(report, folder)]
+
+
+def _reports(output: str) -> Iterator[str]:
+    lines: list[str] = []
+    for line in output.splitlines():
+        if re.match(r"=+ (Error|Warning): Race reported", line):
+            lines = [line]
+        elif lines and line.startswith("=") and line.strip("= "):
+            lines.append(line)
+        elif lines:
+            yield "\n".join(lines)
+            lines = []
+    if lines:
+        yield "\n".join(lines)
+
+
+def _is_tritons(report: str, folder: Path) -> bool:
+    found = [_ACCESS.search(line) for line in report.splitlines()]
+    return all(each and int(each[2]) in _lines(folder, each[1]) for each in found)
+
+
+@functools.cache
+def _lines(folder: Path, name: str) -> set[int]:
+    """The lines of the constructs in a kernel's file."""
+    lines: set[int] = set()
+    for file in folder.rglob(name):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("triton_"):
+                lines.add(node.lineno)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _TRITONS:
+                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return lines
+
+
+def _kernels() -> None:
+    """Launches the two kernels, in a process of their own."""
+    import torch
+    import triton
+
+    from tests.support import racecheck_kernels as kernels
+
+    triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
+    tiles = 264
+    x = torch.randn(tiles * 64, 64, device="cuda", dtype=torch.float16)
+    copies = torch.zeros_like(x), torch.zeros_like(x)
+    for _ in range(2):
+        kernels.copied_by_partitions[(tiles,)](x, copies[0], tiles, num_warps=4)
+        kernels.copied[(tiles,)](x, copies[1], tiles, num_warps=4)
+    torch.cuda.synchronize()
+    print("right:", *(torch.equal(x, copy) for copy in copies))
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--child"]:
+        _kernels()
+        return 0
+    command = ["compute-sanitizer", "--tool", "racecheck", "--print-limit", "100", sys.executable]
+    return subprocess.run([*command, "-m", "tests.support.racecheck", "--child"]).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
