@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant.kernels.codegen import table_lookup
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
@@ -119,7 +120,9 @@ class Uses(DigitStatements):
 
     def dequantized(self) -> str:
         """W in x's dtype."""
-        element = self.format.element
+        element, codegen = self.format.element, self.codegen
+        if codegen.table and codegen.places:
+            return table_lookup.looked_up(self, codegen.table, codegen.plan, codegen.places)
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
         if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
@@ -283,7 +286,8 @@ class DigitCodegen(Codegen):
         self.mma_rows = tuple(columns[bit] for bit in plan.rows)
         self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
-        if self.table:
+        self.places = table_lookup.places_of(tile.weight, plan)
+        if self.table and not self.places:
             lanes = bits("e", TABLE)
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
@@ -360,7 +364,9 @@ class DigitCodegen(Codegen):
         for i, field in enumerate(self.loaded):
             if not _is_data(field) and not self.is_fetched(field):
                 out.lines.append(f"at{i} = {out.pointer(field)[0]}")
-        if self.table:
+        if self.table and self.places:
+            out.lines += table_lookup.start(self, self.table, self.plan, stride)
+        elif self.table:
             source = self.sources[self.table.source]
             out.lines.append(
                 f"table = gl.load({source} + gl.arange(0, {TABLE}, TABLE) * {stride(source, 0)})"
