@@ -145,13 +145,16 @@ class Uses(DigitStatements):
             zero = f"{subtrahend} + {zero}"
             if not subtrahend:
                 return ""
-        if ops:
-            op = ops.pop(0)
-            if ops or op.kind != "mul" or not isinstance(op.operand, Field) or op.operand.float8:
+        if [op.kind for op in ops] not in ([], ["mul"], ["mul", "add"], ["mul", "sub"]):
+            return ""
+        factors = []
+        for op in ops:
+            if not isinstance(op.operand, Field) or op.operand.float8:
                 return ""
             if codegen.dtypes[op.operand.source] != x_dtype:
                 return ""
-            scale = f"{self.field(op.operand).code} * "
+            factors.append(f"{'-' if op.kind == 'sub' else ''}{self.field(op.operand).code}")
+        scale = f"{factors[0]} * " if factors else ""
         place, mask = PLACES[x_dtype], (1 << field.width) - 1
         at = f"({self.index(field.offset)}) & 7"
         base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
@@ -174,9 +177,10 @@ class Uses(DigitStatements):
             both(f"({place.power} - {{at}}) << {place.mantissa}"),
             f"(({zero} + {base}) * {-1 / place.divisor} + {none}).to({x_type})",
             f"({scale}{float(place.divisor)} + {none}).to({x_type})",
+            *(f"({added} + {none}).to({x_type})" for added in factors[1:]),
         ]
         arguments = [self.assign("a", code) for code in arguments]
-        assembly = dequantize_pair(x_dtype)
+        assembly = dequantize_pair(x_dtype, is_added_to=len(factors) > 1)
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 

@@ -208,22 +208,23 @@ PLACES = {
 }
 
 
-def dequantize_pair(dtype: torch.dtype) -> Assembly:
-    """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two.
+def dequantize_pair(dtype: torch.dtype, *, is_added_to: bool) -> Assembly:
+    """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
+    ``+ d``, rounded once, if ``is_added_to``.
 
     Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
-    both halves; then b and c.
+    both halves; then b, c and d.
     """
-    kind = FMA_TYPES[dtype]
+    kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
     lines = [
         "mov.b32 none, 0x80008000;",
         "prmt.b32 t, $1, $2, $3;",
         f"lop3.b32 t, t, $5, $7, {_XOR};",
         f"fma.rn.{kind} t, t, $9, $11;",
-        f"fma.rn.{kind} $0, t, $12, none;",
+        f"fma.rn.{kind} $0, t, $12, {last};",
     ]
-    return assembly(lines, "t, none", 12, pack=2)
+    return assembly(lines, "t, none", 12 + is_added_to, pack=2)
 
 
 def float8_pair(kind: str) -> tuple[Assembly, int]:
