@@ -40,7 +40,7 @@ def places_of(weight: Weight, plan: TilePlan) -> tuple[int, ...]:
     if code.width != 4 or code.signed or code.add or code.wrap or code.size:
         return ()
     others = [field for field in format.fields() if field not in (format.element, code)]
-    if any(inner & each.digits for each in (*code.index, *others)):
+    if any(inner & i.digits for i in code.index) or any(inner & each.digits for each in others):
         return ()
     last = [digit for digit in plan.digits if digit.digit in inner]
     count = math.prod(digit.inner for digit in last)
