@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from inductor_quant.kernels.codegen import table_lookup
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.unpack_ptx import add_and_scale, unpack
 from inductor_quant.simulate.interpreter import ptx
@@ -52,6 +53,30 @@ def test_a_sum_and_a_product_are_rounded_as_the_hardware_does(dtype):
     [got] = ptx.run(assembly.text, [bits_of(t) for t in (a, b, c)], [np.uint16], assembly.pack)
     want = ((a.double() + b.double()) * c.double()).to(dtype)
     assert np.array_equal(got, bits_of(want))
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2, 3, 4, 5, 6, 7), (1, 0, 3, 2, 5, 4, 7, 6),
+                                    (4, 7, 0, 2, 5, 6, 3, 1)])  # fmt: skip
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_of_a_table_is_looked_up(places, is_scaled, dtype):
+    """Each word has a table of its own; some values are rounded, infinite, or below 0."""
+    torch.manual_seed(0)
+    tables = torch.randn(64, 16) * torch.exp2(torch.randint(-30, 30, (64, 16)).float())
+    words = torch.randint(-(1 << 31), 1 << 31, (64, 1), dtype=torch.int32)
+    scales = torch.randn(64, 1).to(dtype).expand(64, 8)
+    made = table_lookup.planes(dtype, is_uniform=True)
+    entries = [column.contiguous().numpy() for column in tables.T]
+    planes = ptx.run(made.text, entries, [np.uint32] * made.count, made.pack)
+    assembly = table_lookup.look_up(places, dtype, is_scaled=is_scaled)
+    given = [words.numpy(), *(plane.view(np.int32)[:, None] for plane in planes)]
+    given = [np.broadcast_to(t, (64, 8)).copy() for t in given]
+    given += [bits_of(scales.contiguous())] if is_scaled else []
+    [got] = ptx.run(assembly.text, given, [np.uint16], assembly.pack)
+    codes = words.long() >> 4 * torch.tensor(places) & 15
+    want = tables.gather(1, codes).to(dtype)
+    want = want * scales if is_scaled else want
+    assert np.array_equal(got, bits_of(want.contiguous()))
 
 
 def test_another_instruction_is_refused():

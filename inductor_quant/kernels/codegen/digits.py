@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from inductor_quant.kernels.codegen import table_lookup
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
@@ -119,7 +120,9 @@ class Uses(DigitStatements):
 
     def dequantized(self) -> str:
         """W in x's dtype."""
-        element = self.format.element
+        element, codegen = self.format.element, self.codegen
+        if codegen.table and codegen.places:
+            return table_lookup.looked_up(self, codegen.table, codegen.plan, codegen.places)
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
         if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
@@ -142,13 +145,16 @@ class Uses(DigitStatements):
             zero = f"{subtrahend} + {zero}"
             if not subtrahend:
                 return ""
-        if ops:
-            op = ops.pop(0)
-            if ops or op.kind != "mul" or not isinstance(op.operand, Field) or op.operand.float8:
+        if [op.kind for op in ops] not in ([], ["mul"], ["mul", "add"], ["mul", "sub"]):
+            return ""
+        factors = []
+        for op in ops:
+            if not isinstance(op.operand, Field) or op.operand.float8:
                 return ""
             if codegen.dtypes[op.operand.source] != x_dtype:
                 return ""
-            scale = f"{self.field(op.operand).code} * "
+            factors.append(f"{'-' if op.kind == 'sub' else ''}{self.field(op.operand).code}")
+        scale = f"{factors[0]} * " if factors else ""
         place, mask = PLACES[x_dtype], (1 << field.width) - 1
         at = f"({self.index(field.offset)}) & 7"
         base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
@@ -171,9 +177,10 @@ class Uses(DigitStatements):
             both(f"({place.power} - {{at}}) << {place.mantissa}"),
             f"(({zero} + {base}) * {-1 / place.divisor} + {none}).to({x_type})",
             f"({scale}{float(place.divisor)} + {none}).to({x_type})",
+            *(f"({added} + {none}).to({x_type})" for added in factors[1:]),
         ]
         arguments = [self.assign("a", code) for code in arguments]
-        assembly = dequantize_pair(x_dtype)
+        assembly = dequantize_pair(x_dtype, is_added_to=len(factors) > 1)
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 
@@ -283,7 +290,8 @@ class DigitCodegen(Codegen):
         self.mma_rows = tuple(columns[bit] for bit in plan.rows)
         self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
-        if self.table:
+        self.places = table_lookup.places_of(tile.weight, plan)
+        if self.table and not self.places:
             lanes = bits("e", TABLE)
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
@@ -360,7 +368,9 @@ class DigitCodegen(Codegen):
         for i, field in enumerate(self.loaded):
             if not _is_data(field) and not self.is_fetched(field):
                 out.lines.append(f"at{i} = {out.pointer(field)[0]}")
-        if self.table:
+        if self.table and self.places:
+            out.lines += table_lookup.start(self, self.table, self.plan, stride)
+        elif self.table:
             source = self.sources[self.table.source]
             out.lines.append(
                 f"table = gl.load({source} + gl.arange(0, {TABLE}, TABLE) * {stride(source, 0)})"

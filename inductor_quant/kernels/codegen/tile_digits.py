@@ -95,6 +95,7 @@ def tile_plan(
     warps: int,
     low: tuple[int, ...] = (),
     own: bool = False,
+    vectors: Sequence[int] = VECTORS,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
@@ -128,7 +129,7 @@ def tile_plan(
             bits.append(_Bit(digit.digit[0], position, basis, apart))
     bits.sort(key=lambda bit: bit.position if bit.axis == "k" else math.inf)
     shape = tuple(digit.inner for digit in dims)
-    for vector in VECTORS:
+    for vector in vectors:
         found = _assigned(bits, shape, itemsize, vector, 1 if own else warps, low or (0,))
         if found is not None:
             loaded, rows, depth = found

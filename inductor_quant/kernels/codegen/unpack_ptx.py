@@ -36,14 +36,21 @@ class Assembly:
 MASK_AND_FLIP = Assembly(f"lop3.b32 $0, $1, $2, $3, {_XOR};", "=r,r,r,r", pack=1)
 
 
-def _assembly(
-    lines: Sequence[str], registers: str, inputs: int, *, bits: int = 16, **sizes: int
+def assembly(
+    lines: Sequence[str],
+    registers: str,
+    inputs: int,
+    *,
+    bits: int = 16,
+    is_early: bool = False,
+    **sizes: int,
 ) -> Assembly:
     """Of ``lines`` in a scope that declares ``registers``, each output (of values of ``bits``) and
-    input one register."""
+    input one register. ``is_early``: outputs are written before all inputs are read."""
     text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
     outputs = sizes["pack"] * sizes.get("count", 1) * bits // 32
-    return Assembly(text, ",".join(["=r"] * outputs + ["r"] * inputs), **sizes)
+    output = "=&r" if is_early else "=r"
+    return Assembly(text, ",".join([output] * outputs + ["r"] * inputs), **sizes)
 
 
 def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:
@@ -63,13 +70,13 @@ def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:
             half = "lh"[pair if is_byte else offset // 16]
             lines += _field(layout, base, f"${i * pairs + pair}", half, offset % 16)
     inputs = 1 if is_byte else 2
-    return _assembly(lines, "l, h, t", inputs, pack=2 * pairs, count=layout.count)
+    return assembly(lines, "l, h, t", inputs, pack=2 * pairs, count=layout.count)
 
 
 def unpack_pair(layout: PackedLayout, base: Base, pair: int) -> Assembly:
     """``base + field`` for the fields ``pair`` and ``pair + 4``, which are 16 bits apart, of an
     int32 with eight: two neighbouring outputs of a word that is given twice."""
-    return _assembly(_field(layout, base, "$0", "$1", layout.offsets[pair]), "t", 2, pack=2)
+    return assembly(_field(layout, base, "$0", "$1", layout.offsets[pair]), "t", 2, pack=2)
 
 
 def _field(
@@ -119,7 +126,7 @@ def unpack_pair_shifted(layout: PackedLayout, dtype: torch.dtype, pair: int) -> 
     else:
         lines.append(f"and.b32 t, {source}, {mask:#010x};")
     lines += [f"mov.b32 times, {factor:#010x};", f"fma.rn.{FMA_TYPES[dtype]} $0, t, times, $3;"]
-    return _assembly(lines, "t, times", 3, pack=2)
+    return assembly(lines, "t, times", 3, pack=2)
 
 
 def add_and_scale(dtype: torch.dtype) -> Assembly:
@@ -132,7 +139,7 @@ def add_and_scale(dtype: torch.dtype) -> Assembly:
         f"fma.rn.{kind} t, $1, one, $2;",
         f"fma.rn.{kind} $0, t, $3, none;",
     ]
-    return _assembly(lines, "t, one, none", 3, pack=2)
+    return assembly(lines, "t, one, none", 3, pack=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +185,7 @@ def dequantize_byte(layout: PackedLayout, dtype: torch.dtype) -> Assembly:
         f"fma.rn.{kind} t, t, times, $5;",
         f"fma.rn.{kind} $0, t, $6, none;",
     ]
-    return _assembly(lines, "t, times, none", 6, pack=2)
+    return assembly(lines, "t, times, none", 6, pack=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,22 +208,23 @@ PLACES = {
 }
 
 
-def dequantize_pair(dtype: torch.dtype) -> Assembly:
-    """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two.
+def dequantize_pair(dtype: torch.dtype, *, is_added_to: bool) -> Assembly:
+    """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
+    ``+ d``, rounded once, if ``is_added_to``.
 
     Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
-    both halves; then b and c.
+    both halves; then b, c and d.
     """
-    kind = FMA_TYPES[dtype]
+    kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
     lines = [
         "mov.b32 none, 0x80008000;",
         "prmt.b32 t, $1, $2, $3;",
         f"lop3.b32 t, t, $5, $7, {_XOR};",
         f"fma.rn.{kind} t, t, $9, $11;",
-        f"fma.rn.{kind} $0, t, $12, none;",
+        f"fma.rn.{kind} $0, t, $12, {last};",
     ]
-    return _assembly(lines, "t, none", 12, pack=2)
+    return assembly(lines, "t, none", 12 + is_added_to, pack=2)
 
 
 def float8_pair(kind: str) -> tuple[Assembly, int]:
@@ -227,9 +235,9 @@ def float8_pair(kind: str) -> tuple[Assembly, int]:
     e5m2 is the upper byte of fp16; for e4m3 there is an instruction from sm_89 on."""
     lines = ["prmt.b32 t, $1, $2, $3;"]
     if kind == "e5m2":
-        return _assembly([*lines, "and.b32 $0, t, 0xff00ff00;"], "t", 4, pack=2), 1
+        return assembly([*lines, "and.b32 $0, t, 0xff00ff00;"], "t", 4, pack=2), 1
     lines += [".reg .b16 h;", "cvt.u16.u32 h, t;", "cvt.rn.f16x2.e4m3x2 $0, h;"]
-    return _assembly(lines, "t", 4, pack=2), 0
+    return assembly(lines, "t", 4, pack=2), 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +278,7 @@ def convert_bytes(layout: ByteLayout, x_dtype: torch.dtype) -> ByteConversion:
         f"fma.rn.{kind} $0, l, m, c;",
         f"fma.rn.{kind} $1, h, m, c;",
     ]
-    return ByteConversion(_assembly(lines, "u, l, h, m, c", 1, pack=4), factor)
+    return ByteConversion(assembly(lines, "u, l, h, m, c", 1, pack=4), factor)
 
 
 def _twice(half: int) -> int:
@@ -336,7 +344,7 @@ def unpack_quad(kind: Quad) -> Assembly:
             _SCALED[kind.becomes].format(zero=f"${count + 1}", scale=f"${count + 5}").split("\n")
         )
         count += 8
-    return _assembly(lines, "t, u, c", count, pack=4, bits=8)
+    return assembly(lines, "t, u, c", count, pack=4, bits=8)
 
 
 # The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8. In fp16 1024 and a nibble is

@@ -52,7 +52,9 @@ def as_words(weight: Weight) -> WordView:
                 if n != name
             ]
             others += [i.const * s for i, s in zip(code.index, known, strict=True)]
-            others += [s for d, s in enumerate(known) if d != dim]
+            others += [
+                s for d, s in enumerate(known) if d != dim and code.index[d] != AffineIndex()
+            ]
             tables = [
                 table
                 for field in format.fields()

@@ -6,7 +6,7 @@ import torch
 
 from inductor_quant.kernels.codegen.digits import TABLE, is_in_place
 from inductor_quant.kernels.codegen.packed_layout import BASES
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, tile_digits, tile_plan
+from inductor_quant.kernels.codegen.tile_digits import VECTORS, TilePlan, tile_digits, tile_plan
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
@@ -54,7 +54,10 @@ def plan_of(
             return None
     if low is None:
         low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
-    return tile_plan(weight, format.code, n, k, warps=config.num_warps, low=low, own=own)
+    # A thread that rounds the table of each group takes long parts of groups.
+    vectors = (2 * VECTORS[0], *VECTORS) if own and format.element != format.code else VECTORS
+    warps = config.num_warps
+    return tile_plan(weight, format.code, n, k, warps=warps, low=low, own=own, vectors=vectors)
 
 
 def operand_rejection(

@@ -66,11 +66,14 @@ def _pack(bits: Array) -> Array:
     return np.ascontiguousarray(padded).view(np.uint32)
 
 
+_OF_LANE_0 = {"%laneid": 0, "%lanemask_eq": 1, "%lanemask_lt": 0}
+
+
 def _operand(registers: Registers, text: str) -> Array:
     if text in registers:
         return registers[text]
-    if text == "%laneid":
-        return np.zeros((), np.uint32)
+    if text in _OF_LANE_0:
+        return np.asarray(_OF_LANE_0[text], np.uint32)
     return np.asarray(int(text, 0) & 0xFFFFFFFF, dtype=np.uint32)
 
 
@@ -78,10 +81,10 @@ def _prmt(a: Array, b: Array, selector: Array) -> Array:
     both = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
     result = np.zeros(np.broadcast(a, b, selector).shape, np.uint32)
     for byte in range(4):
-        nibble = selector >> np.uint32(4 * byte) & np.uint32(15)
-        if np.any(nibble > 7):
-            raise NotImplementedError("prmt that copies a sign")
-        taken = both >> (np.uint64(8) * nibble.astype(np.uint64)) & np.uint64(255)
+        nibble = (selector >> np.uint32(4 * byte)).astype(np.uint64)
+        taken = both >> (np.uint64(8) * (nibble & np.uint64(7))) & np.uint64(255)
+        copied = np.where(taken & np.uint64(128), np.uint64(255), np.uint64(0))
+        taken = np.where(nibble & np.uint64(8), copied, taken)  # of the sign, if it says so
         result |= taken.astype(np.uint32) << np.uint32(8 * byte)
     return result
 
@@ -125,6 +128,17 @@ def _fma(x: Array, y: Array, z: Array) -> Array:
     return x * y + z
 
 
+def _rounded_pair(dtype: Any) -> Callable[[Array, Array], Array]:
+    """Two fp32 rounded to ``dtype``, the first one in the high half."""
+
+    def run(high: Array, low: Array) -> Array:
+        halves = (encode(np.ascontiguousarray(t).view(np.float32), dtype) for t in (high, low))
+        first, second = (half.view(np.uint16).astype(np.uint32) for half in halves)
+        return first << np.uint32(16) | second
+
+    return run
+
+
 def _round_to_s8(x: Array) -> Array:
     rounded = np.clip(np.rint(x.view(np.float32)), -128, 127)
     return np.nan_to_num(rounded, nan=0.0).astype(np.int32).view(np.uint32)
@@ -139,7 +153,9 @@ def _e4m3_pair(pair: Array) -> Array:
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
+    "cvt.rn.bf16x2.f32": _rounded_pair(tl.bfloat16),
     "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
+    "cvt.rn.f16x2.f32": _rounded_pair(tl.float16),
     "cvt.rni.sat.s8.f32": _round_to_s8,
     "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
     "fma.rn.bf16x2": _halves(_fma, tl.bfloat16, np.uint16),

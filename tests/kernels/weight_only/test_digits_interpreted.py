@@ -124,6 +124,24 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which,
         assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
 
 
+@pytest.mark.parametrize("scales", [torch.float32, bf16, f16])
+def test_every_code_of_a_table_gives_its_weight_bit_for_bit(scales, monkeypatch):
+    """Tables of each group are rounded from fp32; with scales of x's dtype all have the same."""
+    monkeypatch.setattr(formats, "f32", scales)
+    torch.manual_seed(0)
+    dtype = f16 if scales == f16 else bf16
+    case = Case("nf4", 16, 64, 128, dtype)
+    weight = make_inputs(case, "cpu")[3:]
+    assert len(torch.stack([weight[0] & 15, weight[0] >> 4])[:, :1024].unique()) == 16
+    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
+    config = "16x32x128_w2_s1_g8"
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("plane7" in source for source in generated.kernels.values())
+    rows = torch.eye(128).to(dtype)[:16]
+    got = simulate.interpret(generated, (rows, None, None, *weight))
+    assert torch.equal(got, want[:16])
+
+
 def test_words_sliced_from_a_wider_tensor():
     """As of q, k and v: the rows of the matrix are further apart than they are long."""
     case = Case("gptq", 20, 64, 256, f16)

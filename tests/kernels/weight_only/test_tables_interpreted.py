@@ -8,6 +8,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant.report.events import collect
+from inductor_quant.spec.formulas import int4pack_mm
 from tests.support.gemms.generated import generate
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
@@ -48,6 +49,11 @@ def exponents(x, packed, table, scale):
     return x @ weight.t()
 
 
+def tile_packed(x, words, scales_and_zeros):
+    """In an order of fragments; a multiply-add of a scale and a zero point."""
+    return int4pack_mm(x, words, GROUP, scales_and_zeros)
+
+
 def packed_bytes(fields):
     return torch.randint(0, 256, (N, K // fields), dtype=u8)
 
@@ -64,6 +70,13 @@ CASES = {
             packed_bytes(2),
             torch.tensor([0, 1, 2, 3, 4, 6, 8, 12], dtype=bf16),
             torch.randint(120, 133, (N, K // GROUP), dtype=u8),
+        ],
+    ),
+    "tile_packed": (
+        tile_packed,
+        lambda: [
+            torch.randint(-(1 << 31), 1 << 31, (N // 8, K // 128, 32, 4), dtype=i32),
+            torch.randn(K // GROUP, N, 2).to(bf16),
         ],
     ),
 }

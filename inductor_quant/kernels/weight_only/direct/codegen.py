@@ -108,8 +108,9 @@ class DirectCodegen(DigitCodegen):
 
     @property
     def loads_x_early(self) -> bool:
-        """Whether x is loaded one iteration ahead, like W: not if that takes many registers."""
-        return self.block_m == G[1]
+        """Whether x is loaded one iteration ahead, like W: not if that takes many registers, as
+        tables do."""
+        return self.block_m == G[1] and not self.places
 
     def used(self, i: int, slot: int) -> str:
         return f"now{i}"
