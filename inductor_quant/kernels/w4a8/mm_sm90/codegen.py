@@ -8,6 +8,10 @@ from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 
 
 class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
+    @property
+    def acc_type(self) -> str:  # type: ignore[override]
+        return "gl.float32" if self.has_groups else "gl.int32"
+
     def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
         """Statements that leave in ``w`` the first operand and in ``scale`` the group's scales."""
         out, code = self.unpacked(stride, size, slot)
@@ -26,7 +30,7 @@ class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
             [
                 "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)",
                 f"start = gl.full([BLOCK_N, BLOCK_M], {MAGIC_BITS}, gl.int32, MMA)",
-                "part = warpgroup_mma_init(start)",
+                "group = warpgroup_mma_init(start)",
                 "scale_before = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))",
             ]
         )
@@ -35,16 +39,16 @@ class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
         if not self.has_groups:
             return super().multiplied(x)
         # One product at a time: registers for a second one are lacking.
-        start = f"part = warpgroup_mma(w, {x}, start, is_async=True)"
+        start = f"group = warpgroup_mma(w, {x}, start, is_async=True)"
         return "\n".join([self.finished(), start, "scale_before = scale"])
 
     def finished(self) -> str:
         if not self.has_groups:
             return super().finished()
-        product = f"(part.to(gl.float32, bitcast=True) - {MAGIC})"
+        product = f"(group.to(gl.float32, bitcast=True) - {MAGIC})"
         return "\n".join(
             [
-                "part = warpgroup_mma_wait(0, deps=(part,))",
+                "group = warpgroup_mma_wait(0, deps=(group,))",
                 f"acc = acc + {product} * gl.expand_dims(scale_before, 1)",
             ]
         )

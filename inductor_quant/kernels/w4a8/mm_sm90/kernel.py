@@ -21,10 +21,12 @@ from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
+    SIGNAL,
     UNROLLED,
     WARPGROUP,
     boxed,
     constants_of,
+    grid,
     tile_misfit,
 )
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
@@ -54,7 +56,7 @@ MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 class W4A8MMSm90(rules.W4A8Kernel):
     name = "w4a8_mm_sm90"
     template = "w4a8/mm_sm90/template"
-    grid = staticmethod(split_k.persistent_grid)
+    grid = staticmethod(grid)
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
@@ -84,7 +86,17 @@ class W4A8MMSm90(rules.W4A8Kernel):
     ) -> dict[str, Any]:
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
         own = constants_of(problem, config, device, *shared)
-        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": False}
+        shares = self.scratch(spec, problem, config, device) > 0
+        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": shares}
+
+    def scratch(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        import os
+        if not int(os.environ.get("W4A8_SHARES", "0")) or config.split_k > 1:
+            return 0
+        ctas = _ctas_per_sm(spec, config) * device.num_sms
+        return ctas * (config.block_m * config.block_n + SIGNAL // 4)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
