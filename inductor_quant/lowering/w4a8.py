@@ -44,8 +44,9 @@ def lower(*args: Any, **kwargs: Any) -> Any:
     gemm = call.gemm()
     if not call.has_zero or call.b_sum is not None:
         layout = compat.FixedLayout(device, call.out_dtype, [m, n])
-        inputs = [*gemm.shared, *gemm.own]
-        result = lower_gemm("w4a8", gemm.spec, gemm.problem, inputs, layout, gemm.constants)
+        result = lower_gemm(
+            "w4a8", gemm.spec, gemm.problem, call.inputs(gemm), layout, gemm.constants
+        )
         if result is not None:
             return call.finished(result)
     in_16_bits = call.is_grouped or (
@@ -100,10 +101,10 @@ class W4A8Call:
                 None if self.a_zero_point is None else self.a_zero_point.get_dtype(), self.a_zero
             ),
         )
-        scales = (self.a_scale, self.b_scale)
         [a, *weight] = map(compat.realize, (self.a, *self.weight))
-        operands = (*scales, self.bias, self.a_zero_point, self.b_sum)
-        inputs = [compat.realize(t) for t in operands if t is not None]
+        shared = [] if self.a_scale is None else [compat.realize(self.a_scale)]
+        operands = (self.b_scale, self.bias, self.a_zero_point, self.b_sum)
+        own = [compat.realize(t) for t in operands if t is not None]
         is_exact = spec.a.zero in ("const", "int") and not spec.group_size
         constants = {
             "ALPHA": self.alpha,
@@ -121,7 +122,12 @@ class W4A8Call:
             "HAS_BIAS": self.bias is not None,
         }
         problem = describe_packed(a, self.parsed, weight)
-        return Gemm(spec, problem, shared=[a], own=[*weight, *inputs], constants=constants)
+        return Gemm(spec, problem, shared=[a, *shared], own=[*weight, *own], constants=constants)
+
+    def inputs(self, gemm: Gemm) -> list[Any]:
+        """What a kernel of this GEMM alone takes, in its order."""
+        (a, *scale), count = gemm.shared, len(self.weight)
+        return [a, *gemm.own[:count], *scale, *gemm.own[count:]]
 
     def finished(self, result: Any) -> Any:
         """The op's value from a kernel's output: that output, or the sum of its split-K partials,

@@ -93,6 +93,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:
         import os
+
         if not int(os.environ.get("W4A8_SHARES", "0")) or config.split_k > 1:
             return 0
         ctas = _ctas_per_sm(spec, config) * device.num_sms
