@@ -1,8 +1,8 @@
 """Lowering of ``inductor_quant::w4a8``: a kernel of the family, or what was there without it.
 
-Groups, which only a product of floats has, run as ``weight_only``, with the int8 activation in
-bf16; so do few rows, where bf16 loses nothing. Else the int8 weight is written once, as the graph
-of an ``aten._int_mm`` does, and ``w8a8`` multiplies. So it is with a zero point whose sums of the
+Groups, which only a product of floats has, run as ``weight_only``, with the 8-bit activation in
+bf16; so do few rows, where bf16 loses nothing. Else the 8-bit weight is written once, as the graph
+of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose sums of the
 weight are not given.
 """
 
@@ -18,7 +18,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
 from inductor_quant.kernels.problem import DECODE_M
-from inductor_quant.lowering import w8a8, weight_only
+from inductor_quant.lowering import fp8, w8a8, weight_only
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice
 from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
@@ -30,8 +30,8 @@ from inductor_quant.spec.weight_format import WeightFormat
 aten, prims = torch.ops.aten, torch.ops.prims
 EXACT_IN_FP32 = 1 << 24
 # A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
-# of weight_only then takes less time than writing the int8 weight.
-MAX_M_OF_ZEROS = 128
+# of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
+MAX_M_IN_16_BITS = 128
 
 
 @fallback.lowering(op.op)
@@ -85,6 +85,10 @@ class W4A8Call:
         return LoweredEvaluator(self.parsed, self.weight, self.a.get_device())
 
     @property
+    def is_int8(self) -> bool:
+        return bool(self.a.get_dtype() == op.INT8)
+
+    @property
     def has_zero(self) -> bool:
         return self.a_zero_point is not None or self.a_zero != 0
 
@@ -100,6 +104,7 @@ class W4A8Call:
             a_zero=integers.zero_kind(
                 None if self.a_zero_point is None else self.a_zero_point.get_dtype(), self.a_zero
             ),
+            a_dtype=self.a.get_dtype(),
         )
         [a, *weight] = map(compat.realize, (self.a, *self.weight))
         shared = [] if self.a_scale is None else [compat.realize(self.a_scale)]
@@ -150,6 +155,8 @@ class W4A8Call:
             or (zero is not None and zero.get_dtype() != torch.int8)
         ):
             return False
+        if not self.is_int8:
+            return True  # the matrix unit for e4m3 adds in fewer bits
         low, high = op.bounds(self.parsed, [t.get_dtype() for t in self.weight]) or (0, 0)
         most = max(-low, high) * (255 if self.has_zero else 128)
         return self.parsed.shape[0] * most <= EXACT_IN_FP32
@@ -169,11 +176,16 @@ class W4A8Call:
         return plain._epilogue(out)
 
     def unpacked(self) -> Any:
-        """The int8 weight written once, and ``w8a8``."""
+        """The weight written once in the activation's type, and ``w8a8`` or ``fp8``."""
         q, _ = op.unpacked(self._evaluator)
+        if not self.is_int8:
+            q = self._evaluator.convert(q, op.E4M3)
         # contiguous along K, as its matrix units read it
         rows = lowering_of(aten.clone.default)(_transposed(q))
         compat.realize(rows)
+        if not self.is_int8:
+            out = fp8.lower(self.a, _transposed(rows), None, None, None, out_dtype=torch.float32)
+            return self._epilogue(out)
         options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
         operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
         return w8a8.lower(self.a, _transposed(rows), *operands, **options)

@@ -9,7 +9,7 @@ from typing import Any
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
 from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, is_quad, is_scaled_quad, zero_of
+from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, SIGN, is_quad, is_scaled_quad, zero_of
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
@@ -90,6 +90,8 @@ def quad_rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rej
     )
     if refused is not None:
         return refused
+    if spec.a.dtype == w4a8.E4M3 and zero_of(weight_of(problem).format) != SIGN:
+        return no_kernel("another zero point than 8, of e4m3")
     if not is_in_place(as_words(weight_of(problem)).weight.format.code, 4):
         return no_kernel("a value is not one half of a byte")
     format, dtypes = weight_of(problem).format, [t.dtype for t in weight_of(problem).tensors]
@@ -127,9 +129,14 @@ def _group_rejection(spec: QuantGemmSpec, weight: Weight) -> Rejection | None:
     return None
 
 
+def is_promoted(spec: QuantGemmSpec) -> bool:
+    """Whether the sums of a tile's products are added in fp32: those of groups, and of e4m3."""
+    return spec.group_size > 0 or spec.a.dtype == w4a8.E4M3
+
+
 def has_inexact_partials(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> bool:
     """Whether the sum of integer partials may exceed what fp32 holds exactly."""
-    if config.split_k == 1 or spec.group_size:
+    if config.split_k == 1 or is_promoted(spec):
         return False
     weight = weight_of(problem)
     ends = w4a8.bounds(weight.format, [tensor.dtype for tensor in weight.tensors])

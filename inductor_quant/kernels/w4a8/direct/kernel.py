@@ -23,6 +23,7 @@ from inductor_quant.kernels.weight_only.rules import (
     horizontal_rejection,
     no_kernel,
 )
+from inductor_quant.ops.w4a8 import INT8
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
@@ -47,6 +48,8 @@ class W4A8Direct(rules.W4A8Kernel):
             return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
+        if spec.a.dtype != INT8:
+            return no_kernel("few rows of e4m3: those of weight_only read the weight as fast")
         return rules.quad_rejection(spec, problem, device)
 
     def codegen(

@@ -62,7 +62,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least, most = GROUPED_M if spec.group_size else (DECODE_M + 1, MAX_M)
+        least, most = GROUPED_M if rules.is_promoted(spec) else (DECODE_M + 1, MAX_M)
         if problem.weight is not None and problem.weight.format.to_int8:
             most = SCALED_M
         if problem.m > most or not problem.m_is_bounded or problem.m < least:
@@ -122,7 +122,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         for block, *cycles in _BLOCKS:
             for split in SPLITS:
                 config = GemmConfig(*block, split_k=split)
-                each = cycles[1 if spec.group_size else 0]
+                each = cycles[rules.is_promoted(spec)]
                 if each is None or (split > 1 and not _may_split(problem, config, device)):
                     continue
                 if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
@@ -145,7 +145,7 @@ def _may_split(problem: Problem, config: GemmConfig, device: Device) -> bool:
 
 def _sums(spec: QuantGemmSpec) -> int:
     """Accumulators for each output."""
-    return 2 if spec.group_size else 1
+    return 2 if rules.is_promoted(spec) else 1
 
 
 def _accumulators(spec: QuantGemmSpec, config: GemmConfig) -> int:
@@ -161,7 +161,7 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
     """K iterations in the loop's body: the scales of each take registers. At least two: one would
     be unpacked to the registers that the product before still reads."""
-    return UNROLLED[-1:] if spec.group_size else UNROLLED
+    return UNROLLED[-1:] if rules.is_promoted(spec) else UNROLLED
 
 
 def _cost(
