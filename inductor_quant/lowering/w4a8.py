@@ -49,11 +49,9 @@ def lower(*args: Any, **kwargs: Any) -> Any:
         )
         if result is not None:
             return call.finished(result)
-    in_16_bits = call.is_grouped or (
-        gemm.problem.m_is_bounded
-        and gemm.problem.m <= (MAX_M_OF_ZEROS if gemm.spec.a.zero else DECODE_M)
-        and call.is_exact_in_16_bits
-    )
+    most = DECODE_M if call.is_int8 and not call.has_zero else MAX_M_IN_16_BITS
+    is_small = gemm.problem.m_is_bounded and gemm.problem.m <= most
+    in_16_bits = call.is_grouped or (is_small and call.is_exact_in_16_bits)
     choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_W8A8
     report_choice("w4a8", gemm.spec, gemm.problem, (choice,))
     return call.in_16_bits() if in_16_bits else call.unpacked()

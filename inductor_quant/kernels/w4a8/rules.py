@@ -9,7 +9,14 @@ from typing import Any
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
 from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, SIGN, is_quad, is_scaled_quad, zero_of
+from inductor_quant.kernels.codegen.quads import (
+    MAX_MAGIC_K,
+    QUAD,
+    SIGN,
+    is_quad,
+    is_scaled_quad,
+    zero_of,
+)
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
