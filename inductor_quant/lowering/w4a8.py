@@ -177,16 +177,15 @@ class W4A8Call:
         """The weight written once in the activation's type, and ``w8a8`` or ``fp8``."""
         q, _ = op.unpacked(self._evaluator)
         if not self.is_int8:
-            q = self._evaluator.convert(q, op.E4M3)
-        # contiguous along K, as its matrix units read it
-        rows = lowering_of(aten.clone.default)(_transposed(q))
-        compat.realize(rows)
+            convert = self._evaluator.convert
+            q = convert(convert(q, torch.float32), op.E4M3)
+        weight = _transposed(_stored(_transposed(q)))  # contiguous along K, as the units read it
         if not self.is_int8:
-            out = fp8.lower(self.a, _transposed(rows), None, None, None, out_dtype=torch.float32)
+            out = fp8.lower(self.a, weight, None, None, None, out_dtype=torch.float32)
             return self._epilogue(out)
         options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
         operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
-        return w8a8.lower(self.a, _transposed(rows), *operands, **options)
+        return w8a8.lower(self.a, weight, *operands, **options)
 
     def _epilogue(self, out: Any) -> Any:
         """What the kernels do to the sum over k, which is in fp32."""
@@ -204,6 +203,26 @@ class W4A8Call:
         if self.bias is not None:
             out = lowering_of(aten.add.Tensor)(out, convert(self.bias, torch.float32))
         return convert(out, self.out_dtype)
+
+
+def _stored(rows: Any) -> Any:
+    """``rows`` of bytes in memory, contiguous; four are computed and stored at a time, which share
+    what their positions take."""
+    dtype, (count, size) = rows.get_dtype(), rows.get_size()
+    if compat.known_int(size) is None or size % 4:
+        found = lowering_of(aten.clone.default)(rows)
+        compat.realize(found)
+        return found
+    words = None
+    for i in range(4):
+        byte = lowering_of(aten.slice.Tensor)(rows, 1, i, size, 4)
+        byte = lowering_of(aten.view.dtype)(byte, torch.uint8)
+        word = lowering_of(prims.convert_element_type.default)(byte, torch.int32)
+        word = lowering_of(aten.bitwise_left_shift.Tensor)(word, 8 * i) if i else word
+        words = word if words is None else lowering_of(aten.bitwise_or.Tensor)(words, word)
+    words = lowering_of(aten.clone.default)(words)
+    compat.realize(words)
+    return lowering_of(aten.view.dtype)(words, dtype)
 
 
 def _transposed(matrix: Any) -> Any:

@@ -109,8 +109,14 @@ def unpacked(evaluator: Evaluator) -> tuple[Any, Any | None]:
     tensors or IR, as the evaluator's ``call`` makes them."""
     format = evaluator.format
     integers, scale = split(format)
-    q = evaluator.convert(evaluator.field(format.element), torch.float32)
-    q = evaluator.convert(evaluator.apply(q, integers, torch.float32), torch.int8)
+    dtype = torch.float32 if format.to_int8 else torch.int32
+    if not format.to_int8:
+        integers = tuple(
+            each if isinstance(each.operand, Field) else DequantOp(each.kind, int(each.operand))
+            for each in integers
+        )
+    q = evaluator.apply(evaluator.convert(evaluator.field(format.element), dtype), integers, dtype)
+    q = evaluator.convert(q, torch.int8)
     q = evaluator.call(torch.ops.aten.expand.default, q, list(format.shape))
     return q, None if scale is None else evaluator.field(scale)
 

@@ -51,6 +51,8 @@ def configs_of(case):
         Case("nibble_pairs", 40, 4096, 14336, zero="float", sums=True),
         Case("awq", 13, 2048, 4096, groups=False),
         Case("int4_words", 200, 6144, 4096, zero="const", sums=True),
+        Case("nibble_pairs", 60, 4096, 8192, a_dtype=torch.float8_e4m3fn),
+        Case("int4_words", 64, 4104, 4096, a_dtype=torch.float8_e4m3fn),
     ],
     ids=str,
 )
@@ -90,6 +92,10 @@ def test_sums_of_integers_are_exact_bit_for_bit(name, m, to_int8):
         Case("gptq", 8, 1024, 4096),
         Case("shift_table", 8, 1024, 4096),
         Case("nibble_pairs", 2048, 1024, 4096, groups=False, zero="int"),
+        *(
+            Case("nibble_pairs", m, 1024, 4096, groups=groups, a_dtype=torch.float8_e4m3fn)
+            for m, groups in ((5, True), (9, False), (400, False))
+        ),
     ],
     ids=str,
 )

@@ -51,7 +51,7 @@ def generated_by(kernel, case, config):
         (MM, Case("nibble_pairs", 40, 64, 512), "64x64x128_w4_s4_g8"),
         (MM, Case("nibble_pairs", 40, 64, 512, a_dtype=e4m3), "64x64x128_w4_s4_g8"),
         pytest.param(
-            *(MM, Case("int4_words", 20, 64, 256, times=2, a_dtype=e4m3), "32x64x64_w4_s4_g8"),
+            *(MM, Case("int4_words", 40, 64, 256, times=2, a_dtype=e4m3), "64x64x64_w4_s4_g8"),
             marks=slow,
         ),
         (MM, Case("int4_words", 20, 64, 256, zero="const", sums=True), "32x64x128_w4_s4_g8"),

@@ -46,6 +46,7 @@ SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
 PARTIALS_PER_CYCLE = 150
+HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
 # Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
@@ -154,14 +155,22 @@ def _accumulators(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
-    is_small = _accumulators(spec, config) <= PAIRED
+    """Two if registers and shared memory allow."""
+    stage = config.block_k * (config.block_m + config.block_n // 2)
+    is_small = _accumulators(spec, config) <= PAIRED and stage * config.num_stages <= HALF_AN_SM
     return 2 if config.num_warps == WARPGROUP and is_small else 1
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
     """K iterations in the loop's body: the scales of each take registers. At least two: one would
     be unpacked to the registers that the product before still reads."""
-    return UNROLLED[-1:] if rules.is_promoted(spec) else UNROLLED
+    import os
+
+    return (
+        ((4, 2) if os.environ.get("W4A8_UNROLL") == "4" else UNROLLED[-1:])
+        if rules.is_promoted(spec)
+        else UNROLLED
+    )
 
 
 def _cost(
