@@ -30,8 +30,24 @@ def lower_w8a8(*given: Any, **options: Any) -> list[Any]:
 @fallback.lowering(horizontal.w4a8_op)
 def lower_w4a8(*given: Any, **options: Any) -> list[Any]:
     members = list(horizontal.w4a8_members(*given, **options))
-    results = _finished("w4a8", [w4a8.W4A8Call(*args, **kwargs) for args, kwargs in members])
+    calls = [w4a8.W4A8Call(*args, **kwargs) for args, kwargs in members]
+    results = _finished("w4a8", calls) or _in_16_bits(calls)
     return results or [w4a8.lower(*args, **kwargs) for args, kwargs in members]
+
+
+def _in_16_bits(calls: Sequence[w4a8.W4A8Call]) -> list[Any] | None:
+    """The values of ``calls`` by a kernel of ``weight_only``, if each alone ran as that."""
+    if not all(call.is_in_16_bits(call.gemm().problem) for call in calls):
+        return None
+    others = [call.of_weight_only() for call in calls]
+    x = others[0][0][0]
+    sums = _finished(
+        "weight_only",
+        [weight_only.WeightOnlyCall(x, *args[1:], **options) for args, options in others],
+    )
+    if sums is None:
+        return None
+    return [call.scaled_in_16_bits(each) for call, each in zip(calls, sums, strict=True)]
 
 
 @fallback.lowering(horizontal.weight_only_op)

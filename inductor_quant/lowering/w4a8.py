@@ -2,8 +2,8 @@
 
 Groups, which only a product of floats has, run as ``weight_only``, with the 8-bit activation in
 bf16; so do few rows, where bf16 loses nothing. Else the 8-bit weight is written once, as the graph
-of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose sums of the
-weight are not given.
+of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose
+sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
-from inductor_quant.kernels.problem import DECODE_M
+from inductor_quant.kernels.problem import DECODE_M, Problem
 from inductor_quant.lowering import fp8, w8a8, weight_only
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice
 from inductor_quant.lowering.split_k_sum import sum_partials
@@ -49,10 +49,8 @@ def lower(*args: Any, **kwargs: Any) -> Any:
         )
         if result is not None:
             return call.finished(result)
-    most = DECODE_M if call.is_int8 and not call.has_zero else MAX_M_IN_16_BITS
-    is_small = gemm.problem.m_is_bounded and gemm.problem.m <= most
-    in_16_bits = call.is_grouped or (is_small and call.is_exact_in_16_bits)
-    choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_W8A8
+    in_16_bits = call.is_in_16_bits(gemm.problem)
+    choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_MULTIPLY
     report_choice("w4a8", gemm.spec, gemm.problem, (choice,))
     return call.in_16_bits() if in_16_bits else call.unpacked()
 
@@ -159,9 +157,20 @@ class W4A8Call:
         most = max(-low, high) * (255 if self.has_zero else 128)
         return self.parsed.shape[0] * most <= EXACT_IN_FP32
 
+    def is_in_16_bits(self, problem: Problem) -> bool:
+        """Whether the GEMM, which no kernel of the family takes, runs as ``weight_only``."""
+        most = DECODE_M if self.is_int8 and not self.has_zero else MAX_M_IN_16_BITS
+        is_small = problem.m_is_bounded and problem.m <= most
+        return self.is_grouped or (is_small and self.is_exact_in_16_bits)
+
     def in_16_bits(self) -> Any:
-        """A kernel of ``weight_only``, which reads the packed weight too, of ``a`` less its zero
-        point: nothing is left of that, and no sums of the weight are needed."""
+        """A kernel of ``weight_only``, which reads the packed weight too."""
+        args, options = self.of_weight_only()
+        return self.scaled_in_16_bits(weight_only.lower(*args, **options))
+
+    def of_weight_only(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of ``weight_only`` for the sums, of ``a`` less its zero point: nothing is
+        left of that, and no sums of the weight are needed."""
         convert, zero = self._evaluator.convert, self.a_zero_point
         x = convert(self.a, torch.float32)
         if self.has_zero:
@@ -169,9 +178,12 @@ class W4A8Call:
             x = lowering_of(aten.sub.Tensor)(x, zero)
         x = convert(x, torch.bfloat16)
         options = {"format": self.format, "out_dtype": torch.float32}
-        out = weight_only.lower(x, self.weight, None, None, **options)
+        return (x, self.weight, None, None), options
+
+    def scaled_in_16_bits(self, sums: Any) -> Any:
+        """The op's value from those sums."""
         plain = dataclasses.replace(self, a_zero_point=None, a_zero=0, b_sum=None)
-        return plain._epilogue(out)
+        return plain._epilogue(sums)
 
     def unpacked(self) -> Any:
         """The weight written once in the activation's type, and ``w8a8`` or ``fp8``."""
@@ -180,9 +192,12 @@ class W4A8Call:
             convert = self._evaluator.convert
             q = convert(convert(q, torch.float32), op.E4M3)
         weight = _transposed(_stored(_transposed(q)))  # contiguous along K, as the units read it
+        if not self.is_int8 and self.alpha == 1.0:
+            scales = self.a_scale, self.b_scale
+            return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
         if not self.is_int8:
-            out = fp8.lower(self.a, weight, None, None, None, out_dtype=torch.float32)
-            return self._epilogue(out)
+            none = (None, None, None)
+            return self._epilogue(fp8.lower(self.a, weight, *none, out_dtype=torch.float32))
         options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
         operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
         return w8a8.lower(self.a, weight, *operands, **options)
@@ -208,7 +223,7 @@ class W4A8Call:
 def _stored(rows: Any) -> Any:
     """``rows`` of bytes in memory, contiguous; four are computed and stored at a time, which share
     what their positions take."""
-    dtype, (count, size) = rows.get_dtype(), rows.get_size()
+    dtype, size = rows.get_dtype(), rows.get_size()[1]
     if compat.known_int(size) is None or size % 4:
         found = lowering_of(aten.clone.default)(rows)
         compat.realize(found)

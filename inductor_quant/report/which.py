@@ -89,7 +89,7 @@ def which(
     elif arch == TUNED and family.startswith("fp8") and fp8.prefers_library(spec, gemm.m, gemm.n):
         notes.append("a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)")
     if decision.kernel is None and family == "w4a8":
-        notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")
+        notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_MULTIPLY}")
     elif decision.kernel is None and problem.weight is not None and not problem.groups:
         notes.append(_why_dequantized(spec, problem))
         helper = first(dispatch.DEQUANTIZE, problem)

@@ -4,11 +4,11 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``w4a8`` and ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family) and
-calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM pays
-for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the weights, so
-nothing is copied (constant weights: see ``concat_weights``). The lowering decides whether a kernel
-exists and pays; otherwise it lowers the op to the GEMMs that it stands for.
+The same for ``w4a8`` and ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family)
+and calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM
+pays for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the
+weights, so nothing is copied (constant weights: see ``concat_weights``). The lowering decides
+whether a kernel exists and pays; otherwise it lowers the op to the GEMMs that it stands for.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def recognize_as(
     read_other: Callable[[Reader, Expr], W | None] = lambda reader, expr: None,
     element: torch.dtype = torch.int8,
 ) -> RecognizedGemm | Rejection | None:
-    """``assemble`` of a product of an activation that was quantized to ``element`` and a weight that
-    ``read_weight`` takes, or ``read_other`` if it has no ``WeightFormat``; None: it is no such
+    """``assemble`` of a product of an activation that was quantized to ``element`` and a weight
+    that ``read_weight`` takes, or ``read_other`` if it has no ``WeightFormat``; None: it is no such
     product."""
     if not any(read_fake_quantized(node, element) for node in _activation_candidates(anchor)):
         return None

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_quant.kernels.codegen.base import Hook
+from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
-from inductor_quant.kernels.codegen.tile_digits import TileDigit
+from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
@@ -168,6 +169,13 @@ class QuadCodegen(DigitCodegen):
     """A ``DigitCodegen`` that unpacks to int8 or e4m3. A tile is within one group along K."""
 
     x = "A"
+    acc_type: str  # of the sums over K
+
+    def __init__(
+        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+    ) -> None:
+        super().__init__(tile, view, plan, n_order)
+        self.acc_type = "gl.float32" if self.has_groups or self.is_float else "gl.int32"
 
     @property
     def has_groups(self) -> bool:
@@ -176,11 +184,6 @@ class QuadCodegen(DigitCodegen):
     @property
     def is_float(self) -> bool:
         return self.x_dtype == w4a8.E4M3
-
-    @property
-    def acc_type(self) -> str:
-        """Of the sums over K."""
-        return "gl.float32" if self.has_groups or self.is_float else "gl.int32"
 
     @property
     def shift(self) -> int:

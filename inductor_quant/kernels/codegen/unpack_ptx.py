@@ -340,9 +340,9 @@ def unpack_quad(kind: Quad) -> Assembly:
     return _assembly(lines, "t, u, c", count, pack=4, bits=8)
 
 
-# The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8, or less 8, as e4m3. In fp16 1024 and a nibble is
-# the nibble under an exponent, and fma with 1152 rounds to an integer, once: 1024 and the int8 plus
-# 128, clamped.
+# The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8, or less 8, as e4m3. In fp16
+# 1024 and a nibble is the nibble under an exponent, and fma with 1152 rounds to an integer, once:
+# 1024 and the int8 plus 128, clamped.
 _SCALED = {
     "round": """\
 prmt.b32 u, t, 0x64646464, 0x4342;
@@ -368,8 +368,8 @@ and.b32 u, u, 0x000f000f;
 mad.lo.u32 t, t, {scale}, {zero};
 mad.lo.u32 u, u, {scale}, {zero};
 prmt.b32 $0, t, u, 0x6240;""",
-    # The low three bits, where bit 3 is not set 8 less them, and a sign: u is that in each byte, and
-    # 8 less a number of three bits is its complement plus 1.
+    # The low three bits; where bit 3 is not set, as u says, 8 less them, which is their complement
+    # plus 1, and a sign.
     "e4m3": """\
 shr.u32 u, t, 3;
 lop3.b32 u, u, 0x01010101, 0, 0x0c;

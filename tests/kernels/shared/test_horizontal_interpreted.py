@@ -76,6 +76,17 @@ def test_int4_weights_are_close_to_fp64(group, config):
         w4a8.assert_close(result, want)
 
 
+@pytest.mark.slow
+def test_e4m3_activations_run_as_weight_only_together():
+    torch.manual_seed(0)
+    group = Int4(w4a8.Case("gptq", 5, 0, 256, a_dtype=torch.float8_e4m3fn), (128, 256))
+    inputs = group.make_inputs("cpu")
+    got, launched = run(group, group.grouped, inputs, "weight_only_small_m 8x128x128_w2_s3_g8")
+    assert len(launched) == 1
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        w4a8.assert_close(result, want, slack=2.0)
+
+
 def case(m, k, **options):
     return w8a8.Case(m, 0, k, out_dtype=f32, **{"bias": False, **options})
 

@@ -11,6 +11,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.kernels.w4a8.mm_sm90 import kernel as mm_sm90
 from inductor_quant.simulate.interpreter import ptx
 from tests.support.gemms import formats
 from tests.support.gemms.w4a8 import Case, assert_close, gemm, generate_case, make_inputs, reference
@@ -84,6 +85,21 @@ def test_results_are_close_to_fp64(kernel, case, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, case, config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@slow
+@pytest.mark.parametrize("groups", [False, True])
+def test_tiles_that_ctas_share_are_close_to_fp64(groups, monkeypatch):
+    """Three tiles on one SM."""
+    torch.manual_seed(0)
+    chip = dataclasses.replace(simulate.GPUS[90], num_sms=1)
+    monkeypatch.setitem(simulate.GPUS, 90, chip)
+    monkeypatch.setattr(mm_sm90, "SHARED_CYCLES", -1e9)
+    case = Case("nibble_pairs", 40, 192, 1024, groups=groups)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, case, "64x64x128_w4_s6_g8")
+    assert any("SCRATCH" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
