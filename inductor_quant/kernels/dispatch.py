@@ -19,8 +19,8 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 DEQUANTIZE = "weight_only_dequantize"
 DEQUANTIZE_THEN_MM = "dequantize once, then aten.mm"
 # A w4a8 GEMM without a kernel of its own.
-UNPACK_THEN_W8A8 = "unpack W to int8 in each call, then w8a8"
-AS_WEIGHT_ONLY = "as weight_only: the int8 activation in bf16"
+UNPACK_THEN_MULTIPLY = "unpack W to 8 bits in each call, then w8a8 or fp8"
+AS_WEIGHT_ONLY = "as weight_only: the 8-bit activation in bf16"
 # The column sums of b, which a zero point of a needs, cost nothing in a spare row of the tile. With
 # more rows than this a reduction kernel of their own is faster (lowering/README.md).
 MAX_ROWS_WITH_SPARE = 63

@@ -1,4 +1,4 @@
-"""Lowering of ``w8a8_horizontal`` and ``weight_only_horizontal``: one launch, or one each."""
+"""Lowering of the ops of ``ops/horizontal``: one launch, or one each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.horizontal import together
-from inductor_quant.lowering import w8a8, weight_only
+from inductor_quant.lowering import w4a8, w8a8, weight_only
 from inductor_quant.lowering.fusion_lookahead import lost_fusions
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of
 from inductor_quant.ops import horizontal
@@ -27,13 +27,42 @@ def lower_w8a8(*given: Any, **options: Any) -> list[Any]:
     return results or [w8a8.lower(*args, **kwargs) for args, kwargs in calls]
 
 
+@fallback.lowering(horizontal.w4a8_op)
+def lower_w4a8(*given: Any, **options: Any) -> list[Any]:
+    members = list(horizontal.w4a8_members(*given, **options))
+    calls = [w4a8.W4A8Call(*args, **kwargs) for args, kwargs in members]
+    results = _finished("w4a8", calls) or _in_16_bits(calls)
+    return results or [w4a8.lower(*args, **kwargs) for args, kwargs in members]
+
+
+def _in_16_bits(calls: Sequence[w4a8.W4A8Call]) -> list[Any] | None:
+    """The values of ``calls`` by a kernel of ``weight_only``, if each alone ran as that."""
+    if not all(call.is_in_16_bits(call.gemm().problem) for call in calls):
+        return None
+    others = [call.of_weight_only() for call in calls]
+    x = others[0][0][0]
+    sums = _finished(
+        "weight_only",
+        [weight_only.WeightOnlyCall(x, *args[1:], **options) for args, options in others],
+    )
+    if sums is None:
+        return None
+    return [call.scaled_in_16_bits(each) for call, each in zip(calls, sums, strict=True)]
+
+
 @fallback.lowering(horizontal.weight_only_op)
 def lower_weight_only(*given: Any, **options: Any) -> list[Any]:
     members = list(horizontal.weight_only_members(*given, **options))
     calls = [weight_only.WeightOnlyCall(*args, **kwargs) for args, kwargs in members]
-    results = _in_one_launch("weight_only", [call.gemm() for call in calls])
+    results = _finished("weight_only", calls)
+    return results or [weight_only.lower(*args, **kwargs) for args, kwargs in members]
+
+
+def _finished(family: str, calls: Sequence[Any]) -> list[Any] | None:
+    """The values of ``calls``, of a packed weight each; None: no kernel takes them together."""
+    results = _in_one_launch(family, [call.gemm() for call in calls])
     if results is None:
-        return [weight_only.lower(*args, **kwargs) for args, kwargs in members]
+        return None
     return [call.finished(result) for call, result in zip(calls, results, strict=True)]
 
 

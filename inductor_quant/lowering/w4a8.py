@@ -1,9 +1,9 @@
 """Lowering of ``inductor_quant::w4a8``: a kernel of the family, or what was there without it.
 
-Groups, which only a product of floats has, run as ``weight_only``, with the int8 activation in
-bf16; so do few rows, where bf16 loses nothing. Else the int8 weight is written once, as the graph
-of an ``aten._int_mm`` does, and ``w8a8`` multiplies. So it is with a zero point whose sums of the
-weight are not given.
+Groups, which only a product of floats has, run as ``weight_only``, with the 8-bit activation in
+bf16; so do few rows, where bf16 loses nothing. Else the 8-bit weight is written once, as the graph
+of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose
+sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
-from inductor_quant.kernels.problem import DECODE_M
-from inductor_quant.lowering import w8a8, weight_only
+from inductor_quant.kernels.problem import DECODE_M, Problem
+from inductor_quant.lowering import fp8, w8a8, weight_only
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice
 from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
@@ -30,8 +30,8 @@ from inductor_quant.spec.weight_format import WeightFormat
 aten, prims = torch.ops.aten, torch.ops.prims
 EXACT_IN_FP32 = 1 << 24
 # A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
-# of weight_only then takes less time than writing the int8 weight.
-MAX_M_OF_ZEROS = 128
+# of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
+MAX_M_IN_16_BITS = 128
 
 
 @fallback.lowering(op.op)
@@ -44,16 +44,13 @@ def lower(*args: Any, **kwargs: Any) -> Any:
     gemm = call.gemm()
     if not call.has_zero or call.b_sum is not None:
         layout = compat.FixedLayout(device, call.out_dtype, [m, n])
-        inputs = [*gemm.shared, *gemm.own]
-        result = lower_gemm("w4a8", gemm.spec, gemm.problem, inputs, layout, gemm.constants)
+        result = lower_gemm(
+            "w4a8", gemm.spec, gemm.problem, call.inputs(gemm), layout, gemm.constants
+        )
         if result is not None:
             return call.finished(result)
-    in_16_bits = call.is_grouped or (
-        gemm.problem.m_is_bounded
-        and gemm.problem.m <= (MAX_M_OF_ZEROS if gemm.spec.a.zero else DECODE_M)
-        and call.is_exact_in_16_bits
-    )
-    choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_W8A8
+    in_16_bits = call.is_in_16_bits(gemm.problem)
+    choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_MULTIPLY
     report_choice("w4a8", gemm.spec, gemm.problem, (choice,))
     return call.in_16_bits() if in_16_bits else call.unpacked()
 
@@ -84,6 +81,10 @@ class W4A8Call:
         return LoweredEvaluator(self.parsed, self.weight, self.a.get_device())
 
     @property
+    def is_int8(self) -> bool:
+        return bool(self.a.get_dtype() == op.INT8)
+
+    @property
     def has_zero(self) -> bool:
         return self.a_zero_point is not None or self.a_zero != 0
 
@@ -99,11 +100,12 @@ class W4A8Call:
             a_zero=integers.zero_kind(
                 None if self.a_zero_point is None else self.a_zero_point.get_dtype(), self.a_zero
             ),
+            a_dtype=self.a.get_dtype(),
         )
-        scales = (self.a_scale, self.b_scale)
         [a, *weight] = map(compat.realize, (self.a, *self.weight))
-        operands = (*scales, self.bias, self.a_zero_point, self.b_sum)
-        inputs = [compat.realize(t) for t in operands if t is not None]
+        shared = [] if self.a_scale is None else [compat.realize(self.a_scale)]
+        operands = (self.b_scale, self.bias, self.a_zero_point, self.b_sum)
+        own = [compat.realize(t) for t in operands if t is not None]
         is_exact = spec.a.zero in ("const", "int") and not spec.group_size
         constants = {
             "ALPHA": self.alpha,
@@ -121,7 +123,12 @@ class W4A8Call:
             "HAS_BIAS": self.bias is not None,
         }
         problem = describe_packed(a, self.parsed, weight)
-        return Gemm(spec, problem, shared=[a], own=[*weight, *inputs], constants=constants)
+        return Gemm(spec, problem, shared=[a, *shared], own=[*weight, *own], constants=constants)
+
+    def inputs(self, gemm: Gemm) -> list[Any]:
+        """What a kernel of this GEMM alone takes, in its order."""
+        (a, *scale), count = gemm.shared, len(self.weight)
+        return [a, *gemm.own[:count], *scale, *gemm.own[count:]]
 
     def finished(self, result: Any) -> Any:
         """The op's value from a kernel's output: that output, or the sum of its split-K partials,
@@ -144,13 +151,26 @@ class W4A8Call:
             or (zero is not None and zero.get_dtype() != torch.int8)
         ):
             return False
+        if not self.is_int8:
+            return True  # the matrix unit for e4m3 adds in fewer bits
         low, high = op.bounds(self.parsed, [t.get_dtype() for t in self.weight]) or (0, 0)
         most = max(-low, high) * (255 if self.has_zero else 128)
         return self.parsed.shape[0] * most <= EXACT_IN_FP32
 
+    def is_in_16_bits(self, problem: Problem) -> bool:
+        """Whether the GEMM, which no kernel of the family takes, runs as ``weight_only``."""
+        most = DECODE_M if self.is_int8 and not self.has_zero else MAX_M_IN_16_BITS
+        is_small = problem.m_is_bounded and problem.m <= most
+        return self.is_grouped or (is_small and self.is_exact_in_16_bits)
+
     def in_16_bits(self) -> Any:
-        """A kernel of ``weight_only``, which reads the packed weight too, of ``a`` less its zero
-        point: nothing is left of that, and no sums of the weight are needed."""
+        """A kernel of ``weight_only``, which reads the packed weight too."""
+        args, options = self.of_weight_only()
+        return self.scaled_in_16_bits(weight_only.lower(*args, **options))
+
+    def of_weight_only(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of ``weight_only`` for the sums, of ``a`` less its zero point: nothing is
+        left of that, and no sums of the weight are needed."""
         convert, zero = self._evaluator.convert, self.a_zero_point
         x = convert(self.a, torch.float32)
         if self.has_zero:
@@ -158,19 +178,29 @@ class W4A8Call:
             x = lowering_of(aten.sub.Tensor)(x, zero)
         x = convert(x, torch.bfloat16)
         options = {"format": self.format, "out_dtype": torch.float32}
-        out = weight_only.lower(x, self.weight, None, None, **options)
+        return (x, self.weight, None, None), options
+
+    def scaled_in_16_bits(self, sums: Any) -> Any:
+        """The op's value from those sums."""
         plain = dataclasses.replace(self, a_zero_point=None, a_zero=0, b_sum=None)
-        return plain._epilogue(out)
+        return plain._epilogue(sums)
 
     def unpacked(self) -> Any:
-        """The int8 weight written once, and ``w8a8``."""
+        """The weight written once in the activation's type, and ``w8a8`` or ``fp8``."""
         q, _ = op.unpacked(self._evaluator)
-        # contiguous along K, as its matrix units read it
-        rows = lowering_of(aten.clone.default)(_transposed(q))
-        compat.realize(rows)
+        if not self.is_int8:
+            convert = self._evaluator.convert
+            q = convert(convert(q, torch.float32), op.E4M3)
+        weight = _transposed(_stored(_transposed(q)))  # contiguous along K, as the units read it
+        if not self.is_int8 and self.alpha == 1.0:
+            scales = self.a_scale, self.b_scale
+            return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
+        if not self.is_int8:
+            none = (None, None, None)
+            return self._epilogue(fp8.lower(self.a, weight, *none, out_dtype=torch.float32))
         options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
         operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
-        return w8a8.lower(self.a, _transposed(rows), *operands, **options)
+        return w8a8.lower(self.a, weight, *operands, **options)
 
     def _epilogue(self, out: Any) -> Any:
         """What the kernels do to the sum over k, which is in fp32."""
@@ -188,6 +218,26 @@ class W4A8Call:
         if self.bias is not None:
             out = lowering_of(aten.add.Tensor)(out, convert(self.bias, torch.float32))
         return convert(out, self.out_dtype)
+
+
+def _stored(rows: Any) -> Any:
+    """``rows`` of bytes in memory, contiguous; four are computed and stored at a time, which share
+    what their positions take."""
+    dtype, size = rows.get_dtype(), rows.get_size()[1]
+    if compat.known_int(size) is None or size % 4:
+        found = lowering_of(aten.clone.default)(rows)
+        compat.realize(found)
+        return found
+    words = None
+    for i in range(4):
+        byte = lowering_of(aten.slice.Tensor)(rows, 1, i, size, 4)
+        byte = lowering_of(aten.view.dtype)(byte, torch.uint8)
+        word = lowering_of(prims.convert_element_type.default)(byte, torch.int32)
+        word = lowering_of(aten.bitwise_left_shift.Tensor)(word, 8 * i) if i else word
+        words = word if words is None else lowering_of(aten.bitwise_or.Tensor)(words, word)
+    words = lowering_of(aten.clone.default)(words)
+    compat.realize(words)
+    return lowering_of(aten.view.dtype)(words, dtype)
 
 
 def _transposed(matrix: Any) -> Any:

@@ -1,5 +1,6 @@
-"""``torch.ops.inductor_quant.w8a8_horizontal`` and ``weight_only_horizontal``: several GEMMs of one
-activation, such as q, k and v, as one op that a kernel may compute in one launch.
+"""``torch.ops.inductor_quant.w8a8_horizontal``, ``w4a8_horizontal`` and ``weight_only_horizontal``:
+several GEMMs of one activation, such as q, k and v, as one op that a kernel may compute in one
+launch.
 
 Each result equals that of the family's op and is a contiguous tensor.
 """
@@ -12,20 +13,24 @@ from typing import Any
 import torch
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import w8a8, weight_only
+from inductor_quant.ops import w4a8, w8a8, weight_only
 from inductor_quant.ops.registration import define
 
 W8A8_SCHEMA = (
     "w8a8_horizontal(Tensor a, Tensor[] b, Tensor? a_scale, Tensor?[] b_scale, Tensor?[] bias, *, "
     "float alpha=1.0, ScalarType out_dtype) -> Tensor[]"
 )
+W4A8_SCHEMA = (
+    "w4a8_horizontal(Tensor a, Tensor[] weight, Tensor? a_scale, Tensor?[] b_scale, "
+    "Tensor?[] bias, *, str[] format, float alpha=1.0, ScalarType out_dtype) -> Tensor[]"
+)
 WEIGHT_ONLY_SCHEMA = (
     "weight_only_horizontal(Tensor x, Tensor[] weight, Tensor?[] column_scale, Tensor?[] bias, *, "
     "str[] format, ScalarType out_dtype) -> Tensor[]"
 )
-# Largest M for which one launch is preferred, by family (lowering/README.md). Beyond 32 the kernels
-# of packed weights have no horizontal launch.
-MAX_ROWS = {"w8a8": 128, "weight_only": 32}
+# Largest M for which one launch is preferred, by family (lowering/README.md). Beyond these
+# the kernels of packed weights have no horizontal launch.
+MAX_ROWS = {"w8a8": 128, "w4a8": 16, "weight_only": 32}
 
 Calls = Iterator[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -65,15 +70,37 @@ def weight_only_members(
     Raises SpecError for lists of inconsistent lengths; the op also if one of the GEMMs does.
     """
     _check_lengths("weight_only_horizontal", format=format, column_scale=column_scale, bias=bias)
-    count, rest = divmod(len(weight), len(format))
+    each = _divided("weight_only_horizontal", weight, len(format))
+    for text, tensors, scale, addend in zip(format, each, column_scale, bias, strict=True):
+        yield (x, tensors, scale, addend), {"format": text, "out_dtype": out_dtype}
+
+
+def w4a8_members(
+    a: Any,
+    weight: Sequence[Any],
+    a_scale: Any,
+    b_scale: Sequence[Any],
+    bias: Sequence[Any],
+    *,
+    format: Sequence[str],
+    **options: Any,
+) -> Calls:
+    """Arguments of ``w4a8`` for each GEMM of ``w4a8_horizontal``: as ``w8a8_members``, with weights
+    as in ``weight_only_members``."""
+    _check_lengths("w4a8_horizontal", format=format, b_scale=b_scale, bias=bias)
+    each = _divided("w4a8_horizontal", weight, len(format))
+    for text, tensors, scale, addend in zip(format, each, b_scale, bias, strict=True):
+        yield (a, tensors, a_scale, scale, addend), {"format": text, **options}
+
+
+def _divided(name: str, tensors: Sequence[Any], weights: int) -> list[list[Any]]:
+    """The tensors of each weight."""
+    count, rest = divmod(len(tensors), weights)
     if rest:
         raise SpecError(
-            f"weight_only_horizontal: {len(weight)} tensors for {len(format)} weights; each needs "
-            "the same number"
+            f"{name}: {len(tensors)} tensors for {weights} weights; each needs the same number"
         )
-    for i, (text, scale, addend) in enumerate(zip(format, column_scale, bias, strict=True)):
-        tensors = list(weight[i * count : (i + 1) * count])
-        yield (x, tensors, scale, addend), {"format": text, "out_dtype": out_dtype}
+    return [list(tensors[i * count : (i + 1) * count]) for i in range(weights)]
 
 
 def _check_lengths(name: str, **lists: Sequence[Any]) -> None:
@@ -87,7 +114,7 @@ def _each(op: Callable[..., Any], members: Callable[..., Calls]) -> Callable[...
     return lambda *args, **kwargs: [op(*a, **k) for a, k in members(*args, **kwargs)]
 
 
-w8a8_op, weight_only_op = (
+w8a8_op, w4a8_op, weight_only_op = (
     define(
         schema,
         _each(family.reference, members),
@@ -96,6 +123,7 @@ w8a8_op, weight_only_op = (
     )
     for schema, family, members in (
         (W8A8_SCHEMA, w8a8, w8a8_members),
+        (W4A8_SCHEMA, w4a8, w4a8_members),
         (WEIGHT_ONLY_SCHEMA, weight_only, weight_only_members),
     )
 )

@@ -1,8 +1,10 @@
-"""``torch.ops.inductor_quant.w4a8``: an int8 activation times a packed int4 weight, as one op."""
+"""``torch.ops.inductor_quant.w4a8``: an int8 or e4m3 activation times a packed int4 weight, as one
+op."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +24,7 @@ SCHEMA = (
     "Tensor? a_zero_point=None, Tensor? b_sum=None, *, str format, float alpha=1.0, "
     "int a_zero=0, ScalarType out_dtype) -> Tensor"
 )
-BITS, INT8 = 4, torch.int8
+BITS, INT8, E4M3 = 4, torch.int8, torch.float8_e4m3fn
 SUM_DTYPES = w8a8.SUM_DTYPES
 
 
@@ -44,7 +46,7 @@ def reference(
     (sum over k of g of (a[m, k] - a_zero_point[m]) * q[k, n])) + bias[n]``.
 
     Shapes and dtypes:
-        a             [M, K]            int8
+        a             [M, K]            int8, or float8_e4m3fn: then without zero points
         weight        any shapes        the tensors that the format's fields index
         a_scale       [M, 1] or [1, 1]  fp32, bf16 or fp16; per token or per tensor; None: 1
         b_scale       [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
@@ -55,12 +57,12 @@ def reference(
         format        ``WeightFormat.encode()``: a bit field of 4 bits; ops on integers (``split``)
                       that make it q, an int8; then one ``mul`` at most, the scale of a group of K.
                       Or any ops, in fp32, whose result is rounded and clamped to q, or, of
-                      integers, wraps around to it
+                      integers, wraps around to it. With e4m3 q has a form in it
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
     The sum over each group is an exact integer. Without groups the op is ``w8a8`` of q, bit for
     bit. With groups the sums are scaled and added in fp32 (this reference: in fp64); all else is as
-    in ``w8a8``.
+    in ``w8a8``. Of e4m3 the sums of 128 products at most are those of the matrix unit (``fp8``).
 
     Raises SpecError for other shapes or dtypes, a format that does not fit the tensors or is not of
     this form, or if K (of one group) exceeds ``w8a8.max_k``.
@@ -73,14 +75,14 @@ def reference(
         out_dtype=out_dtype,
     )
     q, group_scale = unpacked(Evaluator(parsed, weight, a.device))
-    if group_scale is None:
+    if group_scale is None and a.dtype == INT8:
         return w8a8.op(
             *(a, q, a_scale, b_scale, bias, a_zero_point, None, b_sum),
             alpha=alpha,
             a_zero=a_zero,
             out_dtype=out_dtype,
         )
-    scaled = q.double() * group_scale.double()
+    scaled = q.double() if group_scale is None else q.double() * group_scale.double()
     out = a.double() @ scaled
     if a_zero_point is not None or a_zero:
         zero = a_zero if a_zero_point is None else a_zero_point.double()
@@ -107,8 +109,14 @@ def unpacked(evaluator: Evaluator) -> tuple[Any, Any | None]:
     tensors or IR, as the evaluator's ``call`` makes them."""
     format = evaluator.format
     integers, scale = split(format)
-    q = evaluator.convert(evaluator.field(format.element), torch.float32)
-    q = evaluator.convert(evaluator.apply(q, integers, torch.float32), torch.int8)
+    dtype = torch.float32 if format.to_int8 else torch.int32
+    if not format.to_int8:
+        integers = tuple(
+            each if isinstance(each.operand, Field) else DequantOp(each.kind, int(each.operand))
+            for each in integers
+        )
+    q = evaluator.apply(evaluator.convert(evaluator.field(format.element), dtype), integers, dtype)
+    q = evaluator.convert(q, torch.int8)
     q = evaluator.call(torch.ops.aten.expand.default, q, list(format.shape))
     return q, None if scale is None else evaluator.field(scale)
 
@@ -122,7 +130,9 @@ def split(format: WeightFormat) -> tuple[tuple[DequantOp, ...], Field | None]:
     return format.dequant_ops, None
 
 
-def problem_of(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
+def problem_of(
+    format: WeightFormat, dtypes: Sequence[torch.dtype], a_dtype: torch.dtype = INT8
+) -> str:
     """Why a format is not of the form that the op takes; "": it is."""
     code, (_, scale) = format.element, split(format)
     if code != format.code or code.width != BITS or code.high or code.minus or code.float8:
@@ -138,6 +148,8 @@ def problem_of(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> str:
     low, high = found
     if low < -128 or high > 127:
         return f"values of {low} to {high} are no int8"
+    if a_dtype == E4M3 and (format.to_int8 or not _is_e4m3(format, dtypes)):
+        return f"values of {low} to {high} have no form in e4m3"
     if scale is None:
         return ""
     if dtypes[scale.source] not in w8a8.SCALE_DTYPES:
@@ -165,6 +177,15 @@ def bounds(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> tuple[int, in
         else:
             return None
     return low, high
+
+
+def _is_e4m3(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether e4m3, with four bits of precision, has every q."""
+    low, high = bounds(format, dtypes) or (0, 0)
+    factors = [step.operand for step in split(format)[0] if step.kind == "mul"]
+    step = math.gcd(*(int(each) for each in factors if not isinstance(each, Field))) or 1
+    numbers = {abs(q) for q in range(low, high + 1, step)} - {0}
+    return all(q <= 448 and q // (q & -q) < 16 for q in numbers)
 
 
 def _is_exact(ops: Sequence[DequantOp], dtypes: Sequence[torch.dtype]) -> bool:
@@ -215,10 +236,12 @@ def spec_of(
     """
     k, n = check_format(format, tuple((t.dtype, tuple(t.shape)) for t in weight))
     dtypes = [t.dtype for t in weight]
-    if detail := problem_of(format, dtypes):
+    if a.dtype not in (INT8, E4M3) or a.dim() != 2 or differ(a.shape[1:], (k,)):
+        raise SpecError(f"w4a8: a is {a.dtype} {list(a.shape)}, it must be int8 or e4m3 [M, {k}]")
+    if detail := problem_of(format, dtypes, a.dtype):
         raise SpecError(f"w4a8: {format}: {detail}")
-    if a.dtype != torch.int8 or a.dim() != 2 or differ(a.shape[1:], (k,)):
-        raise SpecError(f"w4a8: a is {a.dtype} {list(a.shape)}, it must be int8 [M, {k}]")
+    if a.dtype == E4M3 and (a_zero_point is not None or a_zero):
+        raise SpecError("w4a8: a zero point of e4m3")
     rows, columns = ((a.shape[0], 1), (1, 1)), ((1, n), (1, 1))
     check(
         "w4a8",
@@ -238,7 +261,7 @@ def spec_of(
         raise SpecError("w4a8: b_sum goes with a zero point of a")
     zero = w8a8.zero_kind(None if a_zero_point is None else a_zero_point.dtype, a_zero)
     longest, summed = w8a8.max_k(zero, ""), summed_k(format)
-    if summed > longest:
+    if summed > longest and a.dtype == INT8:
         raise SpecError(f"w4a8: sums over {summed} may overflow int32, the most is {longest}")
     return make_spec(
         format,
@@ -248,6 +271,7 @@ def spec_of(
         out_dtype=out_dtype,
         bias=bias is not None,
         a_zero=zero,
+        a_dtype=a.dtype,
     )
 
 
@@ -266,6 +290,7 @@ def make_spec(
     out_dtype: torch.dtype,
     bias: bool,
     a_zero: str = "",
+    a_dtype: torch.dtype = INT8,
 ) -> QuantGemmSpec:
     """The spec of a GEMM with these scales; that of b is the scale of its groups, if it has any."""
     integers, scale = split(format)
@@ -278,7 +303,7 @@ def make_spec(
     b = OperandSpec(
         torch.int8 if format.element.signed else torch.uint8, b_scale, bits=BITS, zero=zero
     )
-    return QuantGemmSpec(OperandSpec(torch.int8, a_scale, zero=a_zero), b, out_dtype, bias)
+    return QuantGemmSpec(OperandSpec(a_dtype, a_scale, zero=a_zero), b, out_dtype, bias)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -94,7 +94,7 @@ def which(
         elif fp8.prefers_library(spec, *sizes, has_epilogue=False):
             notes.append(f"if no more than a bias follows, {kept}")
     if decision.kernel is None and family == "w4a8":
-        notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")
+        notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_MULTIPLY}")
     elif decision.kernel is None and problem.weight is not None and not problem.groups:
         notes.append(_why_dequantized(spec, problem))
         helper = first(dispatch.DEQUANTIZE, problem)

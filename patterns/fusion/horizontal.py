@@ -4,23 +4,22 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family) and
-calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM pays
-for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the weights, so
-nothing is copied (constant weights: see ``concat_weights``). The lowering decides whether a kernel
-exists and pays; otherwise it lowers the op to the GEMMs that it stands for.
+The same for ``w4a8`` and ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family)
+and calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM
+pays for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the
+weights, so nothing is copied (constant weights: see ``concat_weights``). The lowering decides
+whether a kernel exists and pays; otherwise it lowers the op to the GEMMs that it stands for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
-from inductor_quant.ops import horizontal, w8a8, weight_only
+from inductor_quant.ops import horizontal, w4a8, w8a8, weight_only
 from inductor_quant.report import events
 from inductor_quant.spec.weight_format import WeightFormat
 
@@ -33,11 +32,29 @@ from .cse import is_canonical
 MAX_MEMBERS = 8  # each is a few kernel arguments, and a branch at the start of the kernel
 
 
+@dataclasses.dataclass(frozen=True)
+class _Family:
+    """``op``: of several calls. Of the ``operands`` of a call without zero points, in their order,
+    those at ``shared`` are the same for all of them."""
+
+    name: str
+    op: Any
+    operands: int
+    shared: tuple[int, ...]
+
+
+_FAMILIES = {
+    w8a8.op: _Family("w8a8", horizontal.w8a8_op, 5, (0, 2)),
+    w4a8.op: _Family("w4a8", horizontal.w4a8_op, 5, (0, 2)),
+    weight_only.op: _Family("weight_only", horizontal.weight_only_op, 4, (0,)),
+}
+
+
 def horizontal_fusion(owner: fx.Graph) -> int:
-    """Fuse w8a8 calls, and weight_only calls, with the same activation and options. Returns how
-    many launches this may save."""
+    """Fuse calls of one family with the same activation and options. Returns how many launches this
+    may save."""
     saved = 0
-    for op, join in ((w8a8.op, _join_w8a8), (weight_only.op, _join_weight_only)):
+    for op in _FAMILIES:
         groups: dict[object, list[fx.Node]] = {}
         for call in owner.find_nodes(op="call_function", target=op):
             if _is_candidate(call):
@@ -47,7 +64,7 @@ def horizontal_fusion(owner: fx.Graph) -> int:
             for begin in range(0, len(movable), MAX_MEMBERS):
                 members = movable[begin : begin + MAX_MEMBERS]
                 if len(members) > 1:
-                    _replace(members, join)
+                    _replace(members)
                     saved += len(members) - 1
     return saved
 
@@ -56,17 +73,17 @@ _ZEROS = ("a_zero_point", "b_zero_point", "b_sum", "a_zero")
 
 
 def _is_candidate(call: fx.Node) -> bool:
-    """Small M, no zero points of a w8a8 GEMM, and a result whose memory nobody sees: it may
+    """Small M, no zero points of integers, and a result whose memory nobody sees: it may
     become a part of a larger matrix, with the strides of that one."""
-    family, operands = ("w8a8", 5) if call.target is w8a8.op else ("weight_only", 4)
+    family = _FAMILIES[call.target]
     m, n = fx_utils.value(call).shape
     most = fx_utils.limit(m)
     if most is None or not isinstance(n, int):
         return False
-    if not 0 < most <= horizontal.MAX_ROWS[family] or n == 0:
+    if not 0 < most <= horizontal.MAX_ROWS[family.name] or n == 0:
         return False
-    zeros = (*call.args[operands:], *(call.kwargs.get(name) for name in _ZEROS))
-    if len(call.args) < operands or any(item not in (None, 0) for item in zeros):
+    zeros = (*call.args[family.operands :], *(call.kwargs.get(name) for name in _ZEROS))
+    if len(call.args) < family.operands or any(item not in (None, 0) for item in zeros):
         return False
     is_seen = (
         fx_utils.is_returned(call) or fx_utils.are_strides_read(call) or fx_utils.is_mutated(call)
@@ -77,20 +94,16 @@ def _is_candidate(call: fx.Node) -> bool:
 
 def _key(call: fx.Node) -> object:
     """Equal for calls of the same activation that differ in N alone."""
-    options = dict(call.kwargs)
-    if call.target is w8a8.op:
-        _, b, a_scale, b_scale, bias = call.args[:5]
-        kinds: object = tuple(map(_kind, (b, b_scale, bias))), a_scale
-    else:
-        _, weight, column_scale, bias = call.args
-        format = WeightFormat.decode(str(options.pop("format")))
+    family, options = _FAMILIES[call.target], dict(call.kwargs)
+    shared = tuple(call.args[i] for i in family.shared)
+    own = [call.args[i] for i in range(family.operands) if i not in family.shared]
+    weight = own[0] if isinstance(own[0], (list, tuple)) else own[:1]
+    kinds: object = tuple(map(_kind, (*weight, *own[1:])))
+    if "format" in options:
         # N is the radix of the first digit of n
-        kinds = (
-            tuple(map(_kind, (*weight, column_scale, bias))),  # type: ignore[misc]
-            dataclasses.replace(format, n=format.n[1:]),
-            len(format.n),
-        )
-    return call.target, call.args[0], kinds, repr(sorted(options.items()))
+        format = WeightFormat.decode(str(options.pop("format")))
+        kinds = kinds, dataclasses.replace(format, n=format.n[1:]), len(format.n)
+    return call.target, shared, kinds, repr(sorted(options.items()))
 
 
 def _kind(item: Any) -> object:
@@ -122,7 +135,7 @@ def _may_move(node: fx.Node) -> bool:
     return not any(map(fx_utils.is_mutated, (node, *node.all_input_nodes)))
 
 
-def _replace(calls: list[fx.Node], join: Callable[[list[fx.Node]], _Call]) -> None:
+def _replace(calls: list[fx.Node]) -> None:
     first = calls[0]
     for call in calls[1:]:
         inputs = _inputs_after(call, first)
@@ -130,7 +143,7 @@ def _replace(calls: list[fx.Node], join: Callable[[list[fx.Node]], _Call]) -> No
         for node in inputs:
             first.prepend(node)
     with first.graph.inserting_before(first):
-        fused = add_node(first, *join(calls))
+        fused = add_node(first, *_joined(calls))
         results = [add_node(call, operator.getitem, (fused, i), {}) for i, call in enumerate(calls)]
     names = tuple(call.name for call in calls)
     for call, result in zip(calls, results, strict=True):
@@ -140,23 +153,16 @@ def _replace(calls: list[fx.Node], join: Callable[[list[fx.Node]], _Call]) -> No
     events.add(events.Grouped(fused.name, names))
 
 
-_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-def _join_w8a8(calls: list[fx.Node]) -> _Call:
-    a, _, a_scale = calls[0].args[:3]
-    b, b_scale, bias = ([call.args[i] for call in calls] for i in (1, 3, 4))
-    options = calls[0].kwargs
-    kwargs = {"alpha": options.get("alpha", 1.0), "out_dtype": options["out_dtype"]}
-    return horizontal.w8a8_op, (a, b, a_scale, b_scale, bias), kwargs
-
-
-def _join_weight_only(calls: list[fx.Node]) -> _Call:
-    weights: list[Any] = [call.args[1] for call in calls]
-    column_scale, bias = ([call.args[i] for call in calls] for i in (2, 3))
-    kwargs = {
-        "format": [call.kwargs["format"] for call in calls],
-        "out_dtype": calls[0].kwargs["out_dtype"],
-    }
-    tensors = [tensor for weight in weights for tensor in weight]
-    return horizontal.weight_only_op, (calls[0].args[0], tensors, column_scale, bias), kwargs
+def _joined(calls: list[fx.Node]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """(op, args, kwargs) of the one call."""
+    first = calls[0]
+    family, kwargs = _FAMILIES[first.target], dict(first.kwargs)
+    args: list[Any] = [
+        first.args[i] if i in family.shared else [call.args[i] for call in calls]
+        for i in range(family.operands)
+    ]
+    if "format" in kwargs:
+        kwargs["format"] = [call.kwargs["format"] for call in calls]
+        args[1] = [tensor for weight in args[1] for tensor in weight]
+    kwargs = {name: item for name, item in kwargs.items() if name not in _ZEROS}
+    return family.op, tuple(args), kwargs

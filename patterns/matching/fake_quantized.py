@@ -2,7 +2,7 @@
 
 Read backwards from the operand of a product: a scale per token or per tensor, a zero point, and a
 tensor whose elements ``value_range`` proves to be 8-bit integers. Its dtype may be an integer or a
-float (fake quantization).
+float (fake quantization). Or, on request, a tensor of e4m3, without a zero point.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .epilogue import axis_of
 from .value_range import ValueRange, constant, value_range
 
 _MAX_STEPS = 30
+E4M3 = torch.float8_e4m3fn
 _DEQUANTIZE = (
     "quantized_decomposed.dequantize_per_tensor.default",
     "quantized_decomposed.dequantize_per_tensor.tensor",
@@ -60,12 +61,12 @@ class FakeQuantized:
     @property
     def shift(self) -> int:
         """What must be subtracted from q so that it fits int8."""
-        return 0 if self.values.is_within(-128, 127) else 128
+        return 0 if self.values.is_within(-128, 127) or not self.values.is_integer else 128
 
     def int8(self) -> fx.Node | Derived:
-        """``q - shift`` as int8."""
+        """``q - shift`` as int8; e4m3 as it is."""
         dtype = fx_utils.value(self.q).dtype
-        if dtype == torch.int8:
+        if dtype in (torch.int8, E4M3):
             return self.q
         q: fx.Node | Derived = self.q
         if self.shift:
@@ -94,13 +95,14 @@ class FakeQuantized:
         return Operand(value, self.zero.shape), "float"
 
 
-def read_fake_quantized(node: fx.Node) -> FakeQuantized | None:
-    """The integers, scale and zero point that ``node`` is made from; None if it is not."""
-    found = _Reader()
+def read_fake_quantized(node: fx.Node, element: torch.dtype = torch.int8) -> FakeQuantized | None:
+    """The integers, or with ``element`` e4m3 the elements, the scale and the zero point that
+    ``node`` is made from; None if it is not."""
+    found = _Reader(element)
     read: list[fx.Node] = []
     while fx_utils.is_tensor_node(node) and len(read) < _MAX_STEPS:
         read.append(node)
-        if found.is_integer(node):
+        if found.is_element(node):
             return None if any(map(fx_utils.is_mutated, read)) else found.result(node)
         step = found.step(node)
         if step is None:
@@ -110,11 +112,17 @@ def read_fake_quantized(node: fx.Node) -> FakeQuantized | None:
 
 
 class _Reader:
-    def __init__(self) -> None:
+    def __init__(self, element: torch.dtype) -> None:
+        self.element = element
         self.scale: Vector | None = None
         self.zero: Vector | int | None = None
         self.alpha = 1.0
         self.divides = False
+
+    def is_element(self, node: fx.Node) -> bool:
+        if self.element == E4M3:
+            return fx_utils.value(node).dtype == E4M3
+        return self.is_integer(node)
 
     def is_integer(self, node: fx.Node) -> bool:
         if node.op != "call_function" and fx_utils.value(node).dtype in FLOATS:
@@ -123,6 +131,12 @@ class _Reader:
         return found.is_integer and (found.is_within(-128, 127) or found.is_within(0, 255))
 
     def result(self, node: fx.Node) -> FakeQuantized | None:
+        if self.element == E4M3:
+            most = torch.finfo(E4M3).max
+            found = FakeQuantized(
+                *(node, ValueRange(-most, most), self.scale, 0, self.alpha, self.divides)
+            )
+            return None if self.zero else found
         # skip casts of a tensor that is integer already
         while node.target == CAST and fx_utils.is_tensor_node(node.args[0]):
             source = node.args[0]
@@ -141,7 +155,8 @@ class _Reader:
             return None
         source = node.args[0] if node.args else None
         if node.target == CAST:
-            is_float = fx_utils.is_tensor_node(source) and fx_utils.value(source).dtype in FLOATS  # type: ignore[arg-type]
+            floats = (*FLOATS, E4M3) if self.element == E4M3 else FLOATS
+            is_float = fx_utils.is_tensor_node(source) and fx_utils.value(source).dtype in floats  # type: ignore[arg-type]
             return source if is_float else None  # type: ignore[return-value]
         if node.target in (*fx_utils.RESHAPES, aten.clone.default):
             return self._reshaped(node, source)

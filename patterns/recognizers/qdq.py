@@ -115,14 +115,16 @@ def recognize_as(
     read_weight: Callable[[Weight], W | None],
     assemble: Callable[[Matmul, FakeQuantized, W, Epilogue], RecognizedGemm | Rejection],
     read_other: Callable[[Reader, Expr], W | None] = lambda reader, expr: None,
+    element: torch.dtype = torch.int8,
 ) -> RecognizedGemm | Rejection | None:
-    """``assemble`` of a product of a quantized activation and a weight that ``read_weight`` takes,
-    or ``read_other`` if it has no ``WeightFormat``; None: it is no such product."""
-    if not any(read_fake_quantized(node) for node in _activation_candidates(anchor)):
+    """``assemble`` of a product of an activation that was quantized to ``element`` and a weight
+    that ``read_weight`` takes, or ``read_other`` if it has no ``WeightFormat``; None: it is no such
+    product."""
+    if not any(read_fake_quantized(node, element) for node in _activation_candidates(anchor)):
         return None
     try:
         found = attempt(
-            lambda reader: _read(anchor, reader, read_weight, read_other),
+            lambda reader: _read(anchor, reader, read_weight, read_other, element),
             lambda found: isinstance(found, tuple),
         )
     except RecursionError:
@@ -159,11 +161,12 @@ def _read(
     reader: Reader,
     read_weight: Callable[[Weight], W | None],
     read_other: Callable[[Reader, Expr], W | None],
+    element: torch.dtype,
 ) -> tuple[Matmul, FakeQuantized, W] | None:
     product = read_matmul(anchor, reader)
     if not isinstance(product, Matmul) or min(product.k, product.n) < 2:
         return None
-    x = read_fake_quantized(product.x)
+    x = read_fake_quantized(product.x, element)
     if x is None:
         return None
     weight = decode(reader, product.weight, product.node)

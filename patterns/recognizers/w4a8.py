@@ -1,10 +1,13 @@
-"""W4A8: an int8 activation times an int4 weight that the graph unpacks.
+"""W4A8: an int8 or e4m3 activation times an int4 weight that the graph unpacks.
 
 ``aten._int_mm`` of a weight that is made int8 before it, and a product of floats whose operands are
 both quantized and dequantized: as ``w8a8`` and ``qdq``, with a weight that ``weight_decode`` finds
 in bit fields of 4 bits. Its integers may be functions of the nibble that are linear (shifted into
 the high half of a byte, sign-extended, less a zero point); groups along K may have a float scale.
 Integers of ``_int_mm`` may also be rounded and clamped, or wrap around (``int8_of``).
+
+``aten._scaled_mm`` of a weight that is cast to e4m3 before it, and a product of floats whose
+activation was quantized to e4m3, likewise; all of the integers must have a form in it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import fx
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.errors import SpecError
+from inductor_quant.ops import fp8
 from inductor_quant.ops import w4a8 as op
 from inductor_quant.ops.w8a8 import SCALE_DTYPES, max_k
 from inductor_quant.ops.weight_only import check_format
@@ -37,16 +41,18 @@ from ..matching.epilogue import Epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector
 from ..matching.lookup_table import Source
 from ..matching.matmul_ops import Matmul
-from ..matching.operands import reject_mutated, reject_operands
+from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.weight_decode import Weight, decode
 from ..symbolic import Reader, arithmetic, attempt
 from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
 from ..symbolic.index import Unsupported
 from ..symbolic.reader import broadcast
-from . import qdq, w8a8
+from . import qdq, scaled_mm, w8a8
 
 FAMILY = "w4a8"
 CODES = 1 << op.BITS
+# Up to this M the packed weight is read faster than a weight of 8 bits is written.
+LIBRARY_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +87,20 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """None: the weight is no such one, and another pattern may recognize the product."""
     if anchor.target == aten._int_mm.default:
         return _of_integers(anchor)
-    return qdq.recognize_as(anchor, read_int4, _assemble, int8_of)
+    if anchor.target in scaled_mm.PATTERN.anchors:
+        return _of_e4m3(anchor)
+    found = qdq.recognize_as(anchor, read_int4, _assemble, int8_of)
+    if found is not None:
+        return found
+
+    def read(weight: Weight) -> Int4Weight | None:
+        return read_int4(weight, op.E4M3)
+
+    return qdq.recognize_as(anchor, read, _assemble, element=op.E4M3)
 
 
-def read_int4(weight: Weight) -> Int4Weight | None:
-    """The weight as the op takes it; None: it has another form."""
+def read_int4(weight: Weight, a_dtype: torch.dtype = op.INT8) -> Int4Weight | None:
+    """The weight as the op takes it, for ``a_dtype``; None: it has another form."""
     linear = _linear(weight)
     if linear is None:
         return None
@@ -117,7 +132,8 @@ def read_int4(weight: Weight) -> Int4Weight | None:
         else:
             return None
     ops = (*integers, *([group] if group else []))
-    return _pruned(dataclasses.replace(found, format=dataclasses.replace(format, dequant_ops=ops)))
+    found = dataclasses.replace(found, format=dataclasses.replace(format, dequant_ops=ops))
+    return _pruned(found, a_dtype)
 
 
 def _linear(weight: Weight) -> WeightFormat | None:
@@ -151,7 +167,7 @@ def _linear(weight: Weight) -> WeightFormat | None:
     return None
 
 
-def _pruned(found: Int4Weight) -> Int4Weight | None:
+def _pruned(found: Int4Weight, a_dtype: torch.dtype = op.INT8) -> Int4Weight | None:
     """``found`` without the tensors that its format no longer reads; None: the op does not take
     it."""
     used = sorted({field.source for field in found.format.fields()})
@@ -181,7 +197,8 @@ def _pruned(found: Int4Weight) -> Int4Weight | None:
     except SpecError:
         return None
     is_finite = math.isfinite(found.alpha) and found.alpha
-    return None if op.problem_of(found.format, found.dtypes) or not is_finite else found
+    problem = op.problem_of(found.format, found.dtypes, a_dtype)
+    return None if problem or not is_finite else found
 
 
 # ------------------------------------------------------------------------------------------
@@ -189,26 +206,55 @@ def _pruned(found: Int4Weight) -> Int4Weight | None:
 
 
 def _of_integers(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    found = _read_unpacked(anchor, op.INT8)
+    return None if found is None else _with_weight(w8a8.recognize(anchor), *found)
+
+
+def _of_e4m3(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
+    found = _read_unpacked(anchor, op.E4M3)
+    if found is None:
+        return None
+    product = scaled_mm.recognize(anchor)
+    if isinstance(product, Rejection):
+        return product
+    if product.op is not fp8.op or product.spec.a.dtype != op.E4M3:
+        return None
+    rows = fx_utils.size_hint(fx_utils.value(anchor).shape[0])
+    is_large = rows is None or rows > LIBRARY_ROWS
+    product = dataclasses.replace(
+        product,
+        too_many_rows=product.too_many_rows and is_large,
+        kwargs={"out_dtype": product.kwargs["out_dtype"]},
+    )
+    return _with_weight(product, *found)
+
+
+def _with_weight(
+    product: RecognizedGemm | Rejection, weight: Int4Weight, nodes: list[fx.Node]
+) -> RecognizedGemm | Rejection:
+    """``product`` with ``weight``, which ``nodes`` unpack."""
+    if isinstance(product, Rejection):
+        return product
+    rejection = reject_operands(weight.nodes, product.anchor) or reject_mutated(nodes)
+    return rejection or _replaced(product, weight)
+
+
+def _read_unpacked(
+    anchor: fx.Node, a_dtype: torch.dtype
+) -> tuple[Int4Weight, list[fx.Node]] | None:
+    """The weight that the second operand is, if the graph computes it, and the nodes that do."""
     _, b = fx_utils.arguments(anchor, "self", "mat2")
     if not fx_utils.is_tensor_node(b) or fx_utils.is_stored(b):
         return None
     try:
-        found = attempt(lambda reader: _read_integers(b, reader), lambda found: found is not None)
+        return attempt(lambda reader: _read(b, reader, a_dtype), lambda found: found is not None)
     except RecursionError:
         return None
-    if found is None:
-        return None
-    weight, nodes = found
-    product = w8a8.recognize(anchor)
-    if isinstance(product, Rejection):
-        return product
-    rejection = reject_operands(weight.nodes, anchor) or reject_mutated(nodes)
-    if rejection is not None:
-        return rejection
-    return _replaced(product, weight)
 
 
-def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node]] | None:
+def _read(
+    b: fx.Node, reader: Reader, a_dtype: torch.dtype
+) -> tuple[Int4Weight, list[fx.Node]] | None:
     """The weight that ``b`` [K, N] holds, and the nodes that compute it."""
     shape = fx_utils.value(b).shape
     if any(map(fx_utils.is_symbolic, shape)):
@@ -221,9 +267,9 @@ def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node
         return None
     weight = decode(reader, expr, b)
     if isinstance(weight, Rejection):
-        found = int8_of(reader, expr)
-        return None if found is None else (found, _computed(reader))
-    found = read_int4(weight)
+        made = int8_of(reader, expr) if a_dtype == op.INT8 else None
+        return None if made is None else (made, _computed(reader))
+    found = read_int4(weight, a_dtype)
     if found is None or found.scale is not None or op.split(found.format)[1] is not None:
         return None
     if found.alpha != 1:
@@ -231,7 +277,7 @@ def _read_integers(b: fx.Node, reader: Reader) -> tuple[Int4Weight, list[fx.Node
         times = DequantOp("mul", found.alpha)
         format = dataclasses.replace(found.format, dequant_ops=(*found.format.dequant_ops, times))
         found = dataclasses.replace(found, format=format, alpha=1.0)
-        if op.problem_of(format, found.dtypes):
+        if op.problem_of(format, found.dtypes, a_dtype):
             return None
     return found, _computed(reader)
 
@@ -335,8 +381,11 @@ def _unwrapped(reader: Reader, node: fx.Node, index: Any) -> Expr:
 
 
 def _replaced(product: RecognizedGemm, weight: Int4Weight) -> RecognizedGemm | Rejection:
-    """``product``, a call of ``w8a8`` without a zero point of its weight, with this one."""
+    """``product``, a call of ``w8a8`` without a zero point of its weight, or of ``fp8``, with this
+    one."""
     a, _, a_scale, b_scale, bias, *zeros = product.args
+    a_dtype = fx_utils.value(source_of(a)).dtype
+    a_dtype = a_dtype if a_dtype == op.E4M3 else op.INT8
     a_zero, _, b_sum = (*zeros, None, None, None)[:3]
     spec = op.make_spec(
         weight.format,
@@ -346,9 +395,10 @@ def _replaced(product: RecognizedGemm, weight: Int4Weight) -> RecognizedGemm | R
         out_dtype=product.spec.out_dtype,
         bias=product.spec.bias,
         a_zero=product.spec.a.zero,
+        a_dtype=a_dtype,
     )
     longest = max_k(product.spec.a.zero, "")
-    if op.summed_k(weight.format) > longest:
+    if op.summed_k(weight.format) > longest and a_dtype == op.INT8:
         return Rejection(RejectionCode.K_TOO_LONG, f"the most is {longest}", product.anchor.name)
     args = (a, list(weight.sources), a_scale, b_scale, bias)
     return dataclasses.replace(
@@ -375,6 +425,6 @@ def _assemble(
 PATTERN = Pattern(
     name="int4_int8",
     family=FAMILY,
-    anchors=(aten._int_mm.default, *qdq.ANCHORS),
+    anchors=(aten._int_mm.default, *scaled_mm.PATTERN.anchors, *qdq.ANCHORS),
     recognize=recognize,
 )

@@ -26,3 +26,9 @@ def test_a_package_of_frozen_blocks(tmp_path):
     """Which blocks a weight has is known of frozen tables only."""
     found = exported.export_and_run(tmp_path, {"blocks": (16, "frozen", "blocks")}, "cuda")
     assert found == {"blocks": (["layers.blocks"], "equal")}
+
+
+def test_a_package_of_int4_weights_and_int8_activations(tmp_path):
+    packages = {"int4": (32, "folded", "w4a8")}
+    found = exported.export_and_run(tmp_path, packages, "cuda")
+    assert found == {"int4": (["layers.w4a8"], "equal, then equal")}

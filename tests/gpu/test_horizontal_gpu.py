@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from inductor_quant.report.events import collect
-from tests.support.gemms import formats, w8a8, weight_only
-from tests.support.gemms.horizontal import DecoderLayer, Group, Integers, PackedLayout, words
+from tests.support.gemms import formats, w4a8, w8a8, weight_only
+from tests.support.gemms.horizontal import (
+    DecoderLayer,
+    Group,
+    Int4,
+    Integers,
+    PackedLayout,
+    words,
+)
 from tests.support.gemms.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.gpu
@@ -54,6 +61,18 @@ def test_words_compute_what_each_gemm_alone_does(name, tile, m, block_m):
     assert all(choice.is_horizontal for choice in report.kernels)
     for result, case, part in zip(got, group.cases, group.parts(inputs), strict=True):
         weight_only.assert_right(result, case, part)
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize(("name", "groups"), [("nibble_pairs", True), ("awq", False)])
+def test_int4_weights_are_close_to_fp64(name, groups, m):
+    torch.manual_seed(0)
+    group = Int4(w4a8.Case(name, m, 0, 2048, groups=groups), COLUMNS)
+    inputs = group.make_inputs("cuda")
+    got, report = run(group.grouped, inputs)
+    assert all(choice.is_horizontal for choice in report.kernels)
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        w4a8.assert_close(result.cpu(), want)
 
 
 @pytest.mark.parametrize("m", [1, 16, 64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
@@ -40,6 +41,7 @@ def test_what_comes_round_before_the_wait_is_found():
                 each_kernel.GEMMS["weight_only_medium_m_sm90"],
                 each_kernel.GEMMS["weight_only_large_m_sm90"],
                 w4a8.Case("int4_words", 200, 4096, 4096),
+                w4a8.Case("nibble_pairs", 61, 4096, 4096, a_dtype=torch.float8_e4m3fn),
                 *(Case(name, 61, 2112, 1152) for name in ("awq", "int8_channel", "nf4", "fp8_row")),
                 *(Case(name, 40, 2112, 4096) for name in ("awq", "gptq")),
             )

@@ -23,6 +23,7 @@ TRITON_TYPES = {
     torch.float16: "tl.float16",
     torch.float32: "tl.float32",
 }
+_FLOAT8 = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
 
 
 class Dialect:
@@ -31,7 +32,8 @@ class Dialect:
     lang = "tl"
 
     def type(self, dtype: torch.dtype) -> str:
-        return f"{self.lang}.{dtype}".replace("torch.", "")
+        name = _FLOAT8.get(dtype, str(dtype).removeprefix("torch."))
+        return f"{self.lang}.{name}"
 
     def arange(self, count: int, axis: str, layout: str) -> str:
         """0 to ``count`` along one axis of a tensor [k, n] with ``layout``."""

@@ -1,4 +1,4 @@
-"""Gluon statements that make int8 of the nibbles that a thread loaded, four at a time.
+"""Gluon statements that make int8, or e4m3, of the nibbles that a thread loaded, four at a time.
 
 ``DigitCodegen`` with a plan whose ``low`` are the two bits of k within a register of the MMA.
 """
@@ -10,15 +10,17 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_quant.kernels.codegen.base import Hook
+from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
-from inductor_quant.kernels.codegen.tile_digits import TileDigit
+from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 SIGN = 8
+SUBNORMAL = -9  # the bits of a small integer are a subnormal of e4m3, the integer times 2**-9
 EACH_BYTE, EACH_HALF = 0x01010101, 0x00010001
 # In fp16; up to 1024 plus MAX_ZERO neighbouring bits are neighbouring integers.
 BITS_OF_1024, MAX_ZERO = 0x6400, 1000
@@ -40,8 +42,11 @@ def zero_of(format: WeightFormat) -> int | None:
     return total
 
 
-def shift_of(format: WeightFormat) -> int:
-    """What is unpacked is the weight's nibble, with its zero point, shifted to the left by this."""
+def shift_of(format: WeightFormat, dtype: torch.dtype = w4a8.INT8) -> int:
+    """What is unpacked, as ``dtype``, is the weight's nibble, with its zero point, shifted to the
+    left by this."""
+    if dtype == w4a8.E4M3:
+        return SUBNORMAL
     return 4 if zero_of(format) == SIGN and not format.to_int8 else 0
 
 
@@ -74,19 +79,22 @@ def is_scaled_quad(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
 class Quads(Uses):
     """Computes with what was loaded into ``kept``."""
 
+    codegen: QuadCodegen
+
     def unpacked(self) -> str:
         """The nibbles less their zero points, as int8, shifted by ``shift_of``."""
         codegen, field = self.codegen, self.format.element
         zero = zero_of(self.format)
         low = [part.digit for part in codegen.plan.low]
         of_words = [name for name in low if any(name in i.digits for i in field.index)]
-        is_high = shift_of(self.format) != 0
+        is_float = codegen.x_dtype == w4a8.E4M3
+        is_high = codegen.shift > 0
         kind = Quad(
             is_high=is_high,
             is_flipped=field.signed != is_high,
             subtracts=zero not in (0, SIGN) and not self.format.to_int8,
             from_words=bool(of_words),
-            becomes=self.format.to_int8,
+            becomes="e4m3" if is_float else self.format.to_int8,
         )
         at = [self.offset_of(f"{i >> 1}{i & 1}") for i in range(4)]
         if kind.from_words:
@@ -98,7 +106,7 @@ class Quads(Uses):
             arguments = [" | ".join(places)]
         if kind.subtracts:
             arguments.append(f"({self._subtrahend()}) * {EACH_BYTE}")
-        if kind.becomes:
+        if self.format.to_int8:
             arguments += self._scaled(kind.becomes)
         # for each of the four, though they share a register
         none = " + ".join(f"d_{part.name}" for part in codegen.plan.low)
@@ -106,7 +114,7 @@ class Quads(Uses):
         names = [self.assign("a", code) for code in arguments]
         words = f"{self.read(field)[0]}.to(gl.int32)"
         assembly = unpack_quad(kind)
-        lines = self.dialect.inline_asm(assembly, ["quads"], [words, *names], w4a8.INT8)
+        lines = self.dialect.inline_asm(assembly, ["quads"], [words, *names], codegen.x_dtype)
         self.lines += lines
         return "quads"
 
@@ -143,8 +151,7 @@ class Quads(Uses):
         _, scale = w4a8.split(self.format)
         assert scale is not None
         value = self.to_float(self.field(scale)).code
-        factor = times_of(self.format) / (1 << shift_of(self.format))
-        return self.assign("f", f"{value} * {factor!r}")
+        return self.assign("f", f"{value} * {self.codegen.factor!r}")
 
 
 QUAD = (0, 1)  # the bits of k within a register of the MMA
@@ -159,21 +166,43 @@ def is_quad(format: WeightFormat, low: Sequence[TileDigit]) -> bool:
 
 
 class QuadCodegen(DigitCodegen):
-    """A ``DigitCodegen`` that unpacks to int8. A tile is within one group along K."""
+    """A ``DigitCodegen`` that unpacks to int8 or e4m3. A tile is within one group along K."""
 
     x = "A"
+    acc_type: str  # of the sums over K
+
+    def __init__(
+        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+    ) -> None:
+        super().__init__(tile, view, plan, n_order)
+        self.acc_type = "gl.float32" if self.has_groups or self.is_float else "gl.int32"
 
     @property
     def has_groups(self) -> bool:
         return w4a8.split(self.format)[1] is not None
 
     @property
-    def shift(self) -> int:
-        return shift_of(self.format)
+    def is_float(self) -> bool:
+        return self.x_dtype == w4a8.E4M3
 
     @property
-    def times(self) -> int:
-        return times_of(self.format)
+    def shift(self) -> int:
+        return shift_of(self.format, self.x_dtype)
+
+    @property
+    def factor(self) -> float:
+        """What the sums of what is unpacked are multiplied by."""
+        return math.ldexp(times_of(self.format), -self.shift)
+
+    def total(self, sums: str) -> str:
+        """The sums over K of a and the integers, which a scale may multiply."""
+        if self.has_groups:
+            return sums
+        if self.is_float:
+            return f"{sums} * {self.factor!r}"
+        times = times_of(self.format)
+        sums = f"({sums} >> {self.shift})" if self.shift else sums
+        return f"{sums} * {times}" if times != 1 else sums
 
     def unpacked(self, stride: Hook, size: Hook, slot: int = 0) -> tuple[Quads, str]:
         out = Quads(self, stride, size, slot)

@@ -82,6 +82,15 @@ class TilePlan:
     def rank(self) -> int:
         return len(self.digits)
 
+    def of_a_tile(self) -> TilePlan:
+        """The plan without how many tiles there are: equal for weights that a tile's statements
+        read in the same way."""
+        digits, low = (
+            tuple(dataclasses.replace(digit, outer=0) for digit in part)
+            for part in (self.digits, self.low)
+        )
+        return dataclasses.replace(self, digits=digits, low=low)
+
 
 WARP = "warp"
 

@@ -296,13 +296,14 @@ WORD_AS_BYTES = Assembly("mov.b32 $0, $1;", "=r,r,r,r,r", pack=4)
 
 @dataclasses.dataclass(frozen=True)
 class Quad:
-    """How four nibbles become four int8.
+    """How four nibbles become four int8, or four e4m3.
 
     is_high     16 times the value, in the high half of each byte; else the value
     is_flipped  the sign bit of each nibble is
     subtracts   a number is subtracted from each; not with ``is_high``
     from_words  the four are the same nibble of four words; else all are in one word
-    becomes     "round", "wrap": how the value, less a zero point and scaled, becomes an int8
+    becomes     "round", "wrap": how the value, less a zero point and scaled, becomes an int8;
+                "e4m3": the value less 8, times 2**-9
     """
 
     is_high: bool
@@ -313,7 +314,7 @@ class Quad:
 
 
 def unpack_quad(kind: Quad) -> Assembly:
-    """Four int8 in a register.
+    """Four int8, or four e4m3, in a register.
 
     Arguments: the words; the selectors, for ``prmt``, of their bytes: of one word those of the word
     with low nibbles moved into place, and of the word; of four words that of the first and that of
@@ -343,13 +344,13 @@ def unpack_quad(kind: Quad) -> Assembly:
         lines += (
             _SCALED[kind.becomes].format(zero=f"${count + 1}", scale=f"${count + 5}").split("\n")
         )
-        count += 8
+        count += 0 if kind.becomes == "e4m3" else 8
     return assembly(lines, "t, u, c", count, pack=4, bits=8)
 
 
-# The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8. In fp16 1024 and a nibble is
-# the nibble under an exponent, and fma with 1152 rounds to an integer, once: 1024 and the int8 plus
-# 128, clamped.
+# The bytes of t, nibbles, less ``zero`` and times ``scale``, as int8, or less 8, as e4m3. In fp16
+# 1024 and a nibble is the nibble under an exponent, and fma with 1152 rounds to an integer, once:
+# 1024 and the int8 plus 128, clamped.
 _SCALED = {
     "round": """\
 prmt.b32 u, t, 0x64646464, 0x4342;
@@ -375,4 +376,12 @@ and.b32 u, u, 0x000f000f;
 mad.lo.u32 t, t, {scale}, {zero};
 mad.lo.u32 u, u, {scale}, {zero};
 prmt.b32 $0, t, u, 0x6240;""",
+    # The low three bits; where bit 3 is not set, as u says, 8 less them, which is their complement
+    # plus 1, and a sign.
+    "e4m3": """\
+shr.u32 u, t, 3;
+lop3.b32 u, u, 0x01010101, 0, 0x0c;
+mul.lo.u32 c, u, 7;
+lop3.b32 t, t, 0x07070707, c, 0x6a;
+mad.lo.u32 $0, u, 0x81, t;""",
 }

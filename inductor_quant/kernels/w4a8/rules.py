@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from typing import Any
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
 from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import MAX_MAGIC_K, QUAD, is_quad, is_scaled_quad, zero_of
+from inductor_quant.kernels.codegen.quads import (
+    MAX_MAGIC_K,
+    QUAD,
+    SIGN,
+    is_quad,
+    is_scaled_quad,
+    zero_of,
+)
 from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
 from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Problem, Weight
-from inductor_quant.kernels.shared import split_k
-from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, plan_of
+from inductor_quant.kernels.shared import horizontal, split_k
+from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, n_order, plan_of
 from inductor_quant.kernels.weight_only.rules import no_kernel, reject_if_unaligned_rows
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.decisions import Rejection, RejectionCode
@@ -41,7 +49,7 @@ class W4A8Kernel(Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         """Those that depend on what the op is given are ``W4A8Call.gemm``'s."""
-        return {
+        return horizontal.constants(problem, config, shared=("A", "A_SCALE")) | {
             "CODEGEN": self.codegen(spec, problem, config),
             "SPLIT_K": config.split_k,
             "STAGES": config.num_stages,
@@ -89,12 +97,30 @@ def quad_rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rej
     )
     if refused is not None:
         return refused
+    if spec.a.dtype == w4a8.E4M3 and zero_of(weight_of(problem).format) != SIGN:
+        return no_kernel("another zero point than 8, of e4m3")
     if not is_in_place(as_words(weight_of(problem)).weight.format.code, 4):
         return no_kernel("a value is not one half of a byte")
     format, dtypes = weight_of(problem).format, [t.dtype for t in weight_of(problem).tensors]
     if format.to_int8 and not is_scaled_quad(format, dtypes):
         return no_kernel("a scale in another dtype than fp16 is rounded, or other operations are")
-    return _group_rejection(spec, weight_of(problem)) if spec.group_size else None
+    refused = _group_rejection(spec, weight_of(problem)) if spec.group_size else None
+    return refused or (_reject_if_layouts_differ(problem) if problem.members else None)
+
+
+def _reject_if_layouts_differ(problem: Problem) -> Rejection | None:
+    """One kernel text, made for the widest weight, reads all weights of a horizontal launch. Where
+    their N differ, that is the radix of the digit whose tiles come in turn."""
+    layouts = set()
+    for view in map(as_words, map(weight_of, problem.members)):
+        format, name = view.weight.format, n_order(view.weight.format)[0]
+        if any(index.is_data for field in format.fields() for index in field.index):
+            return no_kernel("positions in a weight are data")
+        is_first = name == format.digits("n")[0]
+        dtypes = tuple(tensor.dtype for tensor in view.weight.tensors)
+        any_n = dataclasses.replace(format, n=(1, *format.n[1:])) if is_first else format
+        layouts.add((any_n, dtypes, view.dim))
+    return None if len(layouts) == 1 else no_kernel("the weights of one launch differ in layout")
 
 
 def _group_rejection(spec: QuantGemmSpec, weight: Weight) -> Rejection | None:
@@ -110,9 +136,14 @@ def _group_rejection(spec: QuantGemmSpec, weight: Weight) -> Rejection | None:
     return None
 
 
+def is_promoted(spec: QuantGemmSpec) -> bool:
+    """Whether the sums of a tile's products are added in fp32: those of groups, and of e4m3."""
+    return spec.group_size > 0 or spec.a.dtype == w4a8.E4M3
+
+
 def has_inexact_partials(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> bool:
     """Whether the sum of integer partials may exceed what fp32 holds exactly."""
-    if config.split_k == 1 or spec.group_size:
+    if config.split_k == 1 or is_promoted(spec):
         return False
     weight = weight_of(problem)
     ends = w4a8.bounds(weight.format, [tensor.dtype for tensor in weight.tensors])

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from tests.support.gemms import w8a8, weight_only
+from tests.support.gemms import w4a8, w8a8, weight_only
 from tests.support.gemms.generated import generate
-from tests.support.gemms.horizontal import Group, Integers, PackedLayout
+from tests.support.gemms.horizontal import Group, Int4, Integers, PackedLayout
 from tests.support.sampling import sampled
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
@@ -50,6 +50,41 @@ def test_with_split_k_results_are_bitwise_those_of_single_gemms(name):
     assert len(launched) == 2
     for result, alone in zip(got, each, strict=True):
         assert torch.equal(result, alone)
+
+
+@pytest.mark.parametrize(
+    ("group", "config"),
+    [
+        (Int4(w4a8.Case("nibble_pairs", 5, 0, 512), (64, 192, 64)), "8x32x512_w4_s1_g8"),
+        pytest.param(
+            *(Int4(w4a8.Case("gptq", 3, 0, 512, groups=False), (128, 64)), "8x32x256_w2_s1_g8_k2"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(Int4(w4a8.Case("awq", 9, 0, 512, groups=False), (64, 64)), "16x64x256_w4_s1_g8"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_int4_weights_are_close_to_fp64(group, config):
+    torch.manual_seed(0)
+    inputs = group.make_inputs("cpu")
+    got, launched = run(group, group.grouped, inputs, f"w4a8_direct {config}")
+    assert len(launched) == 1
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        w4a8.assert_close(result, want)
+
+
+@pytest.mark.slow
+def test_e4m3_activations_run_as_weight_only_together():
+    torch.manual_seed(0)
+    group = Int4(w4a8.Case("gptq", 5, 0, 256, a_dtype=torch.float8_e4m3fn), (128, 256))
+    inputs = group.make_inputs("cpu")
+    got, launched = run(group, group.grouped, inputs, "weight_only_small_m 8x128x128_w2_s3_g8")
+    assert len(launched) == 1
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        w4a8.assert_close(result, want, slack=2.0)
 
 
 def case(m, k, **options):

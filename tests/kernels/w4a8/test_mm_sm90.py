@@ -9,9 +9,12 @@ import pytest
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
+from inductor_quant.ops import w4a8
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device
 from tests.support.gemms.w4a8 import Case, described, generate_case
+
+E4M3 = w4a8.E4M3
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
@@ -71,12 +74,15 @@ def test_m_must_be_bounded_the_card_sm90_and_operands_aligned():
         (64, 8192, 8192, False, "64x64x128_w4_s6_g8"),
         (64, 6144, 4096, True, "64x64x128_w4_s6_g8"),
         (256, 8192, 8192, False, "128x128x128_w8_s5_g8"),
-        (64, 4096, 14336, False, "64x64x128_w4_s6_g8_k2"),  # half of the SMs have no tile
+        (64, 4096, 14336, False, "64x64x128_w4_s6_g8 shared"),  # half of the SMs have no tile
+        (256, 4096, 14336, False, "128x128x128_w8_s5_g8 shared"),
     ],
 )
 def test_the_tile_is_the_one_that_was_fastest(m, n, k, groups, config):
     spec, problem = described(Case("nibble_pairs", m, n, k, groups=groups))
-    assert str(W4A8_MM_SM90.configs(spec, problem, device(90))[0]) == config
+    found = W4A8_MM_SM90.configs(spec, problem, device(90))[0]
+    shares = W4A8_MM_SM90.constants(spec, problem, found, device(90))["SHARES_TILES"]
+    assert (f"{found} shared" if shares else str(found)) == config
 
 
 @pytest.mark.parametrize(
@@ -89,6 +95,7 @@ def test_the_tile_is_the_one_that_was_fastest(m, n, k, groups, config):
                 (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x128x128_w8_s5_g8"),
                 (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x64x128_w4_s4_g8"),
                 (Case("int4_words", 64, 1024, 4096), "64x64x128_w4_s6_g8"),
+                (Case("nibble_pairs", 64, 1024, 4096, a_dtype=E4M3), "64x64x128_w4_s6_g8"),
             )
         ),
     ],
@@ -100,4 +107,5 @@ def test_no_configuration_spills_or_waits_for_its_products(case, config):
     kernel = simulate.compile_kernel(*named)
     assert kernel.spill_stores == 0
     assert not kernel.is_serialized
-    assert all("s32.s8.s8" in name for name in kernel.matrix_instructions())
+    types = "f32.e4m3.e4m3" if case.a_dtype == E4M3 else "s32.s8.s8"
+    assert all(types in name for name in kernel.matrix_instructions())

@@ -11,6 +11,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
+from inductor_quant.kernels.w4a8.mm_sm90 import kernel as mm_sm90
 from inductor_quant.simulate.interpreter import ptx
 from tests.support.gemms import formats
 from tests.support.gemms.w4a8 import Case, assert_close, gemm, generate_case, make_inputs, reference
@@ -20,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
 ]
 
-f32 = torch.float32
+f32, e4m3 = torch.float32, torch.float8_e4m3fn
 DIRECT, MM = "w4a8_direct", "w4a8_mm_sm90"
 slow = pytest.mark.slow
 
@@ -49,6 +50,11 @@ def generated_by(kernel, case, config):
         # 3 slices of K for 2 warps of 2 CTAs
         (DIRECT, Case("nibble_pairs", 3, 32, 384), "8x32x256_w2_s1_g8"),
         (MM, Case("nibble_pairs", 40, 64, 512), "64x64x128_w4_s4_g8"),
+        (MM, Case("nibble_pairs", 40, 64, 512, a_dtype=e4m3), "64x64x128_w4_s4_g8"),
+        pytest.param(
+            *(MM, Case("int4_words", 40, 64, 256, times=2, a_dtype=e4m3), "64x64x64_w4_s4_g8"),
+            marks=slow,
+        ),
         (MM, Case("int4_words", 20, 64, 256, zero="const", sums=True), "32x64x128_w4_s4_g8"),
         pytest.param(
             MM, Case("gptq", 70, 128, 256, groups=False), "64x128x64_w8_s4_g8_k2", marks=slow
@@ -79,6 +85,21 @@ def test_results_are_close_to_fp64(kernel, case, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, case, config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@slow
+@pytest.mark.parametrize("groups", [False, True])
+def test_tiles_that_ctas_share_are_close_to_fp64(groups, monkeypatch):
+    """Three tiles on one SM."""
+    torch.manual_seed(0)
+    chip = dataclasses.replace(simulate.GPUS[90], num_sms=1)
+    monkeypatch.setitem(simulate.GPUS, 90, chip)
+    monkeypatch.setattr(mm_sm90, "SHARED_CYCLES", -1e9)
+    case = Case("nibble_pairs", 40, 192, 1024, groups=groups)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, case, "64x64x128_w4_s6_g8")
+    assert any("SCRATCH" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
@@ -120,6 +141,18 @@ def test_all_codes_and_scales_of_qqq_are_rounded_as_in_fp32():
         codes = torch.arange(first, first + 4.0) - 8
         want = (codes * scales.view(torch.float16).float()[:, None]).round().clamp(-128, 127)
         assert torch.equal(torch.from_numpy(got.view(np.int8)).float(), want)
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_all_codes_are_their_integers_in_e4m3(is_signed):
+    asm = unpack_quad(Quad(is_high=False, is_flipped=is_signed, becomes="e4m3"))
+    for first in range(0, 16, 4):
+        word = sum(first + i << 4 * i for i in range(4))
+        given = [np.full(4, number, np.int32) for number in (word, 0x5140)]
+        [got] = ptx.run(asm.text, given, [np.int8], 4)
+        codes = torch.arange(first, first + 4.0)
+        want = codes - 16 * (codes >= 8) if is_signed else codes - 8
+        assert torch.equal(torch.from_numpy(got.view(np.int8)).view(e4m3).float() * 512, want)
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,22 @@ from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.horizontal import MAX_MEMBERS, horizontal_fusion
 from tests.support.gemms import formats
 from tests.support.gemms.cases import bf16
-from tests.support.gemms.horizontal import DecoderLayer, Group, Integers, PackedLayout, words
+from tests.support.gemms.horizontal import (
+    DecoderLayer,
+    Group,
+    Int4,
+    Integers,
+    PackedLayout,
+    words,
+)
 from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.gemms.w4a8 import Case as Int4Case
 from tests.support.gemms.w8a8 import Case
 from tests.support.gemms.weight_only import Case as WordsCase
 from tests.support.graphs.post_grad import EagerBackend, calls, capture, count
 
 aten = torch.ops.aten
-GROUPS = (horizontal.w8a8_op, horizontal.weight_only_op)
+GROUPS = (horizontal.w8a8_op, horizontal.w4a8_op, horizontal.weight_only_op)
 HIDDEN = 128
 
 
@@ -103,9 +111,10 @@ def activated(members: Group) -> Callable[..., Any]:
 
 INTEGERS = Integers(Case(5, 0, 48, out_dtype=bf16), (32, 16, 16))
 WORDS = PackedLayout(WordsCase("gptq", 5, 0, 128, bias=True, column_scale="channel"), (64, 32, 32))
+INT4 = Int4(Int4Case("nibble_pairs", 5, 0, 128), (64, 32, 32))
 
 
-@pytest.mark.parametrize("members", [INTEGERS, WORDS], ids=["w8a8", "weight_only"])
+@pytest.mark.parametrize("members", [INTEGERS, INT4, WORDS], ids=["w8a8", "w4a8", "weight_only"])
 def test_calls_that_differ_in_columns_are_one_group(members: Group) -> None:
     inputs = members.make_inputs("cpu")
     gm = regrouped(activated(members), inputs)
@@ -289,9 +298,10 @@ def test_a_failure_leaves_a_graph_that_runs() -> None:
 
 # ------------------------------------------------------------------------------------------
 # the ops
+INT4 = Int4(Int4Case("nibble_pairs", 5, 0, 128), (64, 32, 32))
 
 
-@pytest.mark.parametrize("members", [INTEGERS, WORDS], ids=["w8a8", "weight_only"])
+@pytest.mark.parametrize("members", [INTEGERS, INT4, WORDS], ids=["w8a8", "w4a8", "weight_only"])
 def test_the_op_is_as_it_says(members: Group) -> None:
     """Each result is contiguous, in its own memory, also for the fake implementation."""
     inputs = members.make_inputs("cpu")

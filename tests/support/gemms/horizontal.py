@@ -12,7 +12,7 @@ from torch import nn
 
 from inductor_quant.ops import horizontal
 from inductor_quant.ops import w8a8 as op
-from tests.support.gemms import w8a8, weight_only
+from tests.support.gemms import w4a8, w8a8, weight_only
 from tests.support.producers.packed import GptqCat
 
 
@@ -148,4 +148,56 @@ class Integers:
         ]
 
 
-Group = PackedLayout | Integers
+@dataclasses.dataclass(frozen=True)
+class Int4:
+    """w4a8 GEMMs likewise."""
+
+    case: w4a8.Case
+    columns: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.case}-{','.join(map(str, self.columns))}"
+
+    @property
+    def cases(self) -> list[w4a8.Case]:
+        return [dataclasses.replace(self.case, n=n) for n in self.columns]
+
+    def make_inputs(self, device: str) -> tuple[Any, ...]:
+        """a, a_scale, then b_scale, bias and weight tensors of each."""
+        made = [w4a8.make_inputs(case, device) for case in self.cases]
+        own = (tensor for _, _, b_scale, bias, _, _, *w in made for tensor in (b_scale, bias, *w))
+        return (*made[0][:2], *own)
+
+    def parts(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        """The inputs of each as those of one GEMM."""
+        a, a_scale, *rest = inputs
+        count = len(rest) // len(self.columns)
+        each = [rest[i : i + count] for i in range(0, len(rest), count)]
+        return [(a, a_scale, *own[:2], None, None, *own[2:]) for own in each]
+
+    @property
+    def grouped(self) -> Fn:
+        texts = [case.format.encode() for case in self.cases]
+
+        def fn(*inputs: Any) -> list[torch.Tensor]:
+            _, _, scales, biases, _, _, *weights = zip(*self.parts(inputs), strict=True)
+            tensors = [tensor for weight in zip(*weights, strict=True) for tensor in weight]
+            return horizontal.w4a8_op(
+                *(inputs[0], tensors, inputs[1], list(scales), list(biases)),
+                format=texts,
+                out_dtype=self.case.out_dtype,
+            )
+
+        return fn
+
+    @property
+    def alone(self) -> Fn:
+        fns = [w4a8.gemm(case) for case in self.cases]
+        return lambda *inputs: [fn(*p) for fn, p in zip(fns, self.parts(inputs), strict=True)]
+
+    def exact(self, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+        parts = self.parts(inputs)
+        return [w4a8.reference(case, p) for case, p in zip(self.cases, parts, strict=True)]
+
+
+Group = PackedLayout | Integers | Int4

@@ -32,6 +32,7 @@ class Case:
     sums     the sums of the weight are given
     layout   of the packed weight, as in ``weight_only.Case``
     to_int8  "round": of the weight with the scales of its groups, in fp16; "wrap": these are int8
+    a_dtype  of the activation
     """
 
     name: str
@@ -47,6 +48,7 @@ class Case:
     sums: bool = False
     layout: str = "rows"
     to_int8: str = ""
+    a_dtype: torch.dtype = w4a8.INT8
 
     def __str__(self) -> str:
         parts = [self.name, f"{self.m}x{self.n}x{self.k}", str(self.out_dtype).split(".")[1]]
@@ -54,6 +56,7 @@ class Case:
         for name in ("groups", "times", "zero", "scales", "bias", "sums", "layout", "to_int8"):
             if getattr(self, name) != getattr(defaults, name):
                 parts.append(f"{name}={getattr(self, name)}")
+        parts += ["e4m3"] if self.a_dtype == w4a8.E4M3 else []
         return "-".join(parts)
 
     @property
@@ -92,7 +95,7 @@ class Case:
 def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     """a, a_scale, b_scale, bias, a_zero_point, b_sum, weight tensors. No two scales are equal."""
     k, n = case.format.shape
-    a = torch.randint(-128, 128, (case.m, k), device=device).to(torch.int8)
+    a = torch.randint(-128, 128, (case.m, k), device=device).to(case.a_dtype)
 
     def scale(kind: str, size: tuple[int, int]) -> torch.Tensor | None:
         if kind == "none":
@@ -153,6 +156,7 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
         b_scale=ScaleSpec(torch.float32, (-1, 1)),
         out_dtype=case.out_dtype,
         bias=case.bias,
+        a_dtype=case.a_dtype,
     )
     tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in case.tensors)
     k, n = case.format.shape

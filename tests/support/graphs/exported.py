@@ -122,6 +122,7 @@ class Layers(nn.Module):
 
 def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> Layers:
     from tests.support.producers.registry import PRODUCERS
+    from tests.support.producers.w4a8 import QQQGroup
 
     torch.manual_seed(0)
     bf16, f16 = torch.bfloat16, torch.float16
@@ -134,6 +135,7 @@ def layers(names: tuple[str, ...] = ("w8a8", "zero", "gptq", "act_order")) -> La
         "gptq": (f16, gptq.make(f16, K, N)),
         "act_order": (f16, act_order.make(f16, K, N)),
         "blocks": (f16, Blocks()),
+        "w4a8": (f16, QQQGroup(N, K)),
     }
     chosen = {name: made[name] for name in names}
     return Layers(

@@ -35,10 +35,6 @@ class W4A8DirectCodegen(QuadCodegen, DirectCodegen):
         each = f"gl.broadcast(gl.expand_dims({words}, 3), {whole})[0]"
         return self.dialect.inline_asm(WORD_AS_BYTES, ["x_bytes"], [each], self.x_dtype)
 
-    @property
-    def acc_type(self) -> str:  # type: ignore[override]
-        return "gl.float32" if self.has_groups else "gl.int32"
-
     def sums(self) -> str:
         zero = "0.0" if self.has_groups else "0"
         return f"gl.full({self.sums_shape}, {zero}, {self.acc_type}, MMA)"

@@ -18,7 +18,12 @@ from inductor_quant.kernels.w4a8.direct.codegen import W4A8DirectCodegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
 from inductor_quant.kernels.weight_only.direct.kernel import ARCHS, direct_configs, tile_misfit
-from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
+from inductor_quant.kernels.weight_only.rules import (
+    bad_blocks,
+    horizontal_rejection,
+    no_kernel,
+)
+from inductor_quant.ops.w4a8 import INT8
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
@@ -36,12 +41,15 @@ class W4A8Direct(rules.W4A8Kernel):
     name = "w4a8_direct"
     template = "w4a8/direct/template"
     is_gluon = True
+    is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if problem.m > DECODE_M or not problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
+        if spec.a.dtype != INT8:
+            return no_kernel("few rows of e4m3: those of weight_only read the weight as fast")
         return rules.quad_rejection(spec, problem, device)
 
     def codegen(
@@ -61,9 +69,15 @@ class W4A8Direct(rules.W4A8Kernel):
         if rules.has_inexact_partials(spec, problem, config):
             return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
         refused = tile_misfit(problem, config, device, MAX_VALUES)
-        if refused is None and rules.quad_plan(rules.weight_of(problem), config, own=True) is None:
+        plan = rules.quad_plan(rules.weight_of(problem), config, own=True)
+        if refused is None and plan is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-        return refused
+        if refused is not None or not problem.members:
+            return refused
+        plans = [rules.quad_plan(rules.weight_of(m), config, own=True) for m in problem.members]
+        if len({None if each is None else each.of_a_tile() for each in plans}) > 1:
+            return bad_blocks(f"{config} assigns the weights of one launch to threads differently")
+        return horizontal_rejection(problem, config)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         tiles = ((16, 256), *_WIDE) if problem.m <= FEW_ROWS else _WIDE

@@ -1,15 +1,16 @@
-"""``w4a8_mm_sm90``: int8 A [M, K] @ int4 W [K, N] in Gluon with TMA.
+"""``w4a8_mm_sm90``: int8 or e4m3 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups 33 to 64, of a
-weight that is scaled to int8 to 256), if the packed words of a tile are a box of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups, or A in e4m3, 33 to
+64; of a weight that is scaled to int8 to 256), if the packed words of a tile are a box of a matrix.
 
-``weight_only_mm_sm90`` with int8 operands of wgmma: W goes from shared memory to the registers of
-the first operand, four nibbles unpacked at once, while the product before runs. With groups along K
-that is then scaled and added in fp32, before the next one starts.
+``weight_only_mm_sm90`` with operands of 8 bits: W goes from shared memory to the registers of the
+first operand of wgmma, four nibbles unpacked at once, while the product before runs. With groups
+along K, and of e4m3, that is then scaled and added in fp32, before the next one starts.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -21,11 +22,14 @@ from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
+    SIGNAL,
     UNROLLED,
     WARPGROUP,
     boxed,
     constants_of,
+    grid,
     tile_misfit,
+    unrolled,
 )
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -42,8 +46,11 @@ _BLOCKS: tuple[tuple[Block, tuple[int, int], tuple[int, int] | None], ...] = (
 )
 SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
+# Of tiles that CTAs share, and by how much this must be faster by the model.
+SHARED_CYCLES, MARGIN = 9000, 0.9
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
 PARTIALS_PER_CYCLE = 150
+HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
 # Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
@@ -54,13 +61,13 @@ MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 class W4A8MMSm90(rules.W4A8Kernel):
     name = "w4a8_mm_sm90"
     template = "w4a8/mm_sm90/template"
-    grid = staticmethod(split_k.persistent_grid)
+    grid = staticmethod(grid)
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least, most = GROUPED_M if spec.group_size else (DECODE_M + 1, MAX_M)
+        least, most = GROUPED_M if rules.is_promoted(spec) else (DECODE_M + 1, MAX_M)
         if problem.weight is not None and problem.weight.format.to_int8:
             most = SCALED_M
         if problem.m > most or not problem.m_is_bounded or problem.m < least:
@@ -84,7 +91,19 @@ class W4A8MMSm90(rules.W4A8Kernel):
     ) -> dict[str, Any]:
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
         own = constants_of(problem, config, device, *shared)
-        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": False}
+        shares = self.scratch(spec, problem, config, device) > 0
+        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": shares}
+
+    def scratch(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        each = _cycles(spec, config)
+        if each is None or _shared(spec, problem, config, each, device) >= _whole(
+            spec, problem, config, each, device
+        ):
+            return 0
+        ctas = _ctas_per_sm(spec, config) * device.num_sms
+        return ctas * (config.block_m * config.block_n + SIGNAL // 4)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -109,13 +128,14 @@ class W4A8MMSm90(rules.W4A8Kernel):
         for block, *cycles in _BLOCKS:
             for split in SPLITS:
                 config = GemmConfig(*block, split_k=split)
-                each = cycles[1 if spec.group_size else 0]
+                each = cycles[rules.is_promoted(spec)]
                 if each is None or (split > 1 and not _may_split(problem, config, device)):
                     continue
                 if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
                     continue
                 if self.config_rejection(spec, problem, config, device) is None:
-                    costs[config] = _cost(spec, problem, config, each, device)
+                    known = (spec, problem, config, each, device)
+                    costs[config] = min(_whole(*known), _shared(*known))
         return split_k.same_split(sorted(costs, key=costs.__getitem__))
 
 
@@ -132,7 +152,7 @@ def _may_split(problem: Problem, config: GemmConfig, device: Device) -> bool:
 
 def _sums(spec: QuantGemmSpec) -> int:
     """Accumulators for each output."""
-    return 2 if spec.group_size else 1
+    return 2 if rules.is_promoted(spec) else 1
 
 
 def _accumulators(spec: QuantGemmSpec, config: GemmConfig) -> int:
@@ -141,24 +161,33 @@ def _accumulators(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
-    is_small = _accumulators(spec, config) <= PAIRED
+    """Two if registers and shared memory allow."""
+    stage = config.block_k * (config.block_m + config.block_n // 2)
+    is_small = _accumulators(spec, config) <= PAIRED and stage * config.num_stages <= HALF_AN_SM
     return 2 if config.num_warps == WARPGROUP and is_small else 1
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
     """K iterations in the loop's body: the scales of each take registers. At least two: one would
     be unpacked to the registers that the product before still reads."""
-    return UNROLLED[-1:] if spec.group_size else UNROLLED
+    return UNROLLED[-1:] if rules.is_promoted(spec) else UNROLLED
 
 
-def _cost(
+def _cycles(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, int] | None:
+    """Those of ``_BLOCKS``; None: such a tile was not timed."""
+    found = {GemmConfig(*block): each for block, *each in _BLOCKS}
+    listed = found.get(dataclasses.replace(config, split_k=1))
+    return listed[rules.is_promoted(spec)] if listed else None
+
+
+def _whole(
     spec: QuantGemmSpec,
     problem: Problem,
     config: GemmConfig,
     cycles: tuple[int, int],
     device: Device,
 ) -> float:
-    """Cycles of the GEMM."""
+    """Cycles of the GEMM, if a CTA computes whole tiles, or slices of K."""
     split = config.split_k
     k_iters = problem.k // (split * config.block_k)
     alone, paired = (k_iters * each + TILE_CYCLES for each in cycles)
@@ -167,6 +196,23 @@ def _cost(
     loop = pairs * (paired if ctas > 1 else alone) + rest * alone
     partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
     return loop + (partials if split > 1 else 0)
+
+
+def _shared(
+    spec: QuantGemmSpec,
+    problem: Problem,
+    config: GemmConfig,
+    cycles: tuple[int, int],
+    device: Device,
+) -> float:
+    """Cycles if all CTAs have the same number of K iterations, of tiles that they share."""
+    ctas = _ctas_per_sm(spec, config) * device.num_sms
+    turn = unrolled(problem, config, _unrolls(spec, config))
+    turns = _tiles(problem, config) * (problem.k // (turn * config.block_k))
+    if config.split_k > 1 or turns < 2 * ctas:
+        return math.inf
+    loop = turn * math.ceil(turns / ctas) * cycles[ctas > device.num_sms]
+    return (loop + TILE_CYCLES + SHARED_CYCLES) / MARGIN
 
 
 W4A8_MM_SM90 = W4A8MMSm90()

@@ -22,10 +22,10 @@ PAIR_OF_M: Dim = ("pair", 2)
 
 
 class MMSm90Codegen(DigitCodegen):
-    """``x`` is the activation's name."""
+    """``x`` is the activation's name; sums are of ``acc_type``."""
 
     box: WordBox
-    x = "X"
+    x, acc_type = "X", "gl.float32"
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
