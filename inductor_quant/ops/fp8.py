@@ -24,15 +24,16 @@ ELEMENT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # sums promoted to fp32 on the way (no fast_accum), take a second accumulator, which halves the
 # tile. The Gluon kernel for large M keeps up if its tiles fill MIN_FILLED of the SMs. Up to
 # MAX_SPLIT_ROWS our split-K kernels win if tiles would leave half of the SMs idle. With fast_accum
-# cuBLASLt is ahead by a few percent from MIN_LIBRARY_PRODUCTS multiply-adds on, which any epilogue
-# outweighs. (H200.)
+# and beyond these rows cuBLASLt is ahead by a few percent from MIN_LIBRARY_PRODUCTS multiply-adds
+# on, up to MAX_LIBRARY_K, which any epilogue outweighs. (H200.)
 MAX_PROMOTED_ROWS = 64
 MAX_SPLIT_ROWS = 256
 HOPPER_SMS = 132
 GLUON_TILES = ((128, 256), (128, 192))
 MIN_GLUON_ROWS = 256
 MIN_FILLED = 0.65
-MIN_LIBRARY_PRODUCTS = 4 * 10**9
+MIN_LIBRARY_PRODUCTS = 6 * 10**9
+MAX_LIBRARY_K = 8191
 # cuBLASLt takes scales of blocks for multiples of this many rows.
 LIBRARY_ROWS = 4
 
@@ -153,7 +154,8 @@ def prefers_library(
     if is_split or m <= MAX_PROMOTED_ROWS:
         return False
     if spec.fast_accum:
-        return not has_epilogue and m * n * k >= MIN_LIBRARY_PRODUCTS
+        is_library = m > MAX_SPLIT_ROWS and k <= MAX_LIBRARY_K and not has_epilogue
+        return is_library and m * n * k >= MIN_LIBRARY_PRODUCTS
     suits_gluon = has_gluon and m >= MIN_GLUON_ROWS and spec.out_dtype.itemsize <= 2
     return not (suits_gluon and _fills_the_gpu(m, n))
 

@@ -13,12 +13,13 @@ finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, f
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from .divisors import divisors
 
 # The most values that are enumerated: a packed word has at most 64 fields, and permutations within
 # a word or a group are short.
@@ -95,10 +96,9 @@ class IndexExpr:
         held["const"], held["terms"], held["data"] = const, terms, data
 
     def __hash__(self) -> int:  # computed once: most are part of keys
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
-            found = self.__dict__["_hash"] = hash((self.const, self.terms, self.data))
-        return found
+        if "_hash" not in self.__dict__:
+            self.__dict__["_hash"] = hash((self.const, self.terms, self.data))
+        return int(self.__dict__["_hash"])
 
     @property
     def is_const(self) -> bool:
@@ -461,7 +461,7 @@ def _simplest_split(values: list[int]) -> int:
     """
     best = (0, 0, 0)
     uppers = {1: values}  # of the radices that were found
-    for low in _divisors(len(values)):
+    for low in divisors(len(values)):
         known = max(radix for radix in uppers if low % radix == 0)
         every, step = uppers[known], low // known
         upper, lower = every[::step], values[:low]
@@ -478,13 +478,6 @@ def _simplest_split(values: list[int]) -> int:
         elif low <= MAX_CASES:
             best = max(best, (2 if is_upper else 0, -low, low))
     return best[2]
-
-
-@functools.lru_cache(256)
-def _divisors(size: int) -> list[int]:
-    """Those between 1 and ``size``, in order."""
-    low = [n for n in range(1, math.isqrt(size) + 1) if size % n == 0]
-    return sorted({*low, *(size // n for n in low)} - {1, size})
 
 
 def _outer_sum(table: Table, low: int) -> tuple[int, Table, Table]:

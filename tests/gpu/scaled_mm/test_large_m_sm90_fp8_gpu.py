@@ -55,6 +55,8 @@ def run(fn, *inputs, config=None, **options):
 def test_result_is_close_to_fp64(case, columns, monkeypatch):
     if case.block and columns not in large_m_sm90.BLOCK_ELEMENT_COST:
         pytest.skip("not a tile for block scales")
+    if case.block and case.n % 2 and columns == 192:
+        pytest.skip("refused: it spills")
     for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS_FLOAT"):
         monkeypatch.setattr(large_m_sm90, bound, 0)
     torch.manual_seed(0)
