@@ -178,7 +178,7 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
         (4096, 4096, None, False, []),
         (513, 256, None, True, []),
         (513, 32768, None, True, ["many_rows"]),  # unless something is fused
-        (256, 65536, None, True, []),
+        (255, 65536, None, True, []),
     ],
 )
 def test_many_rows_are_left_to_cublaslt_where_it_is_faster(
