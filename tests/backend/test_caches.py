@@ -171,7 +171,7 @@ def results(tmp_path_factory, interpreter_forks):
     cache = folder / "cache"
     cache.mkdir()
     package, edited = copy_package(folder / "package"), copy_package(folder / "edited")
-    template, line = (edited / TEMPLATE).read_text(), "out = acc.to({{lib}}.float32)"
+    template, line = (edited / TEMPLATE).read_text(), "out = {{acc}}.to({{lib}}.float32)"
     assert template.count(f"{line}\n") == 1
     (edited / TEMPLATE).write_text(template.replace(line, f"{line} * 2"))
 

@@ -7,30 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_quant._compat import inductor as compat
 from inductor_quant.tables import constant_buffers
-from tests.support.graphs.post_grad import EagerBackend, calls
+from tests.support.graphs.post_grad import calls
 from tests.support.producers.blocks import Channels, K, Masked, Searched, Sparse
 
 pytestmark = pytest.mark.compiles
 
 OP = torch.ops.inductor_quant.block_sparse.default
 f16 = torch.float16
-
-
-@pytest.fixture
-def rewrites(monkeypatch):
-    """The graphs that ``compile_fx`` was given; they run eagerly, rewritten."""
-    found = []
-
-    def compile_fx(gm, inputs, config_patches=None):
-        backend = EagerBackend()
-        compiled = backend(gm, inputs)
-        found.extend(backend.rewrites)
-        return compiled
-
-    monkeypatch.setattr(compat, "compile_fx", compile_fx)
-    return found
 
 
 def has_op(rewrites):
