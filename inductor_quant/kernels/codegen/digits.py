@@ -232,7 +232,20 @@ class Uses(DigitStatements):
         if ops and (subtrahend := self.small_integer(ops[0], MAX_ZERO)):
             base, ops = self.assign("z", f"{base} + {subtrahend}"), ops[1:]
         value = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
-        return self.apply(Value(self.assign("f", value), 1, 1, is_float=True), ops)
+        value = self.assign("f", value)
+        if [op.kind for op in ops[:2]] == ["sub", "mul"] and all(map(self.is_short, ops[:2])):
+            # Both products are exact, and their difference is one multiply-add.
+            less, scale = (self.operand(op).code for op in ops[:2])
+            product = self.assign("f", f"{less} * {scale}")
+            value, ops = self.assign("f", f"{value} * {scale} - {product}"), ops[2:]
+        return self.apply(Value(value, 1, 1, is_float=True), ops)
+
+    def is_short(self, op: DequantOp) -> bool:
+        """Whether the operand is stored as a float of 16 bits."""
+        if not isinstance(op.operand, Field) or op.operand.float8:
+            return False
+        dtype = self.codegen.dtypes[op.operand.source]
+        return dtype.is_floating_point and dtype.itemsize == 2
 
     def small_integer(self, op: DequantOp, most: int) -> str:
         """The operand of a ``sub`` that is an integer of few bits, as fp32; else ""."""

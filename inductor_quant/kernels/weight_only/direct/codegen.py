@@ -8,7 +8,7 @@ chooses them, so that a thread loads whole words.
 from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
 from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan
@@ -57,15 +57,25 @@ class DirectCodegen(DigitCodegen):
             # Free of bank conflicts for what the MMA leaves and for a row of columns.
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
+        self.x_layout = "X_READ"
+        lowest = min(plan.depth[in_register : in_register + 2])
+        if self.block_m > G[1] and self.x_packs == 1 and 1 << lowest < VECTOR:
+            # Lanes load whole lines of rows, and get what they multiply through shared memory.
+            rows = bits("m", self.block_m)
+            lanes = [*reversed(self.k_dims), *reversed(rows)][VECTOR.bit_length() - 1 :][:5]
+            axes = (self.warp_dims, rows, self.k_dims)
+            self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
+            self.x_layout = "X_LOADED"
 
     def x_offsets(self, stride_m: str, first: str = "0", last: str = "M - 1") -> str:
         """Statements that leave in ``x_at`` the addresses of x at k = 0, from row ``first`` on.
         Rows beyond ``last`` repeat it; the store masks them."""
+        rows = positions(self.x_layout, 3, 1, self.block_m)
         return "\n".join(
             [
-                f"x_rows = gl.minimum({first} + {positions('X_READ', 3, 1, self.block_m)}, {last})",
-                f"x_warps = {positions('X_READ', 3, 0, self.warps)}",
-                f"x_columns = {positions('X_READ', 3, 2, self.tile_k // self.x_packs)}",
+                f"x_rows = gl.minimum({first} + {rows}, {last})",
+                f"x_warps = {positions(self.x_layout, 3, 0, self.warps)}",
+                f"x_columns = {positions(self.x_layout, 3, 2, self.tile_k // self.x_packs)}",
                 f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",
                 "x_at = x_at + x_columns",
             ]
@@ -97,6 +107,7 @@ class DirectCodegen(DigitCodegen):
         dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
         target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
         shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
+        x = x if self.x_layout == "X_READ" else f"gl.convert_layout({x}, X_READ)"
         code = self.dialect.reordered(x, dims, target, shape)
         return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
 

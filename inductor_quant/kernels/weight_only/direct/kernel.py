@@ -105,7 +105,7 @@ def tile_misfit(
         GemmConfig(16, config.block_n, 128, config.num_warps, 1),
         device,
         element_bytes=2,
-        shared_bytes=config.num_warps * config.block_m * config.block_n * 4,
+        shared_bytes=config.num_warps * config.block_m * (config.block_n * 4 + slice_k * 2),
     )
 
 
