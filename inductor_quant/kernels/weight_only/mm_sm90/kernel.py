@@ -42,10 +42,12 @@ MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
 BARRIERS = 1024  # bytes of shared memory beside the stages
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
+Block = tuple[int, int, int, int, int]
+Cycles = tuple[int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
-_BLOCKS = (
+_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
     ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
     ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
@@ -54,11 +56,10 @@ _BLOCKS = (
     ((64, 128, 64, 4, 4), (560, 1000), (800, 1440)),
     ((64, 128, 64, 8, 8), (525, 0), (913, 0)),
     ((64, 128, 128, 8, 4), (1030, 0), (1400, 0)),
-    ((64, 256, 64, 8, 4), (1030, 0), (1600, 0)),
+    ((64, 256, 64, 8, 4), (1030, 0), None),
     ((128, 64, 64, 4, 4), (430, 740), (560, 1000)),
     ((128, 128, 64, 8, 8), (660, 0), (950, 0)),
-    ((128, 128, 128, 8, 4), (1260, 0), (1560, 0)),
-    ((128, 256, 64, 8, 4), (1300, 0), (2600, 0)),
+    ((128, 128, 128, 8, 4), (1260, 0), None),
     ((256, 64, 64, 4, 4), (740, 0), (950, 0)),
     ((256, 128, 64, 8, 4), (1130, 0), (1260, 0)),
 )
@@ -174,6 +175,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         if not legal:
             return []
         costs = self._costs(spec, problem, legal[0], device)
+        legal = [config for config in legal if costs.listed(config)]
         most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
         cost = {config: min(costs.whole(config), costs.shared(config)) for config in legal}
         order = sorted(cost, key=cost.__getitem__)
@@ -243,12 +245,14 @@ class _Costs:
     device: Device
     is_narrow: bool  # W is dequantized in 16 bits
 
+    def listed(self, config: GemmConfig) -> Cycles | None:
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
+        return found.get(dataclasses.replace(config, split_k=1))
+
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
         """Of a K iteration: of a CTA alone on its SM, and of two."""
-        cycles = {GemmConfig(*block): cycles for block, *cycles in _BLOCKS}
         # A pinned tile that is not in the list costs next to nothing, so it is not shared.
-        listed = cycles.get(dataclasses.replace(config, split_k=1), [(1, 1), (1, 1)])
-        alone, paired = listed[not self.is_narrow]
+        alone, paired = self.listed(config) or (1, 1)
         format = rules.weight_of(self.problem).format
         factor = LOOKED_UP if format.element != format.code else 1
         factor *= SLOWED if self.problem.m > LONG_M else 1
