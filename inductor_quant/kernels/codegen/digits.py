@@ -281,12 +281,10 @@ def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
-    divisor       by which W may be divided: what follows multiplies the sums
     unknown_zero  a variable that is 0, which the compiler does not know: where it adds one constant
                   and multiplies by another, it copies one of them to a register each time
     """
 
-    divisor = 1
     unknown_zero = ""
 
     def __init__(
@@ -315,6 +313,11 @@ class DigitCodegen(Codegen):
             lanes = bits("e", TABLE)
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
+
+    @property
+    def divisor(self) -> int:
+        """By which ``dequantized`` may divide W: who says so multiplies the sums."""
+        return 1
 
     def is_fetched(self, field: Field) -> bool:
         """Whether ``load`` leaves the field to the template."""
