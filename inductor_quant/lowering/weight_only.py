@@ -13,6 +13,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
+from inductor_quant.kernels.weight_only import rules
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice, run_first
 from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.ops import weight_only as op
@@ -38,7 +39,8 @@ def lower(*args: Any, **kwargs: Any) -> Any:
         return call.finished(result)
     if compat.runs_triton(device):
         report_choice("weight_only", spec, problem, (dispatch.DEQUANTIZE_THEN_MM,))
-    layout = compat.FixedLayout(device, call.x.get_dtype(), [k, n])
+    strides = [1, k] if rules.is_written_along_k(rules.weight_of(problem)) else [n, 1]
+    layout = compat.FixedLayout(device, call.x.get_dtype(), [k, n], strides)
     weight = inputs[1 : 1 + len(call.weight)]
     return call.unfused(run_first(dispatch.DEQUANTIZE, spec, problem, weight, layout))
 

@@ -7,8 +7,9 @@ apart.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class Uses(DigitStatements):
         rounding: it takes a small integer as zero point, and a scale of x's dtype.
         """
         codegen, field = self.codegen, self.format.element
-        ops, x_dtype = list(codegen.loop_ops), codegen.x_dtype
+        ops, x_dtype, subtrahend = list(codegen.loop_ops), codegen.x_dtype, ""
         if not (codegen.is_paired and is_in_place(field, 8)):
             return ""
         sign = 1 << field.width - 1 if field.signed else 0
@@ -168,6 +169,9 @@ class Uses(DigitStatements):
         [pair] = codegen.plan.low
         none = self.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
         x_type = codegen.x_type
+        added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
+        if not subtrahend and codegen.unknown_zero:
+            added += f" + {codegen.unknown_zero}"
         # The assembly takes registers of 32 bits, which bytes that form no words are not.
         arguments = [
             f"{self.read(field)[0]}.to(gl.int32)",
@@ -175,12 +179,13 @@ class Uses(DigitStatements):
             both(f"{mask} << {{at}}"),
             both(f"{place.exponent} | ({sign} << {{at}})"),
             both(f"({place.power} - {{at}}) << {place.mantissa}"),
-            f"(({zero} + {base}) * {-1 / place.divisor} + {none}).to({x_type})",
-            f"({scale}{float(place.divisor)} + {none}).to({x_type})",
-            *(f"({added} + {none}).to({x_type})" for added in factors[1:]),
+            f"({added}).to({x_type})",
         ]
+        if is_scaled := bool(scale) or place.divisor > codegen.divisor:
+            arguments.append(f"({scale}{float(place.divisor)} + {none}).to({x_type})")
+        arguments += [f"({term} + {none}).to({x_type})" for term in factors[1:]]
         arguments = [self.assign("a", code) for code in arguments]
-        assembly = dequantize_pair(x_dtype, is_added_to=len(factors) > 1)
+        assembly = dequantize_pair(x_dtype, is_scaled=is_scaled, is_added_to=len(factors) > 1)
         self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
         return "pairs"
 
@@ -231,21 +236,23 @@ class Uses(DigitStatements):
             base = self.assign("z", f"{base} - {float(field.add - sign)}")
         if ops and (subtrahend := self.small_integer(ops[0], MAX_ZERO)):
             base, ops = self.assign("z", f"{base} + {subtrahend}"), ops[1:]
-        value = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
-        value = self.assign("f", value)
-        if [op.kind for op in ops[:2]] == ["sub", "mul"] and all(map(self.is_short, ops[:2])):
-            # Both products are exact, and their difference is one multiply-add.
-            less, scale = (self.operand(op).code for op in ops[:2])
-            product = self.assign("f", f"{less} * {scale}")
-            value, ops = self.assign("f", f"{value} * {scale} - {product}"), ops[2:]
-        return self.apply(Value(value, 1, 1, is_float=True), ops)
+        code = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
+        value = Value(self.assign("f", code), 1, 1, is_float=True)
+        if self.is_exact_product(ops):  # then a multiply-add rounds once, as the two ops do
+            zero, scale = (self.operand(op).code for op in ops[:2])
+            product = self.assign("f", f"{zero} * {scale}")
+            code = self.assign("f", f"{value.code} * {scale} - {product}")
+            value, ops = dataclasses.replace(value, code=code), ops[2:]
+        return self.apply(value, ops)
 
-    def is_short(self, op: DequantOp) -> bool:
-        """Whether the operand is stored as a float of 16 bits."""
-        if not isinstance(op.operand, Field) or op.operand.float8:
-            return False
-        dtype = self.codegen.dtypes[op.operand.source]
-        return dtype.is_floating_point and dtype.itemsize == 2
+    def is_exact_product(self, ops: Sequence[DequantOp]) -> bool:
+        """Whether ``ops`` subtract and then multiply by floats of 16 bits: fp32 has products of
+        these, and of the scale with a field, exactly."""
+        fields = [op.operand for op in ops[:2] if isinstance(op.operand, Field)]
+        is_plain = all(not field.width and not field.float8 for field in fields)
+        dtypes = {self.codegen.dtypes[field.source] for field in fields}
+        kinds = [op.kind for op in ops[:2]]
+        return kinds == ["sub", "mul"] and len(fields) == 2 and is_plain and dtypes <= set(PLACES)
 
     def small_integer(self, op: DequantOp, most: int) -> str:
         """The operand of a ``sub`` that is an integer of few bits, as fp32; else ""."""
@@ -279,7 +286,13 @@ def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool
 
 
 class DigitCodegen(Codegen):
-    """``n_order``: the digits of n in the order in which a tile covers them."""
+    """``n_order``: the digits of n in the order in which a tile covers them.
+
+    unknown_zero  a variable that is 0, which the compiler does not know: where it adds one constant
+                  and multiplies by another, it copies one of them to a register each time
+    """
+
+    unknown_zero = ""
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
@@ -308,6 +321,11 @@ class DigitCodegen(Codegen):
             lanes = bits("e", TABLE)
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
+
+    @property
+    def divisor(self) -> int:
+        """By which ``dequantized`` may divide W: who says so multiplies the sums."""
+        return 1
 
     def is_fetched(self, field: Field) -> bool:
         """Whether ``load`` leaves the field to the template."""

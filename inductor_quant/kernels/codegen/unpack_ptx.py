@@ -208,19 +208,20 @@ PLACES = {
 }
 
 
-def dequantize_pair(dtype: torch.dtype, *, is_added_to: bool) -> Assembly:
+def dequantize_pair(dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool) -> Assembly:
     """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
-    ``+ d``, rounded once, if ``is_added_to``.
+    without c unless ``is_scaled``; ``+ d``, rounded once, if ``is_added_to`` (and scaled).
 
     Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
     both halves; then b, c and d.
     """
     kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
-    lines = [
+    lines = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"]
+    if not is_scaled:
+        return assembly([*lines, f"fma.rn.{kind} $0, t, $9, $11;"], "t", 11, pack=2)
+    lines += [
         "mov.b32 none, 0x80008000;",
-        "prmt.b32 t, $1, $2, $3;",
-        f"lop3.b32 t, t, $5, $7, {_XOR};",
         f"fma.rn.{kind} t, t, $9, $11;",
         f"fma.rn.{kind} $0, t, $12, {last};",
     ]

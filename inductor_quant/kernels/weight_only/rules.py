@@ -17,6 +17,7 @@ from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
 from inductor_quant.kernels.codegen.gluon_columns import supports_ops
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout, packed_layout_of
 from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
+from inductor_quant.kernels.codegen.tile_digits import word_strides
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device, Problem, Weight
@@ -77,6 +78,14 @@ def bad_blocks(detail: str) -> Rejection:
 def weight_of(problem: Problem) -> Weight:
     assert problem.weight is not None
     return problem.weight
+
+
+def is_written_along_k(weight: Weight) -> bool:
+    """Whether a dequantized W has neighbours along K in memory, as the packed one has. Whole bytes
+    are transposed at no cost."""
+    code = weight.format.code
+    apart = {name: step for name, step in word_strides(weight, code).items() if step}
+    return 0 < code.width < 8 and bool(apart) and min(apart, key=apart.__getitem__)[0] == "k"
 
 
 def packed_weight_of(problem: Problem) -> tuple[Weight, PackedLayout]:

@@ -60,6 +60,8 @@ def generated_by(kernel, fn, make, config):
         (MM, Case("int8_group", 25, 64, 256), "32x64x64_w4_s3_g8"),
         (MM, Case("int8_zero_channel", 33, 64, 128), "64x64x64_w4_s4_g8"),
         (MM, Case("int8_channel", 50, 64, 128, f16), "64x64x64_w4_s4_g8"),
+        # four turns in two rounds of the stages; the sums are multiplied
+        (MM, Case("int8_channel", 20, 64, 1024), "32x64x64_w4_s8_g8"),
         (MM, Case("nf4", 20, 64, 128), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_row", 20, 64, 128), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_block", 20, 128, 128, f16), "32x64x64_w4_s4_g8"),

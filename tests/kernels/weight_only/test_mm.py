@@ -49,6 +49,8 @@ def test_at_large_m_the_weight_is_dequantized_once(name, most):
         generated = generate_case(Case(name, most + 1, 512, 1024), arch=80)
     assert [choice.chosen for choice in report.kernels] == [DEQUANTIZE_THEN_MM]
     assert "extern_kernels.mm" in generated.wrapper
+    along_k = name == "nf4"  # nibbles of one byte
+    assert f"((1024, 512), {(1, 1024) if along_k else (512, 1)}" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 
 
@@ -245,6 +247,8 @@ def test_e4m3_is_left_unfused_where_the_gpu_does_not_convert_it(name):
     assert WEIGHT_ONLY_MM.rejection(spec, problem, device(89)) is None
     generated = generate_case(case, arch=80)
     assert "extern_kernels.mm" in generated.wrapper
+    along_k = name == "nf4"  # nibbles of one byte
+    assert f"((1024, 512), {(1, 1024) if along_k else (512, 1)}" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 
 

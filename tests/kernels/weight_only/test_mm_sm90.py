@@ -40,13 +40,13 @@ def aligned(case):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 4096)),
-        ("nibble_pairs", (17, 4096)),
+        ("awq", (17, 1024)),
+        ("nibble_pairs", (17, 1024)),
         ("hqq", (17, 1024)),
         ("int8_group", (17, 1024)),
-        ("int8_channel", (17, 4096)),
+        ("int8_channel", (17, 1024)),
         ("nf4", (17, 256)),
-        ("uint2", (17, 4096)),
+        ("uint2", (17, 1024)),
         ("fp8_row", (17, 1024)),
         ("fp8_block", (17, 1024)),
         ("e5m2_group", (17, 1024)),

@@ -4,7 +4,7 @@ Chosen for weight-only GEMMs that no kernel takes, above all for M where dequant
 multiplying with cuBLAS is faster than dequantizing it for every tile (``preferred_rows``).
 
 Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
-and stores the result, rounded once.
+and stores the result, rounded once. If fields lie along K, so does W (``is_written_along_k``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class WeightOnlyDequantize(Kernel):
         return reject_if_split(config)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        return [GemmConfig(16, 128, 32, num_warps=4, num_stages=1)]
+        along_k = rules.is_written_along_k(rules.weight_of(problem))
+        n, k = (32, 256) if along_k else (128, 32)
+        return [GemmConfig(16, n, k, num_warps=4, num_stages=1)]
 
 
 WEIGHT_ONLY_DEQUANTIZE = WeightOnlyDequantize()

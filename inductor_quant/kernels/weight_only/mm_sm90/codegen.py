@@ -13,6 +13,7 @@ from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
 from inductor_quant.kernels.codegen.gluon_layout import layout
 from inductor_quant.kernels.codegen.tile_digits import TilePlan
+from inductor_quant.kernels.codegen.unpack_ptx import PLACES
 from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.spec.weight_format import Field
@@ -25,7 +26,7 @@ class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``."""
 
     box: WordBox
-    x, acc_type = "X", "gl.float32"
+    x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
@@ -54,6 +55,14 @@ class MMSm90Codegen(DigitCodegen):
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
         }
+
+    @property
+    def divisor(self) -> int:
+        return PLACES[self.x_dtype].divisor if not self.loop_ops and self.x_dtype in PLACES else 1
+
+    def start(self, stride: Hook, size: Hook) -> str:
+        zero = f"{self.unknown_zero} = (gl.num_programs(2) - 1).to(gl.float32)"
+        return "\n".join([zero, super().start(stride, size)])
 
     @property
     def x_bytes(self) -> int:
@@ -129,7 +138,8 @@ class MMSm90Codegen(DigitCodegen):
 
     def finished(self) -> str:
         """Statements that wait for the last product."""
-        return "acc = warpgroup_mma_wait(0, deps=(acc,))"
+        code = "acc = warpgroup_mma_wait(0, deps=(acc,))"
+        return f"{code} * {self.divisor}" if self.divisor > 1 and self.is_in_16_bits() else code
 
     def exchanged(self, sums: str) -> str:
         """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""

@@ -42,32 +42,38 @@ MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
 BARRIERS = 1024  # bytes of shared memory beside the stages
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
+Block = tuple[int, int, int, int, int]
+Cycles = tuple[int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
-_BLOCKS = (
+_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
     ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
     ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
     ((64, 64, 64, 4, 8), (403, 815), (480, 790)),
-    ((64, 64, 128, 4, 4), (591, 1082), (918, 1517)),
-    ((64, 128, 64, 4, 8), (586, 998), (796, 1358)),
-    ((64, 128, 64, 8, 8), (547, 0), (718, 0)),
-    ((128, 64, 64, 4, 5), (466, 940), (481, 915)),
-    ((128, 128, 64, 8, 6), (688, 0), (818, 0)),
-    ((256, 64, 64, 4, 4), (880, 0), (1100, 0)),
-    ((256, 128, 64, 8, 4), (1157, 0), (1280, 0)),
+    ((64, 64, 128, 4, 4), (620, 1200), (850, 1450)),
+    ((64, 128, 64, 4, 4), (560, 1000), (800, 1440)),
+    ((64, 128, 64, 8, 8), (525, 0), (913, 0)),
+    ((64, 128, 128, 8, 4), (1030, 0), (1400, 0)),
+    ((64, 256, 64, 8, 4), (1030, 0), None),
+    ((128, 64, 64, 4, 4), (430, 740), (560, 1000)),
+    ((128, 128, 64, 8, 8), (660, 0), (950, 0)),
+    ((128, 128, 128, 8, 4), (1260, 0), None),
+    ((256, 64, 64, 4, 4), (740, 0), (950, 0)),
+    ((256, 128, 64, 8, 4), (1130, 0), (1260, 0)),
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 64
 LOOKED_UP = 1.4  # times as many cycles if values come from a table
+LONG_M, SLOWED = 4 * MEDIUM_M, 1.15  # so many above this M, where power limits the clock
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
-PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
+PARTIALS_PER_CYCLE = 200  # stored here and added by the lowering's kernel
 START_CYCLES = 4900  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1700, 0.22  # of a tile, and for each sum that is stored
-SPLIT_CYCLES = 160  # of partials, beside what grows with them
+SPLIT_CYCLES = 1800  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer for each BLOCK_M of M, since CTAs that read the same W do so at different
 # times.
@@ -141,8 +147,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def _costs(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> _Costs:
-        is_narrow = self.codegen(spec, problem, config).is_in_16_bits()
-        return _Costs(problem, device, is_narrow)
+        codegen = self.codegen(spec, problem, config)
+        is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
+        return _Costs(problem, device, is_float8 or codegen.is_in_16_bits())
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -168,6 +175,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         if not legal:
             return []
         costs = self._costs(spec, problem, legal[0], device)
+        legal = [config for config in legal if costs.listed(config)]
         most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
         cost = {config: min(costs.whole(config), costs.shared(config)) for config in legal}
         order = sorted(cost, key=cost.__getitem__)
@@ -237,14 +245,17 @@ class _Costs:
     device: Device
     is_narrow: bool  # W is dequantized in 16 bits
 
+    def listed(self, config: GemmConfig) -> Cycles | None:
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
+        return found.get(dataclasses.replace(config, split_k=1))
+
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
         """Of a K iteration: of a CTA alone on its SM, and of two."""
-        cycles = {GemmConfig(*block): cycles for block, *cycles in _BLOCKS}
         # A pinned tile that is not in the list costs next to nothing, so it is not shared.
-        listed = cycles.get(dataclasses.replace(config, split_k=1), [(1, 1), (1, 1)])
-        alone, paired = listed[not self.is_narrow]
+        alone, paired = self.listed(config) or (1, 1)
         format = rules.weight_of(self.problem).format
         factor = LOOKED_UP if format.element != format.code else 1
+        factor *= SLOWED if self.problem.m > LONG_M else 1
         return alone * factor, paired * factor
 
     def _tiles(self, config: GemmConfig) -> int:
