@@ -1,10 +1,11 @@
 """One compiled graph of a dynamic M, with the kernels of each range of M.
 
-Dynamo and AOTAutograd run once. Inductor compiles the graph as always: that is the general variant,
-with the kernels of the first call's size, and for any size. If it has GEMMs of ours whose rows are
-symbolic, each range of rows (``spec/row_ranges.py``) that a call meets is then compiled for itself,
-for the largest M of the range: recognition, passes, kernels, fusion, and Inductor's own kernels.
-``RowBuckets`` takes the place of the compiled graph and picks by the sizes of the call.
+Dynamo and AOTAutograd run once. If the graph has GEMMs of ours whose rows are symbolic, each range
+of rows (``spec/row_ranges.py``) that a call meets is compiled for itself, for the largest M of the
+range: recognition, passes, kernels, fusion, and Inductor's own kernels. ``RowBuckets`` takes the
+place of the compiled graph and picks by the sizes of the call. The general variant is what Inductor
+compiles without ranges: with the kernels of the first call's size, for any size. It is compiled at
+once with ``compile_buckets="ahead"`` and ``"background"``, else when a call needs it.
 
 The rows of a GEMM are a function of the graph's symbols: M, 4 * M, batch * length, text + 576. All
 symbols of the rows but the largest become numbers in a variant, and the range of that one is chosen
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -46,6 +48,9 @@ MAX_INT32 = (1 << 31) - 1  # what a bound of Inductor's 32-bit indices leaves op
 
 Sizes = Mapping[sympy.Symbol, int]
 
+# Within the compilation of a general variant.
+_serves_any_size: ContextVar[bool] = ContextVar("inductor_quant_any_size", default=False)
+
 
 def compile_graph(
     inner: Callable[..., Any], gm: fx.GraphModule, inputs: Sequence[Any], kwargs: dict[str, Any]
@@ -54,13 +59,27 @@ def compile_graph(
     range of rows if its GEMMs of ours have symbolic rows."""
     options = fallback.active_options()
     graph = None
-    if options is not None and options.row_buckets and not fallback.is_inside():
+    is_open = not (fallback.is_inside() or _serves_any_size.get())
+    if options is not None and options.row_buckets and is_open:
         graph = _kept(gm, inputs, kwargs)
+    if graph is None or options is None:
+        return fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
+    if options.compile_buckets == "met" and not options.verify and not graph.reports_strides:
+        rows = _recognized(graph, options)
+        if rows.kinds:
+            return RowBuckets(graph, None, rows, options)
     general = fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
-    rows = Rows.of(general, graph) if graph is not None else Rows()
-    if graph is None or options is None or not rows.kinds:
-        return general
-    return RowBuckets(graph, general, rows, options)
+    rows = Rows.of(variants.notes_of(general), graph)
+    return RowBuckets(graph, general, rows, options) if rows.kinds else general
+
+
+def _recognized(graph: variants.Graph, options: Options) -> Rows:
+    """The rows of the GEMMs that our pass finds in a copy of the graph. None if it has users'
+    passes before it, or fails: the general variant's compilation deals with that."""
+    passes = compat.active_passes(fallback.SLOT)
+    if len(passes) != 1:
+        return Rows()
+    return fallback.run(lambda: Rows.of(graph.notes(passes[0]), graph), Rows, options)
 
 
 def _kept(
@@ -84,9 +103,9 @@ class Rows:
     depths: set[sympy.Symbol] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def of(cls, compiled: Any, graph: variants.Graph) -> Rows:
+    def of(cls, notes: Sequence[str], graph: variants.Graph) -> Rows:
         found, symbols = cls(), {str(each): each for each in graph.positions}
-        for note in variants.notes_of(compiled):
+        for note in notes:
             kind, *sizes = note.split("; ")
             if not row_ranges.tops([kind]):
                 continue
@@ -139,11 +158,15 @@ class RowBuckets:
     def __init__(
         self,
         graph: variants.Graph,
-        general: Callable[[list[Any]], Any],
+        general: Callable[[list[Any]], Any] | None,
         rows: Rows,
         options: Options,
     ) -> None:
-        self._graph, self._general, self._options = graph, general, options
+        self._graph, self._options = graph, options
+        # The general variant (), and those for the sizes that its guards exclude.
+        self._general: dict[tuple[int, ...], variants.Variant] = {}
+        if general is not None:
+            self._general[()] = variants.Variant(general, ())
         given = options.row_buckets
         self._gemms = [
             _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(kinds))
@@ -174,7 +197,7 @@ class RowBuckets:
         try:
             call, is_final = self._choose(sizes)
         except _Busy:
-            return self._general
+            return self._general[()].call
         if is_final:
             if len(self._by_sizes) >= MAX_SIZES:
                 self._by_sizes.clear()
@@ -191,16 +214,40 @@ class RowBuckets:
                     return serving[0].call, is_final and serving[0].symbols <= {*self._symbols}
                 if len(self._variants) >= MAX_VARIANTS or len(of_range) >= MAX_OF_ONE_RANGE:
                     break
-                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    return self._general, False
+                is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+                if is_captured and self._general:
+                    return self._any_size(sizes, is_final=False)
                 self._start(bucket)
             variant = self._variants[bucket]
             if variant is None:
-                return self._general, bucket not in self._pending
+                return self._any_size(sizes, is_final=bucket not in self._pending)
             is_final = is_final and variant.symbols <= {*self._symbols}
             if variant.serves(sizes):
                 return variant.call, is_final
-        return self._general, is_final
+        return self._any_size(sizes, is_final=is_final)
+
+    def _any_size(self, sizes: Sizes, *, is_final: bool) -> tuple[Callable[[list[Any]], Any], bool]:
+        """The general variant, or where its guards exclude ``sizes`` one for them alone; as
+        ``_choose``."""
+        for numbers in ({}, sizes):
+            key = tuple(numbers.values())
+            if key not in self._general:
+                with variants.lock():
+                    if key not in self._general:  # another thread met it
+                        self._general[key] = self._compiled_for_any_size(numbers)
+            variant = self._general[key]
+            is_final = is_final and variant.symbols <= {*self._symbols}
+            if variant.serves(sizes):
+                break
+        return variant.call, is_final
+
+    def _compiled_for_any_size(self, numbers: Sizes) -> variants.Variant:
+        token = _serves_any_size.set(True)
+        try:
+            with events.held(decisions=False):  # known since ``_recognized``
+                return self._graph.compile(numbers, {}, {})
+        finally:
+            _serves_any_size.reset(token)
 
     def _buckets(self, sizes: Sizes) -> Iterator[Bucket]:
         """The bucket of ``sizes``; after it, should its variant not serve them, one that is

@@ -31,7 +31,10 @@ def note(text: str) -> None:
 
 def notes_of(compiled: Any) -> list[str]:
     """What ``note`` attached to a compiled graph."""
-    counted = getattr(compiled, "counter_deltas", None) or {}
+    return _notes(getattr(compiled, "counter_deltas", None) or {})
+
+
+def _notes(counted: Mapping[str, int]) -> list[str]:
     return [name.removeprefix(_NOTE) for name in counted if name.startswith(_NOTE)]
 
 
@@ -92,10 +95,15 @@ class Graph:
                     self.positions.setdefault(value.node.expr, position)
         self._config = config_module().get_config_copy()
         tracing = symbol("torch._guards:TracingContext.try_get")()
-        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata")
+        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata", "fakify_first_call")
         self._tracing = {name: getattr(tracing, name, None) for name in kept}
         self._context = symbol("torch._guards:CompileContext.try_get")()
         self._choices = symbol("torch._inductor.virtualized:V").choices
+
+    @property
+    def reports_strides(self) -> bool:
+        """Whether AOTAutograd needs the strides of the outputs before the first call."""
+        return bool(self._tracing["fakify_first_call"])
 
     @property
     def first(self) -> dict[sympy.Symbol, int]:
@@ -111,6 +119,17 @@ class Graph:
             and all(each in env.backed_var_to_val for each in self._free_symbols())
             and not any(node.meta.get("unbacked_bindings") for node in nodes)
         )
+
+    def notes(self, read: Callable[[fx.Graph], None]) -> list[str]:
+        """What ``note`` attaches while ``read``, which may write, runs on a copy of the graph."""
+        counted = symbol("torch._dynamo.utils:counters")["inductor"]
+        before = counted.copy()
+        try:
+            read(_copied(self._gm).graph)
+            return _notes(counted - before)
+        finally:
+            counted.clear()
+            counted.update(before)
 
     def _free_symbols(self) -> set[sympy.Symbol]:
         found: set[sympy.Symbol] = set()

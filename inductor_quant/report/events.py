@@ -172,8 +172,9 @@ def is_open() -> bool:
 
 
 @contextmanager
-def held() -> Iterator[list[Event]]:
-    """Events of the block's thread reach the open reports when it ends, if it does not raise."""
+def held(*, decisions: bool = True) -> Iterator[list[Event]]:
+    """Events of the block's thread reach the open reports when it ends, if it does not raise.
+    ``decisions=False``: without matches and rejections."""
     events: list[Event] = []
     token = _held.set(events)
     try:
@@ -181,7 +182,8 @@ def held() -> Iterator[list[Event]]:
     finally:
         _held.reset(token)
     for event in events:
-        add(event)
+        if decisions or not isinstance(event, Match | Rejection):
+            add(event)
 
 
 @contextmanager

@@ -135,6 +135,28 @@ def test_each_range_is_compiled_when_it_is_met():
     assert found == [["9..16"], ["2..4"], [], [], []]
 
 
+def test_the_general_variant_is_compiled_when_a_call_needs_it(monkeypatch):
+    compile_, served = variants.Graph.compile, []
+
+    def guarded(self, numbers, ranges, hints):
+        served.append("a range" if ranges else "these sizes" if numbers else "any size")
+        variant = compile_(self, numbers, ranges, hints)
+        never = variants.Computed(sympy.Eq(next(iter(self.positions)), -1))
+        return dataclasses.replace(variant, guards=() if numbers else (never,))
+
+    monkeypatch.setattr(variants.Graph, "compile", guarded)
+    with session() as run:
+        report = run[16]
+        assert len(report.matches) == 1
+        assert [kernel.rows for kernel in report.kernels] == ["9..16"]
+        assert served == ["a range"]
+        report = run[0]
+        assert report.matches == []
+        assert next(kernel.sizes[0] for kernel in report.kernels if not kernel.rows) == 16
+        assert run[0].kernels == []
+    assert served == ["a range", "any size", "these sizes"]
+
+
 def kernels_of_ranges(make, sizes):
     """What a call of each size runs, all with one graph of Dynamo's."""
     found = {}
@@ -410,7 +432,7 @@ def test_a_kernel_that_fails_in_a_range_fails_the_range(monkeypatch):
         run[16]
         with pytest.warns(RuntimeWarning, match=r"range of M.*a bug"):
             report = run[40]
-        assert (rows(report), kernels(report)) == ([], [])
+        assert (rows(report), [k.sizes[0] for k in report.kernels]) == ([], [16])
 
 
 def test_a_guard_of_a_variant_is_asked_for_every_size(monkeypatch):
