@@ -126,8 +126,11 @@ class _Busy(Exception):
 class _Gemms:
     """GEMMs with the same rows: ``rows(sizes)``, and the largest M of each of their ranges."""
 
-    def __init__(self, rows: sympy.Expr, tops: tuple[int, ...]) -> None:
-        self.expr, self.rows, self.tops = rows, variants.Computed(rows), tops
+    def __init__(
+        self, rows: sympy.Expr, kinds: tuple[str, ...], given: bool | tuple[int, ...]
+    ) -> None:
+        self.expr, self.rows, self.kinds = rows, variants.Computed(rows), kinds
+        self.tops = given if isinstance(given, tuple) else row_ranges.tops(kinds)
 
     def line(self, symbol: sympy.Symbol, numbers: Sizes) -> tuple[int, int] | None:
         """``(a, b)`` if the rows are a * symbol + b, a >= 0, with ``numbers`` for others."""
@@ -141,11 +144,13 @@ class _Gemms:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """The sizes that a variant is compiled for: ``low`` to ``high`` (None: no bound) of a symbol,
-    for the value ``hint``, and the values of the other symbols of the rows."""
+    multiples of ``step``, for the value ``hint``, and the values of the other symbols of the
+    rows."""
 
     symbol: sympy.Symbol
     low: int
     high: int | None
+    step: int
     hint: int
     numbers: tuple[tuple[sympy.Symbol, int], ...]
 
@@ -167,10 +172,8 @@ class RowBuckets:
         self._general: dict[tuple[int, ...], variants.Variant] = {}
         if general is not None:
             self._general[()] = variants.Variant(general, ())
-        given = options.row_buckets
         self._gemms = [
-            _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(kinds))
-            for expr, kinds in rows.kinds.items()
+            _Gemms(expr, kinds, options.row_buckets) for expr, kinds in rows.kinds.items()
         ]
         of_rows = {symbol for expr in rows.kinds for symbol in expr.free_symbols}
         self._candidates = sorted(of_rows - rows.depths, key=str)
@@ -257,20 +260,32 @@ class RowBuckets:
         each, numbers, lines = self._free(sizes)
         if each is None:
             return
-        (low, high), is_open = self._bounds[each], True
+        (low, high), is_open, step = self._bounds[each], True, 1
         for (factor, rest), gemms in zip(lines, self._gemms, strict=True):
             if factor:
-                least, most = row_ranges.range_of(factor * sizes[each] + rest, gemms.tops)
+                rows = factor * sizes[each] + rest
+                least, most = row_ranges.range_of(rows, gemms.tops)
                 low = max(low, -(-(least - rest) // factor))
                 if most is not None:
                     largest, is_open = (most - rest) // factor, False
                     high = largest if high is None else min(high, largest)
+                multiple = row_ranges.step(gemms.kinds, rows)
+                if factor % multiple and rest % multiple == 0:
+                    step = max(step, multiple)
         largest = max(2 * (low - 1), 1) if is_open or high is None else high
-        hints = [largest if high is None else min(largest, high), sizes[each]]
+        largest = largest if high is None else min(largest, high)
+        if step > 1:  # multiples are compiled for the largest one, other sizes likewise
+            is_multiple, is_bound = sizes[each] % step == 0, largest == high
+            while largest >= low and (largest % step == 0) != is_multiple:
+                largest -= 1
+            largest = largest if largest >= low else sizes[each]
+            high = largest if is_bound else high
+            low, step = (low + -low % step, step) if is_multiple else (low, 1)
+        hints = [largest, sizes[each]]
         if not self._admits({**numbers, each: hints[0]}):
             hints = hints[1:]
         for hint in dict.fromkeys(hints):
-            yield Bucket(each, low, high, hint, tuple(numbers.items()))
+            yield Bucket(each, low, high, step, hint, tuple(numbers.items()))
 
     def _admits(self, sizes: Sizes) -> bool:
         """Whether the program's own guards on these sizes alone hold."""
@@ -327,7 +342,7 @@ class RowBuckets:
     def _compile(self, bucket: Bucket) -> None:
         start = time.perf_counter()
         each, low, high = bucket.symbol, bucket.low, bucket.high
-        numbers, ranges = dict(bucket.numbers), {each: (low, high)}
+        numbers, ranges = dict(bucket.numbers), {each: (low, high, bucket.step)}
         if low == high:
             numbers, ranges = numbers | {each: low}, {}
         name = self._name(bucket)
@@ -354,7 +369,8 @@ class RowBuckets:
             self._pending.discard(bucket)
 
     def _name(self, bucket: Bucket) -> str:
-        """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1"."""
+        """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1", "68..124 by
+        4"."""
 
         def rows(value: int) -> int:
             sizes = dict(bucket.numbers) | {bucket.symbol: value}
@@ -363,7 +379,8 @@ class RowBuckets:
         low, high = bucket.low, bucket.high
         if low == high:
             return str(rows(low))
-        return f"{rows(low)}..{rows(high) if high is not None and high < MAX_INT32 else ''}"
+        name = f"{rows(low)}..{rows(high) if high is not None and high < MAX_INT32 else ''}"
+        return name if bucket.step == 1 else f"{name} by {rows(low + bucket.step) - rows(low)}"
 
     def _compile_ahead(self) -> None:
         """All ranges that the largest symbol of the first call may have, the others as there."""
@@ -377,7 +394,9 @@ class RowBuckets:
             if bucket is None:
                 value += 1  # no rows
                 continue
-            self._choose({**sizes, each: bucket.hint})
+            for other in range(value, value + row_ranges.LARGEST_STEP):
+                if most is None or other <= most:
+                    self._choose({**sizes, each: other})
             if bucket.high is None:
                 break
             value = bucket.high + 1

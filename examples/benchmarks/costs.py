@@ -32,16 +32,28 @@ def build(model: str, format: str, device: str, *, tiny: bool) -> tuple[Any, Any
     import torch
     from torch import nn
 
-    from examples.benchmarks.workers import architectures, quantizers
+    from examples.benchmarks.workers import architectures, quantizers, serving
 
     class Mlp(nn.Module):
         def __init__(self, hidden: int, layers: int) -> None:
             super().__init__()
-            blocks = (architectures.SwiGLU(hidden, 2 * hidden) for _ in range(layers))
+            blocks = (serving.SwiGLU(hidden, 2 * hidden) for _ in range(layers))
             self.layers = nn.Sequential(*blocks)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x)
+
+    class Decoding(nn.Module):
+        """A token of each of 32 sequences."""
+
+        def __init__(self, config: serving.LlamaConfig) -> None:
+            super().__init__()
+            self.model = serving.ServedLlama(config, 64)
+            self.cache = self.model.cache(32)
+            self.at = torch.full((32,), 63)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(ids, self.cache, self.at, lambda layer, *inputs: layer(*inputs))
 
     class Block(nn.Module):
         """A layer of a ViT."""
@@ -66,8 +78,7 @@ def build(model: str, format: str, device: str, *, tiny: bool) -> tuple[Any, Any
     with architectures.construction(device, torch.bfloat16):
         if model == "llama":
             sizes = (hidden, 2 * hidden, layers, hidden // 128, 1, 128, 1000)
-            config = architectures.LlamaConfig(*sizes)
-            made = architectures.init(architectures.Llama(config, batch=32, tokens=1, past=63))
+            made = architectures.init(Decoding(serving.LlamaConfig(*sizes)))
             x = torch.zeros(32, 1, dtype=torch.int64)
         elif model == "vit":
             made = architectures.init(

@@ -61,6 +61,10 @@ class Computed:
         return eval(self._code, {"math": math, "torch": torch}, values)
 
 
+# The least and the most that a symbol is, None: no bound, and what it is a multiple of.
+Range = tuple[int, int | None, int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Variant:
     """A compiled graph, and the guards on sizes that its compilation added."""
@@ -155,7 +159,7 @@ class Graph:
     def compile(
         self,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> Variant:
         """The graph compiled with ``numbers`` in place of symbols, and ``ranges`` and ``hints`` of
@@ -166,7 +170,7 @@ class Graph:
     def _compiled(
         self,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> Variant:
         env = symbol("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
@@ -193,7 +197,7 @@ class Graph:
         self,
         env: Any,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> dict[sympy.Symbol, sympy.Expr]:
         """Old symbol -> its number, or its symbol in ``env``."""
@@ -207,9 +211,12 @@ class Graph:
             new = env.create_symbol(
                 hint, source, dynamic_dim=dynamic, do_not_specialize_zero_one=True
             )
-            low, high = ranges.get(old) or self.bounds(old)
+            low, high, step = ranges.get(old) or (*self.bounds(old), 1)
             env.var_to_range[new] = value_ranges(low, infinity if high is None else high)
             env.var_to_hint_override[new] = hint  # part of the key of Inductor's cache
+            if step > 1:
+                is_multiple = env.create_symintnode(new, hint=hint) % step == 0
+                assert is_multiple  # a guard of the variant
             found[old] = new
         return found
 

@@ -278,7 +278,7 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
         spec,
         rows,
         fx_utils.size_hint(n) or 0,
-        divisor=fx_utils.divisor(m),
+        divisor=fp8.LIBRARY_ROWS if compat.is_multiple(m, fp8.LIBRARY_ROWS) else 1,
         m_is_bounded=fx_utils.limit(m) is not None,
         has_gluon=not compat.uses_cpp_wrapper(),
     )
