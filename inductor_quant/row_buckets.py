@@ -76,10 +76,11 @@ def compile_graph(
 def _recognized(graph: variants.Graph, options: Options) -> Rows:
     """The rows of the GEMMs that our pass finds in a copy of the graph. None if it has users'
     passes before it, or fails: the general variant's compilation deals with that."""
-    passes = compat.active_passes(fallback.SLOT)
-    if len(passes) != 1:
-        return Rows()
-    return fallback.run(lambda: Rows.of(graph.notes(passes[0]), graph), Rows, options)
+    rows, passes = Rows(), compat.active_passes(fallback.SLOT)
+    if len(passes) == 1:
+        with events.held(lambda _: bool(rows.kinds)):  # else it compiles, and decides, again
+            rows = fallback.run(lambda: Rows.of(graph.notes(passes[0]), graph), Rows, options)
+    return rows
 
 
 def _kept(
@@ -177,7 +178,8 @@ class RowBuckets:
         ]
         of_rows = {symbol for expr in rows.kinds for symbol in expr.free_symbols}
         self._candidates = sorted(of_rows - rows.depths, key=str)
-        self._bounds = {each: graph.bounds(each) for each in self._candidates}
+        bounds = {each: graph.bounds(each) for each in self._candidates}
+        self._bounds = {each: (low or 0, high) for each, (low, high) in bounds.items()}
         self._guards = graph.guards()
         self._known_lines: dict[Any, list[tuple[int, int] | None]] = {}
         self._is_in_background = options.compile_buckets == "background"
@@ -247,7 +249,7 @@ class RowBuckets:
     def _compiled_for_any_size(self, numbers: Sizes) -> variants.Variant:
         token = _serves_any_size.set(True)
         try:
-            with events.held(decisions=False):  # known since ``_recognized``
+            with events.held(lambda event: not events.is_decision(event)):  # ``_recognized`` did
                 return self._graph.compile(numbers, {}, {})
         finally:
             _serves_any_size.reset(token)

@@ -442,11 +442,6 @@ def limit(size: Any) -> int | None:
     return int(upper) if upper == hint else None
 
 
-def is_multiple(size: int | torch.SymInt, factor: int) -> bool:
-    """Whether a size is a multiple in any call. Adds no guard."""
-    return symbol("torch.fx.experimental.symbolic_shapes:statically_known_true")(size % factor == 0)
-
-
 def active_passes(slot: str) -> tuple[Any, ...]:
     """The passes in ``slot`` in the current compilation."""
     return passes_in(getattr(inductor_config(), slot))

@@ -38,6 +38,12 @@ def _notes(counted: Mapping[str, int]) -> list[str]:
     return [name.removeprefix(_NOTE) for name in counted if name.startswith(_NOTE)]
 
 
+def is_multiple(size: int | torch.SymInt, factor: int) -> bool:
+    """Whether a size is a multiple in any call that is compiled for. Adds no guard."""
+    is_true = symbol("torch.fx.experimental.symbolic_shapes:statically_known_true")
+    return bool(is_true(size % factor == 0))
+
+
 def lock() -> Any:
     """Dynamo's lock, under which no other thread compiles."""
     return symbol("torch._dynamo.convert_frame:compile_lock")
@@ -62,7 +68,7 @@ class Computed:
 
 
 # The least and the most that a symbol is, None: no bound, and what it is a multiple of.
-Range = tuple[int, int | None, int]
+Range = tuple[int | None, int | None, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +152,11 @@ class Graph:
                     found |= size.node.expr.free_symbols
         return found
 
-    def bounds(self, each: sympy.Symbol) -> tuple[int, int | None]:
-        """The range of a symbol in all calls; None: no upper bound."""
+    def bounds(self, each: sympy.Symbol) -> tuple[int | None, int | None]:
+        """The range of a symbol in all calls; None: no bound."""
         found = self._env.var_to_range[each]
-        upper = int(found.upper) if found.upper.is_Integer else None
-        return int(found.lower), upper
+        lower, upper = (int(b) if b.is_Integer else None for b in (found.lower, found.upper))
+        return lower, upper
 
     def guards(self) -> list[Computed]:
         """The program's own guards on sizes, now."""
@@ -212,7 +218,9 @@ class Graph:
                 hint, source, dynamic_dim=dynamic, do_not_specialize_zero_one=True
             )
             low, high, step = ranges.get(old) or (*self.bounds(old), 1)
-            env.var_to_range[new] = value_ranges(low, infinity if high is None else high)
+            env.var_to_range[new] = value_ranges(
+                -infinity if low is None else low, infinity if high is None else high
+            )
             env.var_to_hint_override[new] = hint  # part of the key of Inductor's cache
             if step > 1:
                 is_multiple = env.create_symintnode(new, hint=hint) % step == 0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from examples.benchmarks import formats, gemm, harness, models, random_linears
+from examples.benchmarks import costs, formats, gemm, harness, models, random_linears
 from examples.benchmarks.workers import architectures, linear, model, quantizers, random_linear
 from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant.report.events import collect
@@ -353,3 +353,11 @@ def test_ours_is_compared_with_the_faster_bf16():
     }
     ratios = models.with_best_bf16(row)["ratios"]
     assert ratios == {"ours/stock": [1] * 3, "ours/bf16 (best)": [0.8] * 3}
+
+
+@pytest.mark.parametrize("name", costs.MODELS)
+def test_models_whose_costs_are_measured_run(name):
+    with torch.no_grad():
+        model, x = costs.build(name, "int4", "cpu", tiny=True)
+        assert model(x).isfinite().all()
+    assert any(isinstance(module, quantizers.Int4Linear) for module in model.modules())
