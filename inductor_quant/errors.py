@@ -20,7 +20,7 @@ class UnsupportedTorchError(InductorQuantError):
             f"inductor_quant does not know torch {torch_version} (it supports {supported}):\n"
             f"  {listed}\n"
             "Compilation goes on without the plugin. Install a supported torch, or run "
-            "`python -m inductor_quant._compat.inductor` and report what it prints."
+            "`python -m inductor_quant._compat` and report what it prints."
         )
 
 

@@ -54,6 +54,16 @@ def single_user(node: fx.Node) -> fx.Node | None:
     return found[0] if len(found) == 1 else None
 
 
+def has_epilogue(node: fx.Node) -> bool:
+    """Whether something elementwise follows, behind views, which Inductor fuses into a template."""
+    return any(
+        has_epilogue(user)
+        if user.target in (*RESHAPES, aten.permute.default)
+        else user.target == CAST or torch.Tag.pointwise in getattr(user.target, "tags", ())
+        for user in users(node)
+    )
+
+
 def arguments(node: fx.Node, *names: str) -> tuple[Any, ...]:
     """The first arguments of a call, given by position or by these names."""
     args, kwargs = node.args, node.kwargs

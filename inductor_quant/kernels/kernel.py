@@ -47,11 +47,11 @@ class Kernel(ABC):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         """Why the kernel does not take this GEMM; None: it does."""
 
-    @abstractmethod
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         """The template's constants, other than the tile sizes."""
+        return {}
 
     @abstractmethod
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

@@ -23,13 +23,16 @@ ELEMENT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # For large M cuBLASLt, which ``aten._scaled_mm`` calls, beats our Triton kernels: block scales, or
 # sums promoted to fp32 on the way (no fast_accum), take a second accumulator, which halves the
 # tile. The Gluon kernel for large M keeps up if its tiles fill MIN_FILLED of the SMs. Up to
-# MAX_SPLIT_ROWS our split-K kernels win if tiles would leave half of the SMs idle. (H200.)
+# MAX_SPLIT_ROWS our split-K kernels win if tiles would leave half of the SMs idle. With fast_accum
+# cuBLASLt is ahead by a few percent from MIN_LIBRARY_PRODUCTS multiply-adds on, which any epilogue
+# outweighs. (H200.)
 MAX_PROMOTED_ROWS = 64
 MAX_SPLIT_ROWS = 256
 HOPPER_SMS = 132
 GLUON_TILES = ((128, 256), (128, 192))
 MIN_GLUON_ROWS = 256
 MIN_FILLED = 0.65
+MIN_LIBRARY_PRODUCTS = 4 * 10**9
 # cuBLASLt takes scales of blocks for multiples of this many rows.
 LIBRARY_ROWS = 4
 
@@ -130,23 +133,29 @@ def prefers_library(
     spec: QuantGemmSpec,
     m: int,
     n: int,
+    k: int,
     *,
     divisor: int | None = None,
     m_is_bounded: bool = True,
     has_gluon: bool = True,
+    has_epilogue: bool = True,
 ) -> bool:
     """Whether ``aten._scaled_mm`` takes M = ``m``, N = ``n`` and is faster than our kernels.
 
-    ``divisor``: what divides M in any call; None: ``m``.
+    ``divisor``: what divides M in any call; None: ``m``. ``has_epilogue``: more than a bias
+    follows.
     """
     has_blocks = spec.b.scale is not None and spec.b.scale.block[0] > 1
     if has_blocks and (m if divisor is None else divisor) % LIBRARY_ROWS:
         return False
     halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
     is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS
-    is_large = not spec.fast_accum and m > MAX_PROMOTED_ROWS and not is_split
+    if is_split or m <= MAX_PROMOTED_ROWS:
+        return False
+    if spec.fast_accum:
+        return not has_epilogue and m * n * k >= MIN_LIBRARY_PRODUCTS
     suits_gluon = has_gluon and m >= MIN_GLUON_ROWS and spec.out_dtype.itemsize <= 2
-    return is_large and not (suits_gluon and _fills_the_gpu(m, n))
+    return not (suits_gluon and _fills_the_gpu(m, n))
 
 
 def _fills_the_gpu(m: int, n: int) -> bool:

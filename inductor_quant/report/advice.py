@@ -11,13 +11,14 @@ from torch import nn
 from inductor_quant import prepare
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
-_ADVICE: dict[RejectionCode, str] = {
+ADVICE: dict[RejectionCode, str] = {
     RejectionCode.EXTRA_USER: "call the model under torch.no_grad() if it was traced for training",
     RejectionCode.DYNAMIC_K: "compile with dynamic=False, or mark the size of K as static",
     RejectionCode.SCALE_DYNAMIC_SHAPE: "compile with dynamic=False",
     RejectionCode.FAMILY_DISABLED: 'options={"inductor_quant.families": [...]} names this family',
     RejectionCode.MODULE_EXCLUDED: "change include_modules or exclude_modules",
     RejectionCode.NUMERICS: 'numerics="default" allows results of fewer roundings',
+    RejectionCode.COMPUTED_WEIGHT: "store it, or set torch._inductor.config.freezing = True",
     RejectionCode.UNTUNED: "untuned=True takes it all the same",
     RejectionCode.COLLECTIVE: "torch._inductor.config._micro_pipeline_tp = False",
     RejectionCode.MUTATED_OPERAND: "do not write to quantized tensors inside the compiled call",
@@ -58,5 +59,5 @@ def of(
     if pending.total() > matched:
         what = ", ".join(f"{count} {kind}" for kind, count in pending.items())
         lines += [f"inductor_quant.prepare_(model), after loading, before its first call: {what}"]
-    codes = Counter(rejection.code for rejection in rejections if rejection.code in _ADVICE)
-    return (*lines, *(f"{code.value} ({n}): {_ADVICE[code]}" for code, n in codes.items()))
+    codes = Counter(rejection.code for rejection in rejections if rejection.code in ADVICE)
+    return (*lines, *(f"{code.value} ({n}): {ADVICE[code]}" for code, n in codes.items()))

@@ -86,8 +86,13 @@ def which(
         decision = first(family, problem)
     if arch != TUNED and family in ("w8a8", "fp8"):
         notes.append("a graph that calls aten._int_mm or aten._scaled_mm keeps it (untuned)")
-    elif arch == TUNED and family.startswith("fp8") and fp8.prefers_library(spec, gemm.m, gemm.n):
-        notes.append("a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)")
+    elif arch == TUNED and family.startswith("fp8"):
+        sizes = gemm.m, gemm.n, gemm.k
+        kept = "a graph that calls aten._scaled_mm keeps it: cuBLASLt is faster (many_rows)"
+        if fp8.prefers_library(spec, *sizes):
+            notes.append(kept)
+        elif fp8.prefers_library(spec, *sizes, has_epilogue=False):
+            notes.append(f"if no more than a bias follows, {kept}")
     if decision.kernel is None and family == "w4a8":
         notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_W8A8}")
     elif decision.kernel is None and problem.weight is not None and not problem.groups:

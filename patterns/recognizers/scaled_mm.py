@@ -265,7 +265,7 @@ def _assemble(matmul: ScaledMatmul, *, is_block: bool) -> RecognizedGemm:
 
 def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
     """Whether the graph is faster unchanged: only if it calls _scaled_mm."""
-    m, n, _ = matmul.sizes
+    m, n, k = matmul.sizes
     rows, anchor = fx_utils.size_hint(m), matmul.anchor.target
     if rows is None or not (anchor in _ANCHORS or str(anchor) in _CALLS_SCALED_MM):
         return False
@@ -279,9 +279,11 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
         spec,
         rows,
         fx_utils.size_hint(n) or 0,
+        fx_utils.size_hint(k) or 0,
         divisor=fp8.LIBRARY_ROWS if variants.is_multiple(m, fp8.LIBRARY_ROWS) else 1,
         m_is_bounded=fx_utils.limit(m) is not None,
         has_gluon=not compat.uses_cpp_wrapper(),
+        has_epilogue=fx_utils.has_epilogue(matmul.anchor),
     )
 
 

@@ -72,7 +72,7 @@ class Worker:
     def pool(self, dtype: torch.dtype) -> Tensor:
         """Elements of all weights: normally distributed floats, uniform integers."""
         count = (WEIGHT_BYTES if self.device == "cuda" else 2**21) // dtype.itemsize
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = torch.Generator(self.device).manual_seed(1 << 20)  # x has the cell's
         options: dict[str, Any] = {"device": self.device, "generator": generator}
         if dtype == torch.int8:
             return torch.randint(-128, 128, (count,), dtype=dtype, **options)

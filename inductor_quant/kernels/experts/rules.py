@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.problem import Groups, Problem
+from inductor_quant.kernels.problem import Device, Groups, Problem
+from inductor_quant.spec.gemm import QuantGemmSpec
 
 # What the epilogue of int8 products asks for.
 NO_ZERO_POINTS = {
@@ -20,6 +22,18 @@ NO_ZERO_POINTS = {
 
 class TilesOfExperts(Kernel):
     """Puts ``experts/rows.jinja`` in front of another family's template."""
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        groups = groups_of(problem)
+        return super().constants(spec, problem, config, device) | {
+            "HAS_COLUMN_SCALE": False,
+            "MASK_M": True,
+            "EXPERTS": groups.experts,
+            "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
+            "IS_SORTED": groups.is_sorted,
+        }
 
     @staticmethod
     def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
@@ -45,14 +59,3 @@ def mean_rows(problem: Problem) -> float:
     if not groups.is_sorted:
         return 1
     return problem.m / groups.experts if problem.m_is_bounded else math.inf
-
-
-def constants(problem: Problem) -> dict[str, Any]:
-    """The template's constants that say which experts there are."""
-    groups = groups_of(problem)
-    return {
-        "HAS_COLUMN_SCALE": False,
-        "EXPERTS": groups.experts,
-        "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
-        "IS_SORTED": groups.is_sorted,
-    }

@@ -60,9 +60,10 @@ def test_result_is_close_to_fp64_in_our_kernels(name, m, dtype):
     case = Case(name, m, 512, 1024, dtype, column_scale="channel", bias=True)
     inputs = make_inputs(case, "cuda")
     got, (code,) = run_and_get_code(compiled(gemm(case)), *inputs)
-    assert_right(got, case, inputs)
+    is_library = name == "ten_parts"  # W is written once; the product is rounded before its scale
+    assert_right(got, case, inputs, slack=2 if is_library else 1)
     kernels = kernels_of(code)  # the second adds partials
-    if name != "ten_parts":  # W is written once, as the graph does
+    if not is_library:
         assert len(kernels) <= 2
         assert all("weight_only" in kernel for kernel in kernels)
 

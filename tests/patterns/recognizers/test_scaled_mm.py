@@ -164,6 +164,7 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("follows", [None, torch.nn.functional.silu])
 @pytest.mark.parametrize(
     ("rows", "columns", "block", "fast", "codes"),
     [
@@ -176,17 +177,22 @@ def test_a_near_miss_is_refused_and_stays(name: str) -> None:
         (513, 256, None, False, ["many_rows"]),
         (4096, 4096, None, False, []),
         (513, 256, None, True, []),
+        (513, 32768, None, True, ["many_rows"]),  # unless something is fused
+        (48, 393216, None, True, []),
     ],
 )
 def test_many_rows_are_left_to_cublaslt_where_it_is_faster(
-    rows, columns, block, fast, codes
+    rows, columns, block, fast, codes, follows
 ) -> None:
+    if follows and not fast:
+        pytest.skip("whatever follows")
+    codes = [] if follows else codes
     case = Case(rows, columns, 512, block=block, a_scales="m", bias=False)
 
     def fn(a, w, sa, sb):
-        return torch._scaled_mm(
-            a, w.t(), sa, sb.t() if block else sb, out_dtype=bf16, use_fast_accum=fast
-        )
+        scales = sa, sb.t() if block else sb
+        out = torch._scaled_mm(a, w.t(), *scales, out_dtype=bf16, use_fast_accum=fast)
+        return follows(out.view(3, -1, columns)) if follows else out
 
     with collect() as report, contextlib.suppress(Exception):
         # stock's call of the library has no kernel on a virtual GPU

@@ -80,8 +80,9 @@ def parts(case: Any) -> tuple[Callable[..., torch.Tensor], Callable[[str], tuple
 
 def on_gpu(case: Any) -> tuple[Any, ...]:
     """Its inputs on a real GPU."""
-    if isinstance(case, experts.Case):  # elements are written one by one
-        inputs = experts.make_inputs(case, "cpu")
+    # Elements are written one by one, or "cuda" means fake tensors.
+    if isinstance(case, experts.Case | scaled_experts.Case):
+        inputs = module_of(case).make_inputs(case, "cpu")
         return tuple(t if t is None else t.cuda() for t in inputs)
     return parts(case)[1]("cuda")
 

@@ -8,10 +8,9 @@ or a table of 16, up to a mean of rows an expert; of rows that are not sorted wh
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
-from inductor_quant.kernels.experts.rules import ExpertsKernel, constants, mean_rows
+from inductor_quant.kernels.experts.rules import ExpertsKernel, mean_rows
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import operand_rejection
@@ -46,11 +45,6 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         if device.arch not in ARCHS:
             return no_kernel(f"never run on {device}")
         return operand_rejection(spec, problem, device)
-
-    def constants(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> dict[str, Any]:
-        return super().constants(spec, problem, config, device) | constants(problem)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

@@ -8,10 +8,8 @@ rows. The grid is that of the worst case; the CTAs without rows end at once.
 
 from __future__ import annotations
 
-from typing import Any
-
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.experts.rules import ExpertsKernel, constants, mean_rows
+from inductor_quant.kernels.experts.rules import ExpertsKernel, mean_rows
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only.mm.kernel import WeightOnlyMM
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -40,12 +38,6 @@ CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 
 class ExpertsMM(ExpertsKernel, WeightOnlyMM):
     name = "experts_mm"
-
-    def constants(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> dict[str, Any]:
-        own = super().constants(spec, problem, config, device)
-        return own | constants(problem) | {"MASK_M": True}
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         entries = next(entries for most, entries in CONFIGS if mean_rows(problem) <= most)

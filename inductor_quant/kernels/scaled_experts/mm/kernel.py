@@ -12,12 +12,7 @@ import math
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig, shortened
-from inductor_quant.kernels.experts.rules import (
-    NO_ZERO_POINTS,
-    TilesOfExperts,
-    constants,
-    mean_rows,
-)
+from inductor_quant.kernels.experts.rules import NO_ZERO_POINTS, TilesOfExperts, mean_rows
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import ScaledMm
 from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel, max_block_k
@@ -46,12 +41,6 @@ CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 
 class ScaledExperts(TilesOfExperts, ScaledMm):
     family = "scaled_experts"
-
-    def constants(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> dict[str, Any]:
-        own = super().constants(spec, problem, config, device)
-        return own | constants(problem) | {"MASK_M": True}
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         longest = max_block_k(spec) if spec.b.scale and spec.b.scale.block[0] > 0 else 128
