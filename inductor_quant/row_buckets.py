@@ -46,6 +46,12 @@ MAX_SIZES = 1 << 16  # that a graph remembers the variant of
 MAX_OF_ONE_RANGE = 3
 MAX_INT32 = (1 << 31) - 1  # what a bound of Inductor's 32-bit indices leaves open
 
+_CAPTURED = (
+    "these sizes are met for the first time while a stream is captured, where nothing can be "
+    "compiled: call the function once with them before, or compile with the option "
+    "inductor_quant.compile_buckets='ahead'"
+)
+
 Sizes = Mapping[sympy.Symbol, int]
 
 # Within the compilation of a general variant.
@@ -219,8 +225,9 @@ class RowBuckets:
                     return serving[0].call, is_final and serving[0].symbols <= {*self._symbols}
                 if len(self._variants) >= MAX_VARIANTS or len(of_range) >= MAX_OF_ONE_RANGE:
                     break
-                is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-                if is_captured and self._general:
+                if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                    if not self._general:
+                        raise InductorQuantError(_CAPTURED)
                     return self._any_size(sizes, is_final=False)
                 self._start(bucket)
             variant = self._variants[bucket]

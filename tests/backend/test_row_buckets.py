@@ -164,6 +164,18 @@ def test_the_general_variant_is_compiled_when_a_call_needs_it(monkeypatch):
     assert served == ["a range", "any size", "these sizes"]
 
 
+def test_nothing_is_compiled_while_a_stream_is_captured(monkeypatch):
+    with session() as run:
+        run[16]
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            assert rows(run[12]) == []
+            with pytest.raises(InductorQuantError, match="before"):
+                run[300]
+        assert rows(run[300]) == ["256..312"]
+
+
 def test_a_dynamic_number_without_bounds():
     with session(make=Added) as run, collect() as report:
         for number in (5, -3):
