@@ -1,10 +1,11 @@
 """One compiled graph of a dynamic M, with the kernels of each range of M.
 
-Dynamo and AOTAutograd run once. Inductor compiles the graph as always: that is the general variant,
-with the kernels of the first call's size, and for any size. If it has GEMMs of ours whose rows are
-symbolic, each range of rows (``spec/row_ranges.py``) that a call meets is then compiled for itself,
-for the largest M of the range: recognition, passes, kernels, fusion, and Inductor's own kernels.
-``RowBuckets`` takes the place of the compiled graph and picks by the sizes of the call.
+Dynamo and AOTAutograd run once. If the graph has GEMMs of ours whose rows are symbolic, each range
+of rows (``spec/row_ranges.py``) that a call meets is compiled for itself, for the largest M of the
+range: recognition, passes, kernels, fusion, and Inductor's own kernels. ``RowBuckets`` takes the
+place of the compiled graph and picks by the sizes of the call. The general variant is what Inductor
+compiles without ranges: with the kernels of the first call's size, for any size. It is compiled at
+once with ``compile_buckets="ahead"`` and ``"background"``, else when a call needs it.
 
 The rows of a GEMM are a function of the graph's symbols: M, 4 * M, batch * length, text + 576. All
 symbols of the rows but the largest become numbers in a variant, and the range of that one is chosen
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any
 
 import sympy
@@ -44,7 +46,16 @@ MAX_SIZES = 1 << 16  # that a graph remembers the variant of
 MAX_OF_ONE_RANGE = 3
 MAX_INT32 = (1 << 31) - 1  # what a bound of Inductor's 32-bit indices leaves open
 
+_CAPTURED = (
+    "sizes are met for the first time while a stream is captured, where nothing can be compiled: "
+    "the graph runs op by op there. Call the function once with each size before the capture, or "
+    "compile with the option inductor_quant.compile_buckets='ahead'"
+)
+
 Sizes = Mapping[sympy.Symbol, int]
+
+# Within the compilation of a general variant.
+_serves_any_size: ContextVar[bool] = ContextVar("inductor_quant_any_size", default=False)
 
 
 def compile_graph(
@@ -54,13 +65,28 @@ def compile_graph(
     range of rows if its GEMMs of ours have symbolic rows."""
     options = fallback.active_options()
     graph = None
-    if options is not None and options.row_buckets and not fallback.is_inside():
+    is_open = not (fallback.is_inside() or _serves_any_size.get())
+    if options is not None and options.row_buckets and is_open:
         graph = _kept(gm, inputs, kwargs)
+    if graph is None or options is None:
+        return fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
+    if options.compile_buckets == "met" and not options.verify and not graph.reports_strides:
+        rows = _recognized(graph, options)
+        if rows.kinds:
+            return RowBuckets(graph, None, rows, options)
     general = fallback.compile_graph(lambda: inner(gm, inputs, **kwargs), gm)
-    rows = Rows.of(general, graph) if graph is not None else Rows()
-    if graph is None or options is None or not rows.kinds:
-        return general
-    return RowBuckets(graph, general, rows, options)
+    rows = Rows.of(variants.notes_of(general), graph)
+    return RowBuckets(graph, general, rows, options) if rows.kinds else general
+
+
+def _recognized(graph: variants.Graph, options: Options) -> Rows:
+    """The rows of the GEMMs that our pass finds in a copy of the graph. None if it has users'
+    passes before it, or fails: the general variant's compilation deals with that."""
+    rows, passes = Rows(), compat.active_passes(fallback.SLOT)
+    if len(passes) == 1:
+        with events.held(lambda _: bool(rows.kinds)):  # else it compiles, and decides, again
+            rows = fallback.run(lambda: Rows.of(graph.notes(passes[0]), graph), Rows, options)
+    return rows
 
 
 def _kept(
@@ -84,9 +110,9 @@ class Rows:
     depths: set[sympy.Symbol] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def of(cls, compiled: Any, graph: variants.Graph) -> Rows:
+    def of(cls, notes: Sequence[str], graph: variants.Graph) -> Rows:
         found, symbols = cls(), {str(each): each for each in graph.positions}
-        for note in variants.notes_of(compiled):
+        for note in notes:
             kind, *sizes = note.split("; ")
             if not row_ranges.tops([kind]):
                 continue
@@ -107,8 +133,11 @@ class _Busy(Exception):
 class _Gemms:
     """GEMMs with the same rows: ``rows(sizes)``, and the largest M of each of their ranges."""
 
-    def __init__(self, rows: sympy.Expr, tops: tuple[int, ...]) -> None:
-        self.expr, self.rows, self.tops = rows, variants.Computed(rows), tops
+    def __init__(
+        self, rows: sympy.Expr, kinds: tuple[str, ...], given: bool | tuple[int, ...]
+    ) -> None:
+        self.expr, self.rows, self.kinds = rows, variants.Computed(rows), kinds
+        self.tops = given if isinstance(given, tuple) else row_ranges.tops(kinds)
 
     def line(self, symbol: sympy.Symbol, numbers: Sizes) -> tuple[int, int] | None:
         """``(a, b)`` if the rows are a * symbol + b, a >= 0, with ``numbers`` for others."""
@@ -122,11 +151,13 @@ class _Gemms:
 @dataclasses.dataclass(frozen=True)
 class Bucket:
     """The sizes that a variant is compiled for: ``low`` to ``high`` (None: no bound) of a symbol,
-    for the value ``hint``, and the values of the other symbols of the rows."""
+    multiples of ``step``, for the value ``hint``, and the values of the other symbols of the
+    rows."""
 
     symbol: sympy.Symbol
     low: int
     high: int | None
+    step: int
     hint: int
     numbers: tuple[tuple[sympy.Symbol, int], ...]
 
@@ -139,19 +170,22 @@ class RowBuckets:
     def __init__(
         self,
         graph: variants.Graph,
-        general: Callable[[list[Any]], Any],
+        general: Callable[[list[Any]], Any] | None,
         rows: Rows,
         options: Options,
     ) -> None:
-        self._graph, self._general, self._options = graph, general, options
-        given = options.row_buckets
+        self._graph, self._options = graph, options
+        # The general variant (), and those for the sizes that its guards exclude.
+        self._general: dict[tuple[int, ...], variants.Variant] = {}
+        if general is not None:
+            self._general[()] = variants.Variant(general, ())
         self._gemms = [
-            _Gemms(expr, given if isinstance(given, tuple) else row_ranges.tops(kinds))
-            for expr, kinds in rows.kinds.items()
+            _Gemms(expr, kinds, options.row_buckets) for expr, kinds in rows.kinds.items()
         ]
         of_rows = {symbol for expr in rows.kinds for symbol in expr.free_symbols}
         self._candidates = sorted(of_rows - rows.depths, key=str)
-        self._bounds = {each: graph.bounds(each) for each in self._candidates}
+        bounds = {each: graph.bounds(each) for each in self._candidates}
+        self._bounds = {each: (low or 0, high) for each, (low, high) in bounds.items()}
         self._guards = graph.guards()
         self._known_lines: dict[Any, list[tuple[int, int] | None]] = {}
         self._is_in_background = options.compile_buckets == "background"
@@ -174,7 +208,7 @@ class RowBuckets:
         try:
             call, is_final = self._choose(sizes)
         except _Busy:
-            return self._general
+            return self._general[()].call
         if is_final:
             if len(self._by_sizes) >= MAX_SIZES:
                 self._by_sizes.clear()
@@ -192,15 +226,41 @@ class RowBuckets:
                 if len(self._variants) >= MAX_VARIANTS or len(of_range) >= MAX_OF_ONE_RANGE:
                     break
                 if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                    return self._general, False
+                    if self._general:
+                        return self._any_size(sizes, is_final=False)
+                    fallback.warn_once(_CAPTURED)
+                    return self._graph.run_eagerly, False
                 self._start(bucket)
             variant = self._variants[bucket]
             if variant is None:
-                return self._general, bucket not in self._pending
+                return self._any_size(sizes, is_final=bucket not in self._pending)
             is_final = is_final and variant.symbols <= {*self._symbols}
             if variant.serves(sizes):
                 return variant.call, is_final
-        return self._general, is_final
+        return self._any_size(sizes, is_final=is_final)
+
+    def _any_size(self, sizes: Sizes, *, is_final: bool) -> tuple[Callable[[list[Any]], Any], bool]:
+        """The general variant, or where its guards exclude ``sizes`` one for them alone; as
+        ``_choose``."""
+        for numbers in ({}, sizes):
+            key = tuple(numbers.values())
+            if key not in self._general:
+                with variants.lock():
+                    if key not in self._general:  # another thread met it
+                        self._general[key] = self._compiled_for_any_size(numbers)
+            variant = self._general[key]
+            is_final = is_final and variant.symbols <= {*self._symbols}
+            if variant.serves(sizes):
+                break
+        return variant.call, is_final
+
+    def _compiled_for_any_size(self, numbers: Sizes) -> variants.Variant:
+        token = _serves_any_size.set(True)
+        try:
+            with events.held(lambda event: not events.is_decision(event)):  # ``_recognized`` did
+                return self._graph.compile(numbers, {}, {})
+        finally:
+            _serves_any_size.reset(token)
 
     def _buckets(self, sizes: Sizes) -> Iterator[Bucket]:
         """The bucket of ``sizes``; after it, should its variant not serve them, one that is
@@ -210,20 +270,32 @@ class RowBuckets:
         each, numbers, lines = self._free(sizes)
         if each is None:
             return
-        (low, high), is_open = self._bounds[each], True
+        (low, high), is_open, step = self._bounds[each], True, 1
         for (factor, rest), gemms in zip(lines, self._gemms, strict=True):
             if factor:
-                least, most = row_ranges.range_of(factor * sizes[each] + rest, gemms.tops)
+                rows = factor * sizes[each] + rest
+                least, most = row_ranges.range_of(rows, gemms.tops)
                 low = max(low, -(-(least - rest) // factor))
                 if most is not None:
                     largest, is_open = (most - rest) // factor, False
                     high = largest if high is None else min(high, largest)
+                multiple = row_ranges.step(gemms.kinds, rows)
+                if factor % multiple and rest % multiple == 0:
+                    step = max(step, multiple)
         largest = max(2 * (low - 1), 1) if is_open or high is None else high
-        hints = [largest if high is None else min(largest, high), sizes[each]]
+        largest = largest if high is None else min(largest, high)
+        if step > 1:  # multiples are compiled for the largest one, other sizes likewise
+            is_multiple, is_bound = sizes[each] % step == 0, largest == high
+            while largest >= low and (largest % step == 0) != is_multiple:
+                largest -= 1
+            largest = largest if largest >= low else sizes[each]
+            high = largest if is_bound else high
+            low, step = (low + -low % step, step) if is_multiple else (low, 1)
+        hints = [largest, sizes[each]]
         if not self._admits({**numbers, each: hints[0]}):
             hints = hints[1:]
         for hint in dict.fromkeys(hints):
-            yield Bucket(each, low, high, hint, tuple(numbers.items()))
+            yield Bucket(each, low, high, step, hint, tuple(numbers.items()))
 
     def _admits(self, sizes: Sizes) -> bool:
         """Whether the program's own guards on these sizes alone hold."""
@@ -280,7 +352,7 @@ class RowBuckets:
     def _compile(self, bucket: Bucket) -> None:
         start = time.perf_counter()
         each, low, high = bucket.symbol, bucket.low, bucket.high
-        numbers, ranges = dict(bucket.numbers), {each: (low, high)}
+        numbers, ranges = dict(bucket.numbers), {each: (low, high, bucket.step)}
         if low == high:
             numbers, ranges = numbers | {each: low}, {}
         name = self._name(bucket)
@@ -307,7 +379,8 @@ class RowBuckets:
             self._pending.discard(bucket)
 
     def _name(self, bucket: Bucket) -> str:
-        """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1"."""
+        """The range of rows, of the GEMMs with most of them: "17..32", "2049..", "1", "68..124 by
+        4"."""
 
         def rows(value: int) -> int:
             sizes = dict(bucket.numbers) | {bucket.symbol: value}
@@ -316,7 +389,8 @@ class RowBuckets:
         low, high = bucket.low, bucket.high
         if low == high:
             return str(rows(low))
-        return f"{rows(low)}..{rows(high) if high is not None and high < MAX_INT32 else ''}"
+        name = f"{rows(low)}..{rows(high) if high is not None and high < MAX_INT32 else ''}"
+        return name if bucket.step == 1 else f"{name} by {rows(low + bucket.step) - rows(low)}"
 
     def _compile_ahead(self) -> None:
         """All ranges that the largest symbol of the first call may have, the others as there."""
@@ -330,7 +404,9 @@ class RowBuckets:
             if bucket is None:
                 value += 1  # no rows
                 continue
-            self._choose({**sizes, each: bucket.hint})
+            for other in range(value, value + row_ranges.LARGEST_STEP):
+                if most is None or other <= most:
+                    self._choose({**sizes, each: other})
             if bucket.high is None:
                 break
             value = bucket.high + 1

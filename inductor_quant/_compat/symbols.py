@@ -111,6 +111,7 @@ _add("inductor", _GUARDS, "TracingContext", "TracingContext.try_get", "tracing")
 _add("inductor", _GUARDS, "CompileContext.try_get", "compile_context")
 _SHAPES = "torch.fx.experimental.symbolic_shapes"
 _add("inductor", _SHAPES, "DimDynamic", "ShapeEnv", "ShapeEnv.bound_sympy")
+_add("inductor", _SHAPES, "statically_known_true")
 _add(
     "inductor",
     _SHAPES,

@@ -31,8 +31,17 @@ def note(text: str) -> None:
 
 def notes_of(compiled: Any) -> list[str]:
     """What ``note`` attached to a compiled graph."""
-    counted = getattr(compiled, "counter_deltas", None) or {}
+    return _notes(getattr(compiled, "counter_deltas", None) or {})
+
+
+def _notes(counted: Mapping[str, int]) -> list[str]:
     return [name.removeprefix(_NOTE) for name in counted if name.startswith(_NOTE)]
+
+
+def is_multiple(size: int | torch.SymInt, factor: int) -> bool:
+    """Whether a size is a multiple in any call that is compiled for. Adds no guard."""
+    is_true = symbol("torch.fx.experimental.symbolic_shapes:statically_known_true")
+    return bool(is_true(size % factor == 0))
 
 
 def lock() -> Any:
@@ -56,6 +65,10 @@ class Computed:
     def __call__(self, sizes: Mapping[sympy.Symbol, int]) -> Any:
         values = {name: sizes[each] for name, each in self._names}
         return eval(self._code, {"math": math, "torch": torch}, values)
+
+
+# The least and the most that a symbol is, None: no bound, and what it is a multiple of.
+Range = tuple[int | None, int | None, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +105,15 @@ class Graph:
                     self.positions.setdefault(value.node.expr, position)
         self._config = config_module().get_config_copy()
         tracing = symbol("torch._guards:TracingContext.try_get")()
-        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata")
+        kept = ("params_flat", "params_flat_unwrap_subclasses", "fw_metadata", "fakify_first_call")
         self._tracing = {name: getattr(tracing, name, None) for name in kept}
         self._context = symbol("torch._guards:CompileContext.try_get")()
         self._choices = symbol("torch._inductor.virtualized:V").choices
+
+    @property
+    def reports_strides(self) -> bool:
+        """Whether AOTAutograd needs the strides of the outputs before the first call."""
+        return bool(self._tracing["fakify_first_call"])
 
     @property
     def first(self) -> dict[sympy.Symbol, int]:
@@ -112,6 +130,17 @@ class Graph:
             and not any(node.meta.get("unbacked_bindings") for node in nodes)
         )
 
+    def notes(self, read: Callable[[fx.Graph], None]) -> list[str]:
+        """What ``note`` attaches while ``read``, which may write, runs on a copy of the graph."""
+        counted = symbol("torch._dynamo.utils:counters")["inductor"]
+        before = counted.copy()
+        try:
+            read(_copied(self._gm).graph)
+            return _notes(counted - before)
+        finally:
+            counted.clear()
+            counted.update(before)
+
     def _free_symbols(self) -> set[sympy.Symbol]:
         found: set[sympy.Symbol] = set()
         for value in self._inputs:
@@ -123,11 +152,17 @@ class Graph:
                     found |= size.node.expr.free_symbols
         return found
 
-    def bounds(self, each: sympy.Symbol) -> tuple[int, int | None]:
-        """The range of a symbol in all calls; None: no upper bound."""
+    def bounds(self, each: sympy.Symbol) -> tuple[int | None, int | None]:
+        """The range of a symbol in all calls; None: no bound."""
         found = self._env.var_to_range[each]
-        upper = int(found.upper) if found.upper.is_Integer else None
-        return int(found.lower), upper
+        lower, upper = (int(b) if b.is_Integer else None for b in (found.lower, found.upper))
+        return lower, upper
+
+    def run_eagerly(self, inputs: list[Any]) -> Any:
+        """The graph op by op, uncompiled."""
+        values = list(inputs)
+        inputs.clear()
+        return self._gm(*values)
 
     def guards(self) -> list[Computed]:
         """The program's own guards on sizes, now."""
@@ -136,7 +171,7 @@ class Graph:
     def compile(
         self,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> Variant:
         """The graph compiled with ``numbers`` in place of symbols, and ``ranges`` and ``hints`` of
@@ -147,7 +182,7 @@ class Graph:
     def _compiled(
         self,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> Variant:
         env = symbol("torch.fx.experimental.symbolic_shapes:ShapeEnv")()
@@ -174,7 +209,7 @@ class Graph:
         self,
         env: Any,
         numbers: Mapping[sympy.Symbol, int],
-        ranges: Mapping[sympy.Symbol, tuple[int, int | None]],
+        ranges: Mapping[sympy.Symbol, Range],
         hints: Mapping[sympy.Symbol, int],
     ) -> dict[sympy.Symbol, sympy.Expr]:
         """Old symbol -> its number, or its symbol in ``env``."""
@@ -188,9 +223,14 @@ class Graph:
             new = env.create_symbol(
                 hint, source, dynamic_dim=dynamic, do_not_specialize_zero_one=True
             )
-            low, high = ranges.get(old) or self.bounds(old)
-            env.var_to_range[new] = value_ranges(low, infinity if high is None else high)
+            low, high, step = ranges.get(old) or (*self.bounds(old), 1)
+            env.var_to_range[new] = value_ranges(
+                -infinity if low is None else low, infinity if high is None else high
+            )
             env.var_to_hint_override[new] = hint  # part of the key of Inductor's cache
+            if step > 1:
+                is_multiple = env.create_symintnode(new, hint=hint) % step == 0
+                assert is_multiple  # a guard of the variant
             found[old] = new
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -140,6 +140,10 @@ def is_of_range(decision: Match | Rejection) -> bool:
     return decision.site is not None and bool(decision.site.rows)
 
 
+def is_decision(event: Event) -> bool:
+    return isinstance(event, Match | Rejection)
+
+
 Event = Match | Rejection | KernelChoice | Grouped | RowBucket | Verification
 
 _held: ContextVar[list[Event] | None] = ContextVar("inductor_quant_events", default=None)
@@ -172,8 +176,9 @@ def is_open() -> bool:
 
 
 @contextmanager
-def held() -> Iterator[list[Event]]:
-    """Events of the block's thread reach the open reports when it ends, if it does not raise."""
+def held(is_kept: Callable[[Event], bool] = lambda _: True) -> Iterator[list[Event]]:
+    """Events of the block's thread reach the open reports when it ends, if it does not raise and
+    they are kept."""
     events: list[Event] = []
     token = _held.set(events)
     try:
@@ -181,7 +186,8 @@ def held() -> Iterator[list[Event]]:
     finally:
         _held.reset(token)
     for event in events:
-        add(event)
+        if is_kept(event):
+            add(event)
 
 
 @contextmanager

@@ -46,6 +46,11 @@ TOPS: dict[str, tuple[int, ...]] = {
 }
 
 
+# What decides beyond so many rows: the library takes scales of blocks for multiples of four rows.
+MULTIPLES = {"fp8_block": (64, 4)}
+LARGEST_STEP = max(step for _, step in MULTIPLES.values())
+
+
 def kind_of(family: str, experts: int) -> str:
     """The kind of GEMMs whose rows are sorted by so many experts. 0: each row is a tile of its own,
     whatever M is."""
@@ -59,6 +64,12 @@ def tops(kinds: Iterable[str]) -> tuple[int, ...]:
         family, _, experts = kind.partition(" ")
         found |= {int(experts or 1) * top for top in TOPS[family]}
     return tuple(sorted(found - {0}))
+
+
+def step(kinds: Iterable[str], rows: int) -> int:
+    """If ``rows`` are a multiple of it, their kernels are those of multiples; 1: of all rows."""
+    found = [MULTIPLES[kind] for kind in kinds if kind in MULTIPLES]
+    return max((multiple for least, multiple in found if rows > least), default=1)
 
 
 def range_of(rows: int, tops: tuple[int, ...]) -> tuple[int, int | None]:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
+from inductor_quant._compat import variants
 from inductor_quant.ops import fp8, fp8_block
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -279,7 +280,7 @@ def _has_too_many_rows(matmul: ScaledMatmul, spec: QuantGemmSpec) -> bool:
         rows,
         fx_utils.size_hint(n) or 0,
         fx_utils.size_hint(k) or 0,
-        divisor=fx_utils.divisor(m),
+        divisor=fp8.LIBRARY_ROWS if variants.is_multiple(m, fp8.LIBRARY_ROWS) else 1,
         m_is_bounded=fx_utils.limit(m) is not None,
         has_gluon=not compat.uses_cpp_wrapper(),
         has_epilogue=fx_utils.has_epilogue(matmul.anchor),
