@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def _capability() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # These take minutes: begun last, they would be what the other process of ``-n 2`` waits for.
     items.sort(key=lambda item: "test_interpreter_layer" not in item.nodeid)
+    _mark_slow(items)
     _mark_quick(items)
     arch = _capability()
     for item in items:
@@ -59,6 +61,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             continue
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _mark_slow(items: list[pytest.Item]) -> None:
+    """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("one_in")
+        if marker and "slow" not in item.keywords:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % marker.args[0]:
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 def _mark_quick(items: list[pytest.Item]) -> None:

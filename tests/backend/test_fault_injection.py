@@ -81,6 +81,7 @@ def block_sparse(x, q1, q2, w, s):
 
 PROGRAMS = (w8a8, weight_only, fp8)
 MORE = (w4a8, experts, block_sparse)
+ONE = (w8a8,)
 
 
 def make_inputs(device):
@@ -118,13 +119,15 @@ def one_warning(run, *args):
 
 SPARSE = blocks.Bias()
 GRAPHS = [
-    [(program, make_inputs("cpu")) for program in PROGRAMS],
+    [(weight_only, make_inputs("cpu"))],
+    [(program, make_inputs("cpu")) for program in (w8a8, fp8)],
     [(program, make_inputs("cpu")) for program in MORE[:2]]
     + [(SPARSE, (torch.randn(3, SPARSE.k).half(),))],
 ]
 
 
-@pytest.mark.parametrize("graphs", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("graphs", [0, 1, 2])
 def test_a_function_of_the_passes_that_raises_leaves_the_graphs_meaning(graphs):
     """In the first program that calls it."""
     ours, seen = faults.functions("inductor_quant.patterns"), set()
@@ -161,9 +164,9 @@ print(json.dumps(test_fault_injection.compiled(*sys.argv[1:])))
 """
 
 
-def compiled(package, which):
-    """What goes wrong when functions of ``package`` raise while a program is compiled, each in the
-    first program that calls it. ``which``: a name of programs."""
+def compiled(package, which, every):
+    """What goes wrong when one of ``every`` functions of ``package`` raises while a program is
+    compiled, each in the first program that calls it. ``which``: a name of programs."""
     ours, inputs = faults.functions(package), make_inputs("cpu")
     seen, escaped = set(), {}
     for program in globals()[which]:
@@ -173,7 +176,7 @@ def compiled(package, which):
         names = set(faults.called_by(generated, ours)) - seen
         seen |= names
         expected, right = program(*inputs), set()
-        for each in names:
+        for each in sorted(names)[:: int(every)]:
             try:
                 with faults.injected(ours[each]):
                     found = one_warning(generated)
@@ -187,19 +190,21 @@ def compiled(package, which):
 
 
 @pytest.mark.compiles
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
-    ("package", "which", "least"),
+    ("package", "which", "every", "least"),
     [
-        ("inductor_quant.lowering", "PROGRAMS", 30),
-        pytest.param("inductor_quant.kernels", "PROGRAMS", 50, marks=pytest.mark.slow),
-        pytest.param("inductor_quant.lowering", "MORE", 15, marks=pytest.mark.slow),
-        pytest.param("inductor_quant.kernels", "MORE", 30, marks=pytest.mark.slow),
+        ("inductor_quant.lowering", "ONE", 4, 20),
+        ("inductor_quant.lowering", "PROGRAMS", 1, 30),
+        ("inductor_quant.kernels", "PROGRAMS", 1, 50),
+        ("inductor_quant.lowering", "MORE", 1, 15),
+        ("inductor_quant.kernels", "MORE", 1, 30),
     ],
 )
 def test_a_function_of_the_lowerings_that_raises_leaves_the_graph_to_inductor(
-    package, which, least, interpreter_forks
+    package, which, every, least, interpreter_forks
 ):
-    [line] = interpreter_forks.run(Program(COMPILE, (package, which)))
+    [line] = interpreter_forks.run(Program(COMPILE, (package, which, str(every))))
     count, escaped = json.loads(line)
     assert escaped == {}
     assert count >= least

@@ -72,6 +72,7 @@ def constants(gm):
     return [getattr(gm, node.target) for node in gm.graph.nodes if node.op == "get_attr"]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("producer", GIVEN, ids=str)
 def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, producer):
     need(producer)
@@ -93,6 +94,7 @@ def test_a_frozen_layer_is_matched_as_any_other_and_stays_packed(graphs, produce
     assert max(t.nbytes for t in constants(graphs[-1])) <= K * N
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("producer", "rows"),
@@ -132,6 +134,7 @@ def test_a_frozen_weight_of_blocks_stays_in_blocks(graphs, kind):
 FP8 = ("torchao rows", "loop", "rows by recipe", "compressed token", "compressed group")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FP8)
 def test_a_frozen_fp8_layer_is_matched(graphs, name):

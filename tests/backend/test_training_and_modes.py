@@ -116,6 +116,7 @@ def test_tied_layers_are_rewritten_at_each_use() -> None:
 # modules
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["module", "method", "argument", "global"])
 def test_reports_name_modules_by_their_path(how: str) -> None:
     model, x = Model(), torch.randn(M, K, dtype=bf16)
@@ -165,6 +166,7 @@ def test_values_loaded_after_compilation_are_used() -> None:
 # modes
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("layer", [TorchaoLinear, GptFastLinear, TenLines])
 def test_grad_modes_do_not_matter_for_inference(layer: type[nn.Module], mode: Any) -> None:
@@ -294,6 +296,7 @@ def test_a_straight_through_gemm_is_matched_in_training() -> None:
 # recompilation
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("dynamic", "marked", "graphs"), [(None, True, 2), (True, False, 2), (None, False, 3)]

@@ -145,6 +145,7 @@ def test_a_winner_of_one_final_gets_its_constants_from_the_sweep(card, tmp_path,
 TUNED = [kernel for kernel in KERNELS if kernel.name in sweep.TUNED]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("kernel", TUNED, ids=lambda kernel: kernel.name)
 def test_the_rendered_template_compiles_to_what_inductor_makes_of_it(kernel, card, tmp_path):

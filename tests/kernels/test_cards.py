@@ -15,6 +15,7 @@ from tests.support.gemms.generated import generate
 BLOCK = (128, 128)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("case", "arch", "codes"),

@@ -37,6 +37,7 @@ def test_a_result_of_more_than_2_31_elements(of, case, kernel):
     assert_compiles(of.gemm(case), lambda device: of.make_inputs(case, device), kernel)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("of", "case", "dtype", "kernel"),
     [

@@ -110,6 +110,7 @@ def test_every_combination_parses_and_uses_what_it_declares(alpha):
             assert is_early == (text.index("load(BIAS") < text.index("tl.dot("))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("config", ["16x32x64_w4_s3_g8", "16x64x32_w4_s3_g8"])
 def test_every_format_parses_and_uses_what_it_declares(name, config):

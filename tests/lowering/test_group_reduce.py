@@ -35,6 +35,7 @@ ONE_KERNEL = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("case", ONE_KERNEL, ids=str)
 def test_a_norm_and_its_quantization_in_groups_are_one_kernel(case):
@@ -71,6 +72,7 @@ def test_rows_in_two_dimensions_behind_a_sum_of_parts_are_read_once():
 
 
 # sm_80 has no FP8
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("arch", "quantization"), [(80, "integers"), (90, "in_blocks"), (100, "in_blocks")]
@@ -93,6 +95,7 @@ NUMBERS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.interp
 @pytest.mark.parametrize("case", NUMBERS, ids=str)
 def test_every_element_and_every_scale(case):

@@ -34,6 +34,7 @@ def verified(fn, args, options=VERIFY, **kwargs):
     return result, rewrites, found.verifications
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("rows", sampled([1, 32]))
 @pytest.mark.parametrize("producer", GIVEN, ids=str)
 def test_every_given_weight_only_producer_is_as_near_to_fp64_as_eager_mode(producer, rows):

@@ -62,6 +62,7 @@ def dynamic_inputs(m: int, device: str) -> tuple[torch.Tensor, ...]:
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", simulate.GPUS)
 def test_int_mm_with_its_epilogue_is_one_kernel(arch):
     generated = simulate.generate(int8_linear, int8_inputs, arch=arch, config=ONLY_TRITON)

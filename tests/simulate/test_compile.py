@@ -53,6 +53,7 @@ def tile_64(choice) -> float:
 INT8_SM100 = "tcgen05.mma.cta_group::1.kind::i8" if TRITON_VERSION >= (3, 8) else "mma.sync"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("fn", "make_inputs", "arch", "instruction"),

@@ -32,6 +32,7 @@ def check(case, config):
     return generated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("counts", "is_sorted", "config"),
     sampled(

@@ -107,6 +107,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def interpreted(fn, make, columns, inputs):
     return simulate.interpret(generated, inputs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("columns", sampled(sorted(large_m_sm90.ELEMENT_COST)))
 def test_integers_are_exact_in_every_tile(columns):
     """M, N and K end within a tile; more steps of K than stages."""
@@ -49,6 +50,7 @@ def test_integers_are_exact_in_every_tile(columns):
     assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("a", "b"), sampled([("const", torch.bfloat16), ("", torch.int8), (torch.float32, torch.int8)])
 )

@@ -65,6 +65,7 @@ def chosen(case: Case, *configs: str, arch: int = 90) -> tuple[str, simulate.Gen
     return report.kernels[0].chosen, generated
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("config", sampled(CONFIGS), ids=str)
 def test_configurations_use_tma_and_wgmma_and_leave_room_for_other_ctas(config):
@@ -109,6 +110,7 @@ def test_a_package_has_no_descriptors_if_torch_allocates_scratch_for_one_cta(mon
     assert kernel.startswith("w8a8_persistent " if is_fixed else "w8a8_mm ")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("epilogue", "kernel"),

@@ -83,6 +83,7 @@ def test_default_mode_offers_one_choice_and_autotune_at_most_its_limit():
 REST = ((80, 2), (89, 2), (90, 99), (100, 2))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("arch", "count"),
     [(80, 1), (90, 3), (100, 1), *(pytest.param(*of, marks=pytest.mark.slow) for of in REST)],

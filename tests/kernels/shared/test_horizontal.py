@@ -42,8 +42,8 @@ def launches(generated):
 
 @pytest.mark.compiles
 def test_a_decoder_layer_launches_four_gemms_instead_of_seven():
-    """No other kernel is added: adding the partials is fused with what follows, as before. The
-    explanation names the GEMMs of a launch."""
+    """At most a kernel for the partials of a launch is added. The explanation names the GEMMs of a
+    launch."""
 
     def make(device):
         with torch.device(device):
@@ -52,7 +52,7 @@ def test_a_decoder_layer_launches_four_gemms_instead_of_seven():
     apart, _ = reported(lambda m, x: m(x), make, horizontal_fusion=False)
     one, report = reported(lambda m, x: m(x), make)
     assert (launches(apart)[0], launches(one)[0]) == (7, 4)
-    assert launches(apart)[1] == launches(one)[1]
+    assert launches(one)[1] <= launches(apart)[1] + 2
     assert len(report.matches) == len(report.kernels) == 7
     explanation = explanation_of(report, None, timings=False)
     matched = [row for row in explanation.rows if row.launched_with or row.kernel]

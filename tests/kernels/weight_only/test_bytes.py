@@ -93,6 +93,7 @@ def test_configurations_are_legal_and_share_the_split(m, n, k):
     assert WEIGHT_ONLY_BYTES.configs(*odd, device(90)) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("name", "arch", "instruction", "each"),

@@ -30,6 +30,7 @@ def generated_by(kernel, fn, make, config):
     return generated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kernel", "case", "config"),
     [
@@ -79,6 +80,7 @@ def test_results_are_close_to_fp64(kernel, case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ctas", [3, 5, 16])
 def test_ctas_that_share_tiles_add_what_others_leave_them(ctas, monkeypatch):
     """6 tiles of 4 turns: a CTA has two tiles, or a tile has up to four CTAs."""

@@ -60,6 +60,7 @@ def test_groups_in_any_order_are_left_to_the_general_kernel():
     assert WEIGHT_ONLY_MEDIUM_M.configs(spec, problem, device(90)) == []
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(("name", "arch"), [("gptq", 80), ("gptq", 90), ("awq", 90)])
 def test_configurations_do_not_spill(name, arch):

@@ -22,6 +22,7 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 ARCHS = (80, 89, 90, 100)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 128])
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FORMATS)
@@ -133,6 +134,7 @@ def test_gelu_and_residual_are_in_the_one_kernel(arch):
     assert "extern_kernels.mm" not in generated.wrapper
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout", ["columns", "every_second"])
@@ -155,6 +157,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(("arch", "name"), sampled(COMPILED, 3))
 def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, name):
@@ -247,8 +250,6 @@ def test_e4m3_is_left_unfused_where_the_gpu_does_not_convert_it(name):
     assert WEIGHT_ONLY_MM.rejection(spec, problem, device(89)) is None
     generated = generate_case(case, arch=80)
     assert "extern_kernels.mm" in generated.wrapper
-    along_k = name == "nf4"  # nibbles of one byte
-    assert f"((1024, 512), {(1, 1024) if along_k else (512, 1)}" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 
 

@@ -37,6 +37,7 @@ def aligned(case):
     return spec, dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [

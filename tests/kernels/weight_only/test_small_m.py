@@ -119,6 +119,7 @@ def test_configurations_are_legal_and_share_the_split(name, m, n, k):
         assert WEIGHT_ONLY_SMALL_M.config_rejection(spec, problem, config, device(90)) is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("arch", "name", "rows"),

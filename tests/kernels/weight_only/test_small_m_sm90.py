@@ -190,6 +190,7 @@ def test_it_is_preferred_to_the_kernels_of_larger_m():
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
+@pytest.mark.one_in(3)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ def in_its_own_type(x, w):
     return product(integers(x, scale), w) * scale
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("m", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (4, torch.float32)], ids=str
 )
@@ -133,6 +134,7 @@ def float_rows(m, dtype=torch.bfloat16):
     return x, (w.float() / 8).to(E4M3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", [1, 4])
 @pytest.mark.parametrize("fn", FLOATS, ids=lambda fn: fn.__name__)
 def test_steps_to_the_scale_of_e4m3(fn, m):
@@ -322,6 +324,7 @@ def guarded_by_a_subnormal(x, w):
     return product(integers(x, scale), w) * scale
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -64,12 +64,14 @@ def check(format: str, form: str, tokens: int) -> None:
         torch.testing.assert_close(found, stack, rtol=0.02, atol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("format", ["int8", "mxfp4"])
 def test_every_form(format, form):
     check(format, form, 6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["transformers_grouped", "gather_first"])
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in ("int8", "mxfp4")])
 def test_every_format(format, form):

@@ -193,6 +193,7 @@ def test_a_group_has_as_many_values_as_its_bits_can_tell_and_two_groups_more(
 # the graphs (what they have in common: test_weight_only.py)
 
 
+@pytest.mark.one_in(2)
 @given
 def test_the_graph_is_that_of_the_producer_itself(producer: Producer) -> None:
     need(producer)
@@ -200,6 +201,7 @@ def test_the_graph_is_that_of_the_producer_itself(producer: Producer) -> None:
     assert signature(capture(producer.make(k=K, n=N), x)) == GRAPHS[producer.name].split()
 
 
+@pytest.mark.one_in(3)
 @given
 def test_rows_and_dtype_change_no_op_of_the_weight(producer: Producer) -> None:
     """Except reshapes, and AWQ's casts of the activation."""
@@ -213,6 +215,7 @@ def test_rows_and_dtype_change_no_op_of_the_weight(producer: Producer) -> None:
         assert ops(signature(graph)) == usual
 
 
+@pytest.mark.one_in(3)
 @given
 def test_without_a_bias_nothing_is_added(producer: Producer) -> None:
     need(producer)

@@ -66,6 +66,7 @@ TAKEN: dict[str, tuple[Fn, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_both_are_taken(name: str) -> None:
     fn, zero = TAKEN[name]

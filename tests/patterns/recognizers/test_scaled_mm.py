@@ -44,6 +44,7 @@ def compiled(fn, make):
     return generated, report
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.compiles
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=str)
 def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
@@ -75,6 +76,7 @@ def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
     assert_close(result, spelling.exact(inputs), slack=2)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("spelling", [*DEQUANTIZED[:-1], STATIC], ids=str)
 def test_operands_are_dequantized_for_any_number_of_rows(spelling: Spelling) -> None:
@@ -381,6 +383,7 @@ NO_BLOCKS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "dynamic"), [(name, position % 2 == 0) for position, name in enumerate(NO_BLOCKS)]
 )

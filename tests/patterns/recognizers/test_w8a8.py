@@ -72,6 +72,7 @@ def test_a_spelling_becomes_one_op_of_the_same_value(spelling: Spelling) -> None
 
 
 # What stays beside the op is seen above.
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("spelling", sampled(SPELLINGS, every=4), ids=str)
 def test_a_spelling_is_one_kernel_on_a_gpu(spelling: Spelling) -> None:
@@ -139,6 +140,7 @@ return [v6]""",
 # whole layers, with dynamic quantization of the activation
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("lead", [(7,), (1,), (2, 9)], ids=str)
 @pytest.mark.parametrize("layer", QUANTIZERS)
@@ -163,6 +165,7 @@ def test_a_quantized_layer_is_matched(
     assert not {CAST, aten.mul.Tensor, aten.add.Tensor} & set(nodes[nodes.index(W8A8) :])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [bf16, torch.float16, f32], ids=str)
 @pytest.mark.parametrize("layer", QUANTIZERS)
 def test_a_layer_of_another_dtype_is_matched(layer: type[Int8Linear], dtype: torch.dtype) -> None:
@@ -205,6 +208,7 @@ def test_torchao_itself_is_matched(shape: tuple[int, ...] | None) -> None:
 # dynamic M
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("how", ["mark_dynamic", "dynamic=True"])
 @pytest.mark.parametrize("lead", [(9,), (2, 9)], ids=str)
 @pytest.mark.parametrize("layer", [TorchaoLinear, GptFastLinear])

@@ -106,6 +106,7 @@ def decoded(rewrite: Rewrite) -> tuple[WeightFormat, fx.Node, dict[fx.Node, Any]
 # what is computed
 
 
+@pytest.mark.one_in(2)
 @every
 def test_a_layer_becomes_one_gemm_that_is_as_exact(
     producer: Producer, dtype: torch.dtype, lead: tuple[int, ...], bias: bool

@@ -60,6 +60,7 @@ CHAINS = [
 NAMES = [chain[0] for chain in CHAINS]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chain", CHAINS, ids=NAMES)
 def test_the_class_of_a_w8a8_chain(chain):
     _, fn, dtype, expected, _ = chain
@@ -197,6 +198,7 @@ EXPECTED = {
 ADDED = ("gptq_gm_4b_g64_base", "gptq_gm_8b_g64_base")  # product + bias; not addmm
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_class_of_a_weight_only_layer(name, bias):
@@ -211,6 +213,7 @@ def test_the_class_of_a_weight_only_layer(name, bias):
     assert match.exactness is (FEWER if bias and name in ADDED else EXPECTED[name])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("producer", GIVEN, ids=str)
 def test_a_weight_of_the_same_rounding_is_the_graphs_bit_for_bit(producer):
     """One-hot rows without bias show W itself."""

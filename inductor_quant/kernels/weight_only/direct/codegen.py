@@ -17,6 +17,7 @@ from inductor_quant.kernels.codegen.words import WordView
 G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
+VECTOR = 8  # values of x that a thread should load at once
 REGISTERS = 65536
 
 

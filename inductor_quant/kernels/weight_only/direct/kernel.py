@@ -41,8 +41,8 @@ TILES = (
 TABLE_TILE = (16, 256)  # up to 8 rows; with more x is loaded too often
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 # In one unit of time: an iteration of a warp with a tile of 4096 values, as a share of what the SM
-# does and as a wait; adding partials, of integers and of tables; starting and joining a warp.
-BUSY, WAIT, PARTIALS, OF_TABLES, START = 2.0, 5.0, 4.0, 30.0, 0.5
+# does and as a wait; adding partials; starting and joining a warp.
+BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 20.0, 0.5
 
 
 class WeightOnlyDirect(rules.WeightOnlyKernel):
@@ -79,7 +79,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
         tiles = list(TILES[0 if is_narrow else 1])
-        if _has_table(weight) and problem.m <= 8:
+        if weight.format.element != weight.format.code and problem.m <= 8:  # a table
             tiles.insert(0, TABLE_TILE)
         in_word = as_words(weight).weight.format.code.offset.digits
         if in_word and all(name[0] == "n" for name in in_word):
@@ -139,10 +139,6 @@ def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:
     return not loop_ops or weight.tensors[weight.format.code.source].dtype in FLOAT8
 
 
-def _has_table(weight: Weight) -> bool:
-    return weight.format.element != weight.format.code
-
-
 def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
     """The time of a configuration, to be compared with that of others of the same tile."""
     slice_k = config.block_k // config.num_warps
@@ -152,8 +148,7 @@ def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
     waves = math.ceil(ctas / (device.num_sms * (MAX_WARPS // config.num_warps)))
     of_one_sm = math.ceil(ctas / device.num_sms) * config.num_warps
     loop = (BUSY * of_one_sm + WAIT * waves) * iterations * config.block_n * slice_k / 4096
-    partials = OF_TABLES if _has_table(rules.weight_of(problem)) else PARTIALS
-    return loop + partials * (config.split_k > 1) + START * config.num_warps
+    return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
 
 
 WEIGHT_ONLY_DIRECT = WeightOnlyDirect()
