@@ -18,6 +18,7 @@ G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 REGISTERS = 65536
+VECTOR = 8  # elements of x that a thread should load at once
 
 
 class DirectCodegen(DigitCodegen):
