@@ -25,8 +25,8 @@ from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
-from ..matching.sum_of_products import comes_from
 from ..matching.value_range import constant
+from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes

@@ -20,7 +20,6 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
-from ..matching import stock
 from ..matching.epilogue import FLOATS
 from ..matching.operands import (
     Scale,
@@ -32,6 +31,7 @@ from ..matching.operands import (
     source_of,
     transposed,
 )
+from ..products import stock
 
 # torch.nn.functional.ScalingType
 TENSOR, ROW, BLOCK_1X128, BLOCK_128X128 = 0, 1, 4, 5

@@ -34,12 +34,17 @@ ALLOWED: dict[str, set[str]] = {
     "patterns.fx_utils": {"_compat"},
     "patterns.symbolic": {"_compat", "patterns.fx_utils", "patterns.match"},
     "patterns.rewrite": {"_compat", "fallback", "ops", "patterns.fx_utils", "patterns.match"},
+    "patterns.weights": PLAIN
+    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.symbolic"},
+    "patterns.products": PLAIN
+    | {"_compat", "patterns.fx_utils", "patterns.match", "patterns.rewrite", "patterns.symbolic"}
+    | {"patterns.weights"},
     "patterns.matching": PLAIN
-    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.rewrite"}
+    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.products"}
     | {"patterns.symbolic"},
     "patterns.recognizers": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.matching"}
-    | {"patterns.symbolic"},
+    | {"patterns.products", "patterns.symbolic", "patterns.weights"},
     "patterns.reporting": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.matching"},
     "patterns.fusion": PLAIN

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from inductor_quant.spec.decisions import Rejection
 from tests.support.graphs.reading import read_weight, tensors_of
 from tests.support.programs.axes import Axes, histogram

@@ -80,7 +80,7 @@ class BlockScale:
 
 
 class Unread(Exception):
-    """Why something is not read. Never leaves ``matching``."""
+    """Why something is not read. ``read_blocks`` and ``read_sum`` make it a Rejection."""
 
     def __init__(self, detail: str, node: fx.Node) -> None:
         super().__init__(detail)

@@ -18,7 +18,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
 from ..fx_utils import aten
-from .block_places import Blocks, Reader, Unread, is_move, moved
+from ..weights.block_places import Blocks, Reader, Unread, is_move, moved
 
 
 @dataclasses.dataclass(frozen=True)
