@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from inductor_quant.ops import fp8_block, horizontal, weight_only
+from inductor_quant.ops import fp8_block, weight_only
+from inductor_quant.ops.fusion import horizontal
 
 from .. import fx_utils
 

@@ -603,7 +603,8 @@ def test_the_table_has_every_threshold_of_passes_and_ops():
     from inductor_quant.kernels import dispatch, problem
     from inductor_quant.kernels.scaled_mm.decode import kernel as decode
     from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
-    from inductor_quant.ops import fp8, horizontal, quantized_linear
+    from inductor_quant.ops import fp8
+    from inductor_quant.ops.fusion import horizontal, quantized_linear
     from inductor_quant.patterns.fusion import duplicate_casts, weight_k_major
 
     tops = row_ranges.TOPS

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.cse import eliminate_common_subexpressions
 from inductor_quant.patterns.matching.value_numbering import Numbering

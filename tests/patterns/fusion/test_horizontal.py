@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import horizontal, quantize, w8a8, weight_only
+from inductor_quant.ops import w8a8, weight_only
+from inductor_quant.ops.fusion import horizontal, quantize
 from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.horizontal import MAX_MEMBERS, horizontal_fusion
 from tests.support.gemms import formats

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import fp8_block
-from inductor_quant.ops import group_reduce as op
+from inductor_quant.ops.fusion import group_reduce as op
 from inductor_quant.patterns.fusion.norm_group_quant import fuse_norm_and_group_quant
 from tests.support.gemms import group_reduce as groups
 from tests.support.gemms.group_reduce import GROUP, QUANTIZATIONS, Case

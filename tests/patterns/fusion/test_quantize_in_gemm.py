@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._inductor import config
 
-from inductor_quant.ops import fp8, quantize, quantized_linear, row_reduce
+from inductor_quant.ops import fp8
+from inductor_quant.ops.fusion import quantize, quantized_linear, row_reduce
 from inductor_quant.options import Options
 from tests.support.gemms.quantizers import GptFastLinear, TenLines, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, calls, capture, count

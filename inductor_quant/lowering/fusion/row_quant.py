@@ -24,7 +24,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.lowering.select import lowering_of
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default
