@@ -5,8 +5,8 @@
 
 The same of ``fp8``. Applies to M <= ``MAX_ROWS`` of ``ops/fusion/quantized_linear``, if the scale
 is stored, or is computed from the absmax of each row of x by a few ops (``spec/row_scale.py``):
-every CTA recomputes it while its weights load. The lowering decides whether a kernel exists and pays;
-otherwise it lowers the op to the ops that it stands for.
+every CTA recomputes it while its weights load. The lowering decides whether a kernel exists and
+pays; otherwise it lowers the op to the ops that it stands for.
 """
 
 from __future__ import annotations

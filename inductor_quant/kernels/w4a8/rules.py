@@ -8,8 +8,14 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
-from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import (
+from inductor_quant.kernels.codegen.digits.codegen import is_in_place
+from inductor_quant.kernels.codegen.digits.tile import TilePlan, word_strides
+from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.shared import horizontal, split_k
+from inductor_quant.kernels.w4a8.quads import (
     MAX_MAGIC_K,
     QUAD,
     SIGN,
@@ -17,12 +23,6 @@ from inductor_quant.kernels.codegen.quads import (
     is_scaled_quad,
     zero_of,
 )
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
-from inductor_quant.kernels.codegen.words import as_words
-from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.problem import Device, Problem, Weight
-from inductor_quant.kernels.shared import horizontal, split_k
 from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, n_order, plan_of
 from inductor_quant.kernels.weight_only.rules import no_kernel, reject_if_unaligned_rows
 from inductor_quant.ops import w4a8

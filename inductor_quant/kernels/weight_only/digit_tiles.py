@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from inductor_quant.kernels.codegen.digits import TABLE, is_in_place
+from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_in_place
+from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.codegen.packed_layout import BASES
-from inductor_quant.kernels.codegen.tile_digits import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules

@@ -14,10 +14,10 @@ import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
+from inductor_quant.kernels.codegen.digits.tile import word_strides
 from inductor_quant.kernels.codegen.gluon_columns import supports_ops
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout, packed_layout_of
 from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
-from inductor_quant.kernels.codegen.tile_digits import word_strides
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device, Problem, Weight

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem
 from inductor_quant.kernels.w4a8 import rules

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from typing import Any
 
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.shared import split_k

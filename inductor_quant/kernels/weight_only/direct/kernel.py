@@ -6,7 +6,7 @@ kernel for one format takes the GEMM.
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
 of W passes through shared memory. Which k and n of the tile a lane holds follows from the digits of
-the format (``codegen/tile_digits``). Once per tile the warps' sums are added in shared memory.
+the format (``codegen/digits/tile``). Once per tile the warps' sums are added in shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k

@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k

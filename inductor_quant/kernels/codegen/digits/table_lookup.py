@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.statements import Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import Field

@@ -1,6 +1,6 @@
 """Gluon statements that load a tile of any format to registers and dequantize it there.
 
-A value has one dimension for each digit of the tile (``tile_digits``). What is loaded for one K
+A value has one dimension for each digit of the tile (``tile``). What is loaded for one K
 iteration is kept in registers while the one before is dequantized: ``load`` and ``dequantized`` are
 apart.
 """
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from inductor_quant.kernels.codegen import table_lookup
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
+from inductor_quant.kernels.codegen.digits import table_lookup
+from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.unpack_ptx import (
     MASK_AND_FLIP,
     PLACES,
     dequantize_pair,
     float8_pair,
 )
-from inductor_quant.kernels.codegen.words import BYTES, WordView
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 TABLE = 16  # entries of a table that lanes hold, one each

@@ -12,10 +12,10 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
-from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses
+from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan
+from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
-from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
