@@ -32,10 +32,10 @@ from inductor_quant.simulate import virtual_gpu
 from inductor_quant.simulate.capture import GeneratedKernel
 from inductor_quant.spec import row_ranges
 from tests.support.forks import Program
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.experts import Experts
 from tests.support.producers.packed import Gptq
 from tests.support.sampling import sampled
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.compiles
 

@@ -15,10 +15,10 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import fp8_block
 from inductor_quant.ops.fusion import group_reduce as op
 from inductor_quant.patterns.fusion.norm_group_quant import fuse_norm_and_group_quant
-from tests.support.gemms import group_reduce as groups
-from tests.support.gemms.group_reduce import GROUP, QUANTIZATIONS, Case
 from tests.support.graphs.post_grad import count
 from tests.support.sampling import sampled
+from tests.support.spellings import group_reduce as groups
+from tests.support.spellings.group_reduce import GROUP, QUANTIZATIONS, Case
 
 aten = torch.ops.aten
 bf16 = torch.bfloat16

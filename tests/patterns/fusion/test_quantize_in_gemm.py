@@ -9,8 +9,8 @@ from torch._inductor import config
 from inductor_quant.ops import fp8
 from inductor_quant.ops.fusion import quantize, quantized_linear, row_reduce
 from inductor_quant.options import Options
-from tests.support.gemms.quantizers import GptFastLinear, TenLines, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, calls, capture, count
+from tests.support.spellings.quantizers import GptFastLinear, TenLines, TorchaoLinear
 
 K, N = 64, 48
 E4M3 = torch.float8_e4m3fn
