@@ -128,7 +128,7 @@ def _stored_as_bsr(
     operands: tuple[fx.Node, Any, fx.Node | None],
     sizes: tuple[Any, Any],
 ) -> RecognizedGemm | Rejection | None:
-    """A product with a BSR matrix, which crow, col and values are by the contract of the op.
+    """A product with a BSR matrix; the op guarantees that crow, col and values are one.
 
     ``nodes``: what is replaced, the result last. ``operands``: x, x as [M, K], bias.
     """

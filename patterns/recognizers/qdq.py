@@ -87,8 +87,8 @@ class Int8Weight:
 
 
 class QuantizedWeight(Protocol):
-    """A weight whose integers, a ``matrix`` less a ``zero_point`` of a kind as in
-    ``OperandSpec.zero``, are multiplied, and then by ``scale``, of columns, and ``alpha``."""
+    """``(matrix - zero_point) * scale * alpha`` with a scale per column; the zero point has a kind
+    as in ``OperandSpec.zero``."""
 
     @property
     def scale(self) -> Vector | None: ...
@@ -117,9 +117,10 @@ def recognize_as(
     read_other: Callable[[Reader, Expr], W | None] = lambda reader, expr: None,
     element: torch.dtype = torch.int8,
 ) -> RecognizedGemm | Rejection | None:
-    """``assemble`` of a product of an activation that was quantized to ``element`` and a weight
-    that ``read_weight`` takes, or ``read_other`` if it has no ``WeightFormat``; None: it is no such
-    product."""
+    """The GEMM that ``assemble`` makes of a float product; None: no such product.
+
+    Its activation was quantized to ``element``, and ``read_weight`` takes its weight (one without
+    a ``WeightFormat``: ``read_other``)."""
     if not any(read_fake_quantized(node, element) for node in _activation_candidates(anchor)):
         return None
     try:

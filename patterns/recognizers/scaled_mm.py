@@ -1,7 +1,7 @@
 """FP8: ``aten._scaled_mm`` and ``aten._scaled_mm_v2``, with every kind of scale that they take.
 
 The scheduler fuses whatever follows the product. ``fp8_dequantized`` reads products of operands
-that the graph dequantizes, and ends here in ``assemble``.
+that the graph dequantizes, and calls ``assemble`` here.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ def varying(format: WeightFormat) -> list[Field]:
 
 
 def n_order(format: WeightFormat) -> list[str]:
-    """The digits of n in the order in which a tile covers them. The last ones choose a value of a
-    word; before them come those that scales do not depend on which change with every k."""
+    """The digits of n in the order in which a tile covers them. Last are those that choose a value
+    of a word; before them, if scales change with every k, those that these scales do not depend
+    on."""
     changing, in_word = varying(format), format.code.offset.digits
 
     def rank(name: str) -> int:

@@ -172,7 +172,7 @@ class Uses(DigitStatements):
         added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
         if not subtrahend and codegen.unknown_zero:
             added += f" + {codegen.unknown_zero}"
-        # The assembly takes registers of 32 bits, which bytes that form no words are not.
+        # The assembly takes 32-bit registers; bytes that form no words are widened.
         arguments = [
             f"{self.read(field)[0]}.to(gl.int32)",
             "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
@@ -288,8 +288,8 @@ def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
-    unknown_zero  a variable that is 0, which the compiler does not know: where it adds one constant
-                  and multiplies by another, it copies one of them to a register each time
+    unknown_zero  a variable that is 0 and that the compiler cannot fold: a multiply-add with two
+                  constants would copy one of them to a register each time
     """
 
     unknown_zero = ""
@@ -324,7 +324,7 @@ class DigitCodegen(Codegen):
 
     @property
     def divisor(self) -> int:
-        """By which ``dequantized`` may divide W: who says so multiplies the sums."""
+        """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
 
     def is_fetched(self, field: Field) -> bool:

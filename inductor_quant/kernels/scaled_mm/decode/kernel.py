@@ -178,7 +178,7 @@ class W8A8DecodeQuantize(DecodeQuantize, W8A8Decode):
 
 
 class Fp8DecodeQuantize(DecodeQuantize, Fp8Decode):
-    """A value takes a division here, an int8 one a product with the reciprocal."""
+    """e4m3 takes a division for each value, int8 a product with the reciprocal."""
 
     name = "fp8_decode_quantize"
 

@@ -42,8 +42,8 @@ ASYNC_BYTES = 4
 MAX_UNALIGNED_REGISTERS = 90
 
 
-def table_configs(problem: Problem, device: Device, *, max_block_k: int = 0) -> list[GemmConfig]:
-    """The measured tiles, best first; with ``max_block_k`` their steps are cut to it."""
+def table_configs(problem: Problem, device: Device, *, max_block_k: int) -> list[GemmConfig]:
+    """The measured tiles, best first; their steps are cut to ``max_block_k`` (0: not)."""
     ranked = cost_model.load("w8a8_mm", 90).rank(problem, device, element_bytes=1)
     if loads_bytes(problem):
         # they take the time: as few as possible on the busiest SM
@@ -164,8 +164,7 @@ class Fp8SplitK(SplitK):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        # wgmma takes 64 rows and 8 to 256 columns: a small M is best its columns, a side of 64 its
-        # rows.
+        # wgmma takes 64 rows and 8 to 256 columns: a small M fits the columns, 64 fits the rows.
         swaps = config.block_n == 64 or config.block_m < 64 < config.block_n
         return super().constants(spec, problem, config, device) | {"SWAP_AB": swaps}
 
@@ -193,7 +192,7 @@ class Fp8BlockSplitK(SplitK):
     family = "fp8_block"
 
     def is_small(self, problem: Problem, device: Device) -> bool:
-        """M above SMALL_M is only if whole tiles leave half of the SMs idle."""
+        """Up to SMALL_M, and above only if whole tiles leave half of the SMs idle."""
         is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
         return problem.m <= SMALL_M or (super().is_small(problem, device) and is_half_idle)
 

@@ -31,8 +31,8 @@ MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 1
 # (columns, k) of a warp's tile, best first: for few rows, and for more, whose A is read less often.
 FEW_ROWS = 8
 _WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
-# The model of a configuration's time, in us, see README.md: bytes of W in a us if all warps that
-# fit are there; the part that does not depend on how many are; a further turn of CTAs; the sum of
+# The model of a configuration's time in us (README.md): bytes of W per us with all resident warps;
+# the share of the time that does not depend on their number; a further round of CTAs; the sum of
 # partials.
 BYTES_PER_US, FIXED, TURN, SPLIT = 3.3e6, 0.68, 0.6, 1.5
 

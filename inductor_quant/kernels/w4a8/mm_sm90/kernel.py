@@ -53,8 +53,8 @@ PARTIALS_PER_CYCLE = 150
 HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
-# kernels of weight_only take fewer rows and more.
+# Beyond MAX_M writing the int8 weight once is faster; beyond SCALED_M if making an int8 takes more
+# instructions. With groups kernels of weight_only are faster outside of GROUPED_M.
 MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 
 
