@@ -71,6 +71,11 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.w4a8": PLAIN
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.shared", "kernels.weight_only"},
+    "kernels.experts": PLAIN
+    | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"}
+    | {"kernels.weight_only"},
+    "kernels.scaled_experts": PLAIN
+    | {"kernels.config", "kernels.experts", "kernels.problem", "kernels.scaled_mm"},
     "kernels": PLAIN
     | {"kernels.block_sparse", "kernels.kernel", "kernels.scaled_mm", "kernels.w4a8"}
     | {"kernels.weight_only"},

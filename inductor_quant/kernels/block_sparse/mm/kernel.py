@@ -159,7 +159,7 @@ class BlockSparseMMTma(BlockSparseMM):
             return found
         block, detail = blocks_of(spec), ""
         if device.arch not in TMA_ARCHS:
-            detail = f"its tiles are those of sm_90, not {device}"
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
         elif min(block.n, block.k) < MIN_TMA_BLOCK:
             detail = f"blocks of {block.n} x {block.k} are too narrow for TMA"
         elif problem.m < MIN_TMA_M:

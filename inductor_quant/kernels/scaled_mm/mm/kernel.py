@@ -31,7 +31,7 @@ from inductor_quant.kernels.scaled_mm.fp8 import (
 )
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.kernels.shared.grids import tile_grid
-from inductor_quant.kernels.shared.split_k import same_split
+from inductor_quant.kernels.shared.split_k import reject_if_unbounded, same_split
 from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -139,7 +139,8 @@ class SplitK(Fp8Kernel):
         if found := super().rejection(spec, problem, device):
             return found
         if device.arch not in WGMMA_ARCHS:
-            return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
+            return Rejection(RejectionCode.NO_KERNEL, detail)
         if not self.is_small(problem, device):
             return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is not small")
         return None
@@ -150,11 +151,10 @@ class SplitK(Fp8Kernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if config.split_k > 1 and not problem.m_is_bounded:
-            # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
-            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
-        return fp8_tile_rejection(spec, config, device) or unaligned_rejection(
-            problem, config, accumulators(spec, device)
+        return (
+            reject_if_unbounded(problem, config)
+            or fp8_tile_rejection(spec, config, device)
+            or unaligned_rejection(problem, config, accumulators(spec, device))
         )
 
 

@@ -44,10 +44,10 @@ class W4A8Direct(rules.W4A8Kernel):
     is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if detail := problem.rows_outside(0, DECODE_M):
+            return no_kernel(detail)
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         if spec.a.dtype != INT8:
             return no_kernel("few rows of e4m3: those of weight_only read the weight as fast")
         return rules.quad_rejection(spec, problem, device)

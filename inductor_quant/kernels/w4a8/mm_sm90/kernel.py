@@ -71,8 +71,8 @@ class W4A8MMSm90(rules.W4A8Kernel):
         least, most = GROUPED_M if rules.is_promoted(spec) else (DECODE_M + 1, MAX_M)
         if problem.weight is not None and problem.weight.format.to_int8:
             most = SCALED_M
-        if problem.m > most or not problem.m_is_bounded or problem.m < least:
-            return no_kernel(f"M = {problem.m} has no bound, or is not within {least} to {most}")
+        if detail := problem.rows_outside(least, most):
+            return no_kernel(detail)
         if not problem.has_weight_descriptors:
             return no_kernel("A or the packed weights have no TMA descriptor")
         return rules.quad_rejection(spec, problem, device)

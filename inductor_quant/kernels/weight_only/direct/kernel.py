@@ -51,10 +51,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if detail := problem.rows_outside(0, DECODE_M):
+            return no_kernel(detail)
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         refused = operand_rejection(spec, problem, device, FLOAT8)
         if refused is None and _is_for_bytes(spec, rules.weight_of(problem)):
             return no_kernel("weight_only_bytes is faster")
