@@ -1,4 +1,4 @@
-"""The canonical ops ``torch.ops.inductor_quant.*``, where recognisers and kernels meet.
+"""The canonical ops ``torch.ops.inductor_quant.*``, where recognizers and kernels meet.
 
 Importing this package registers each with schema, eager reference and fake, so that it also runs
 without Inductor: eager, ``aot_eager``, any device.

@@ -39,7 +39,7 @@ def traced(fn, inputs, unknown=()):
 
 
 @pytest.fixture(autouse=True)
-def _as_behind_our_recogniser_on_a_card(monkeypatch):
+def _as_behind_our_recognizer_on_a_card(monkeypatch):
     monkeypatch.setattr(compat, "runs_triton", lambda device: True)
     monkeypatch.setattr(groups, "product", product)
 

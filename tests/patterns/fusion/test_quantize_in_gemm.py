@@ -335,7 +335,7 @@ def test_what_stays_a_kernel_of_its_own(fn):
     x, w = of_rows(4)
     got, after = rewritten(fn, x, w)
     assert not calls(after, LINEAR)
-    assert calls(after) or fn is shared, "no GEMM was recognised"
+    assert calls(after) or fn is shared, "no GEMM was recognized"
     want = rewritten(fn, x, w, options=APART)[0]
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

@@ -2,7 +2,7 @@
 
     python -m tests.support.gpu.racecheck        # on a GPU: two plain kernels under racecheck
 
-Reports of the warp-specialised kernels were all at two constructs of Triton. In their PTX the
+Reports of the warp-specialized kernels were all at two constructs of Triton. In their PTX the
 accesses are ordered; that racecheck errs is not proved, so they count as findings.
 
 - ``warp_specialize``: the first warps write what to run, and the captures, to shared memory; all

@@ -1,4 +1,4 @@
-"""Counts the dequantization programs that are recognised, and those recognised wrongly.
+"""Counts the dequantization programs that are recognized, and those recognized wrongly.
 
     python -m tests.support.programs.generality --programs 2000 --near-misses 1000
     python -m tests.support.programs.generality --fields --programs 3000 --near-misses 1500

@@ -5,7 +5,7 @@ result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (
 1536), and tiles that keep 60 % of the SMs busy. ``fp8`` takes it from M = 193 to 256 too, where its
 tiles keep a third more SMs busy than those of ``fp8_split_k``.
 
-Warp specialisation: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
+Warp specialization: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
 tile of 128 rows. One CTA an SM takes tile after tile. Where partial sums are scaled (``fp8_block``)
 or promoted to fp32 (``fp8``), one warpgroup adds while the other multiplies; Triton's ``tl.dot``
 would let the matrix unit wait for each addition.

@@ -1,7 +1,7 @@
 """The general kernels of ``w8a8``, ``fp8`` and ``fp8_block``: one CTA per output tile.
 
 out = scale * (A @ B) + bias, for any M, N, K, strides and scales that the family supports, from
-sm_80 on. They are chosen if no specialised kernel applies.
+sm_80 on. They are chosen if no specialized kernel applies.
 
 Loads are plain pointers, masked where K or M ends within a block; Triton pipelines them. The tiles
 come from one table, measured on sm_90: its cost model accounts for the shape and the number of SMs,

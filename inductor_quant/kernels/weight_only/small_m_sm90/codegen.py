@@ -9,7 +9,7 @@ All operands of a K iteration are copied ahead by ``cp.async``: packed weights, 
 and x one iteration earlier, because an iteration reorders the x of the next. (If values are loaded
 ahead into registers, ptxas moves their first use to the load, and waits for them.) Each slice of
 128 along K has its own allocation per buffer: between accesses to one allocation, whichever part,
-Triton synchronises all warps.
+Triton synchronizes all warps.
 """
 
 from __future__ import annotations
