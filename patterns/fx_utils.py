@@ -55,7 +55,7 @@ def single_user(node: fx.Node) -> fx.Node | None:
 
 
 def has_epilogue(node: fx.Node) -> bool:
-    """Whether something elementwise follows, behind views, which Inductor fuses into a template."""
+    """Whether something elementwise follows, also after views, which Inductor fuses into a GEMM."""
     return any(
         has_epilogue(user)
         if user.target in (*RESHAPES, aten.permute.default)
