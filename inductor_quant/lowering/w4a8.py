@@ -120,7 +120,6 @@ class W4A8Call:
             "A_SCALE_PER_TOKEN": w8a8.is_long(self.a_scale, 0),
             "HAS_B_SCALE": self.b_scale is not None,
             "B_SCALE_PER_CHANNEL": w8a8.is_long(self.b_scale, 1),
-            "HAS_BIAS": self.bias is not None,
         }
         problem = describe_packed(a, self.parsed, weight)
         return Gemm(spec, problem, shared=[a, *shared], own=[*weight, *own], constants=constants)
