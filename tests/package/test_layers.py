@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"patterns.weights"},
     "patterns.matching": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.products"}
-    | {"patterns.symbolic"},
+    | {"patterns.symbolic", "patterns.weights"},
     "patterns.recognizers": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.matching"}
     | {"patterns.products", "patterns.symbolic", "patterns.weights"},
