@@ -34,7 +34,7 @@ class Options:
                       "64x64x128_w4_s4_g8", or for one kernel "w8a8_mm 64x64x128_w4_s4_g8"; illegal
                       ones are skipped
     max_choices       most configurations that max-autotune times for one GEMM
-    read_tables       specialise on small integer tables of the model (GPTQ's shift tables and
+    read_tables       specialize on small integer tables of the model (GPTQ's shift tables and
                       ``g_idx``) and compare them on every call; only with
                       ``backend="inductor_quant"``. False: kernels read the tables
     numerics          "default": at least as close to the exact result as the graph. "strict": only

@@ -29,14 +29,14 @@ from .recognizers import (
 
 BUILT_IN: tuple[Pattern, ...] = (
     w8a8_groupwise.PATTERN,  # first: it takes a whole sum over slices of K
-    block_sparse.PATTERN,  # this and the next before what takes their weight for a computed one
+    block_sparse.PATTERN,  # it and w4a8: before patterns that see a computed weight
     w4a8.PATTERN,
     w8a8.PATTERN,
     qdq.PATTERN,
     scaled_mm.PATTERN,
     fp8_dequantized.PATTERN,
     fp8_custom_ops.PATTERN,
-    scaled_experts.PATTERN,  # before what takes its rows for dense ones
+    scaled_experts.PATTERN,  # before patterns that would take its rows for float ones
     experts.PATTERN,
     weight_only.PATTERN,
 )

@@ -36,7 +36,7 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def described(source: Any) -> Any:
-    """What has the dtype and shape of a node's value, or of a tensor that the rewrite adds."""
+    """What has the dtype and shape of ``source``, a node or a tensor that the rewrite adds."""
     return value(source) if isinstance(source, fx.Node) else source
 
 
@@ -55,7 +55,7 @@ def single_user(node: fx.Node) -> fx.Node | None:
 
 
 def has_epilogue(node: fx.Node) -> bool:
-    """Whether something elementwise follows, behind views, which Inductor fuses into a template."""
+    """Whether something elementwise follows, also after views, which Inductor fuses into a GEMM."""
     return any(
         has_epilogue(user)
         if user.target in (*RESHAPES, aten.permute.default)
@@ -113,7 +113,7 @@ def divisor(size: int | torch.SymInt) -> int:
 
 
 def least(size: int | torch.SymInt) -> int:
-    """The least that the size is in any call."""
+    """A lower bound of the size that holds in every call."""
     if isinstance(size, int):
         return size
     lower = size.node.shape_env.bound_sympy(size.node.expr).lower
@@ -134,7 +134,7 @@ def size_hint(size: int | torch.SymInt) -> int | None:
 
 
 def limit(size: int | torch.SymInt) -> int | None:
-    """The most that a size is in any call, if the compilation is for that; None: unknown."""
+    """The largest value of a size, if the compilation is for that value; None: unknown."""
     return compat.limit(size)
 
 

@@ -40,9 +40,9 @@ from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
-from .matching import adapters, collectives, stock
 from .matching.operands import source_of
-from .matching.pad_mm import unpadded
+from .products import adapters, collectives, stock
+from .products.pad_mm import unpadded
 from .reporting import activation_scheme, matrix_products
 from .reporting.exactness import classify, strictly
 from .reporting.format_name import format_name

@@ -226,7 +226,7 @@ def show_virtual(job: Job, layers: int, reply: dict[str, Any]) -> None:
         return
     show_table(
         f"Compiled for a virtual sm_90: {layers} of six layers",
-        ["GEMMs", "M x N x K", "recognised as", "kernel"],
+        ["GEMMs", "M x N x K", "recognized as", "kernel"],
         [[str(count), *row] for count, *row in reply["rows"]],
     )
     show_table(

@@ -72,7 +72,7 @@ def dump(folder: Path, pattern: str) -> dict[str, Any]:
 
 
 def compiled(each: Program) -> tuple[dict[str, Any], str]:
-    """(the entry of a program in ``kernels.json``, the normalised PTX of its kernels)."""
+    """(the entry of a program in ``kernels.json``, the normalized PTX of its kernels)."""
     is_strict = each.options.get("numerics") == "strict"
     config = {"max_autotune": each.max_autotune, "emulate_precision_casts": is_strict}
     with inductor_quant.enabled(on_error="raise", **each.options), inductor_quant.collect() as seen:
@@ -90,12 +90,12 @@ def compiled(each: Program) -> tuple[dict[str, Any], str]:
     texts = []
     for name, source in generated.kernels.items():
         kernel = simulate.compile_kernel(name, source)
-        ptx = normalised_ptx(kernel.ptx)
+        ptx = normalized_ptx(kernel.ptx)
         entry["kernels"].append(
             {
                 "name": name,
                 "is_ours": name.startswith("triton_tem"),
-                "text": digest(normalised_text(source, name)),
+                "text": digest(normalized_text(source, name)),
                 "ptx": digest(ptx),
                 "registers": kernel.registers,
                 "spills": kernel.spill_stores + kernel.spill_loads,
@@ -110,13 +110,13 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def normalised_text(source: str, name: str) -> str:
+def normalized_text(source: str, name: str) -> str:
     """The source of a kernel without its name, comments and empty lines."""
     lines = (line.rstrip() for line in source.replace(name, "KERNEL").splitlines())
     return "\n".join(line for line in lines if line and not line.lstrip().startswith("#"))
 
 
-def normalised_ptx(ptx: str) -> str:
+def normalized_ptx(ptx: str) -> str:
     """PTX without comments and debug information, with functions renamed by their order."""
     ptx = re.sub(r"/\*.*?\*/", "", ptx, flags=re.DOTALL)
     ptx = re.sub(r"//[^\n]*", "", ptx)

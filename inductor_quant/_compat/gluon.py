@@ -1,7 +1,7 @@
 """Gluon inside Inductor: a template whose kernel is ``@gluon.jit``.
 
 Gluon (``triton.experimental.gluon``) is Triton's language with explicit layouts, barriers and warp
-specialisation. Inductor does not know it (https://github.com/pytorch/pytorch/issues/188212 proposes
+specialization. Inductor does not know it (https://github.com/pytorch/pytorch/issues/188212 proposes
 it). Little is missing: the decorator, the class that carries a kernel to the compiler, and one kind
 of constant. Generated kernels import ``runtime``, in Inductor's compile workers too.
 """

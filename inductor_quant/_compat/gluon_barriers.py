@@ -1,9 +1,9 @@
 """Barriers at which each warp arrives and waits for itself (``warps`` in a Gluon kernel).
 
-Triton synchronises all warps of a partition (``bar.sync``) before one thread arrives at, or waits
+Triton synchronizes all warps of a partition (``bar.sync``) before one thread arrives at, or waits
 for, a Gluon ``mbarrier``. Two warpgroups of a partition should alternate, one multiplies while the
 other dequantizes; a ``bar.sync`` twice an iteration forces them into step. These barriers have no
-such synchronisation.
+such synchronization.
 
 They have shared memory of their own. Triton does not expose the address of Gluon's barriers, which
 TMA signals; a relay warp forwards each arrival to ours (``forward_barrier``).

@@ -369,7 +369,7 @@ def is_in_memory(box: Any, *, reduces: bool) -> bool:
 
 
 def compute_at_each_reader(box: Any) -> None:
-    """Inline the pointwise ``box`` into every reader, where Inductor would materialise it because
+    """Inline the pointwise ``box`` into every reader, where Inductor would materialize it because
     it has two users or reads many values. A reader that needs it in memory still stores it."""
     kind = _inlined_box()
     if isinstance(box.data, symbol("torch._inductor.ir:StorageBox")):

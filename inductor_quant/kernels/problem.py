@@ -104,6 +104,14 @@ class Problem:
     # into it, unless K is split: then the kernel that adds the partials takes the fusions.
     lost_fusions: int = 0
 
+    def rows_outside(self, least: int, most: int) -> str:
+        """Why M is not within ``least`` to ``most`` in every call; "": it is."""
+        if not self.m_is_bounded:
+            return "M has no bound"
+        if self.m > most:
+            return f"M = {self.m} is above {most}"
+        return f"M = {self.m} is below {least}" if self.m < least else ""
+
     def has_masked_rows(self, block_m: int) -> bool:
         """Whether every call, or every call but that of the largest M, fills a part of one tile."""
         is_range = self.m_is_bounded and not self.m_is_static

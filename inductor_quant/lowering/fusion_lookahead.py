@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from inductor_quant.ops import quantized_linear, row_reduce
+from inductor_quant.ops.fusion import quantized_linear, row_reduce
 
 aten = torch.ops.aten
 _VIEWS = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)

@@ -22,7 +22,7 @@ def sum_partials(partials: Any, finish: Callable[[Any], Any]) -> Any:
     """``finish`` of the sum of partials [split_k, M, N], as pointwise IR (a reduction would be a
     kernel of its own).
 
-    Inductor would materialise a sum of more than four partials that has two readers, such as rotary
+    Inductor would materialize a sum of more than four partials that has two readers, such as rotary
     embedding: q and k would take two launches each instead of one.
     """
     count = compat.known_int(partials.get_size()[0])

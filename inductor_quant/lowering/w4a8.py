@@ -1,4 +1,4 @@
-"""Lowering of ``inductor_quant::w4a8``: a kernel of the family, or what was there without it.
+"""Lowering of ``inductor_quant::w4a8``: a kernel of the family, else another family's.
 
 Groups, which only a product of floats has, run as ``weight_only``, with the 8-bit activation in
 bf16; so do few rows, where bf16 loses nothing. Else the 8-bit weight is written once, as the graph
@@ -120,7 +120,6 @@ class W4A8Call:
             "A_SCALE_PER_TOKEN": w8a8.is_long(self.a_scale, 0),
             "HAS_B_SCALE": self.b_scale is not None,
             "B_SCALE_PER_CHANNEL": w8a8.is_long(self.b_scale, 1),
-            "HAS_BIAS": self.bias is not None,
         }
         problem = describe_packed(a, self.parsed, weight)
         return Gemm(spec, problem, shared=[a, *shared], own=[*weight, *own], constants=constants)
@@ -169,8 +168,8 @@ class W4A8Call:
         return self.scaled_in_16_bits(weight_only.lower(*args, **options))
 
     def of_weight_only(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of ``weight_only`` for the sums, of ``a`` less its zero point: nothing is
-        left of that, and no sums of the weight are needed."""
+        """The arguments of ``weight_only`` for the sums. The zero point is subtracted from ``a``
+        first, so no sums of the weight are needed."""
         convert, zero = self._evaluator.convert, self.a_zero_point
         x = convert(self.a, torch.float32)
         if self.has_zero:
@@ -221,8 +220,8 @@ class W4A8Call:
 
 
 def _stored(rows: Any) -> Any:
-    """``rows`` of bytes in memory, contiguous; four are computed and stored at a time, which share
-    what their positions take."""
+    """``rows`` of bytes in memory, contiguous; computed and stored four at a time, which share the
+    arithmetic of their position."""
     dtype, size = rows.get_dtype(), rows.get_size()[1]
     if compat.known_int(size) is None or size % 4:
         found = lowering_of(aten.clone.default)(rows)

@@ -26,8 +26,8 @@ STORED = {
 }
 INDEX_DTYPES = (torch.int32, torch.int64)
 BLOCK_SIZES = (16, 32, 64, 128)
-# The most of a weight that may be stored where we are faster than the dense product, by the
-# smaller side of a block, for up to MAX_ROWS rows (kernels/block_sparse/README.md).
+# The largest stored share of a weight at which we are faster than the dense product, by the smaller
+# side of a block, for up to MAX_ROWS rows (kernels/block_sparse/README.md).
 MAX_ROWS = (16, 64, 256, math.inf)
 MAX_SHARE = {
     16: (0.50, 0.18, 0.09, 0.07),
@@ -37,8 +37,8 @@ MAX_SHARE = {
 }
 
 MAX_QUANTIZED_SHARE = 0.5  # int8 and e4m3 take longer to cast than to read
-# Rows of blocks are listed together, so many by the rows of a block, from so many elements of the
-# result on, if that lists at most MAX_LISTED as many places as there are blocks.
+# How many rows of blocks share a list of columns, by the rows of a block: from MIN_RESULT elements
+# of the result on, if the lists have at most MAX_LISTED places for each stored block.
 TOGETHER = {32: 2}
 MIN_RESULT = 2**23
 MAX_LISTED = 1.82

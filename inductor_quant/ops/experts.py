@@ -37,8 +37,8 @@ def reference(
     """``out[s, n] = sum over k of x[s, k] * W[e(s), k, n]``, where e(s) is the expert of row s.
 
     Exactly one of ``offsets`` and ``ids`` says which:
-        offsets  rows are sorted by expert, and e has those before ``offsets[e]`` that e - 1 does
-                 not have; rows from ``offsets[E - 1]`` on have none, and give 0
+        offsets  rows are sorted by expert: e has rows ``offsets[e - 1]`` (0 for the first) up to
+                 ``offsets[e]``; rows from ``offsets[E - 1]`` on have none, and give 0
         ids      ``e(s) = ids[s]``, in any order; below 0 it counts from the end
 
     Shapes and dtypes:

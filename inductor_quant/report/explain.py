@@ -342,7 +342,7 @@ def _explanation(report: Report, mode: str | None, timings: bool | None) -> Expl
 
 
 def _is_told(decision: Match | Rejection) -> bool:
-    """Not what every range repeats: a product that is left alone whatever M."""
+    """Whether to report it: not again for each range, if it does not depend on M."""
     depends_on_m = isinstance(decision, Match) or decision.code in _BY_ROWS
     return depends_on_m or not is_of_range(decision)
 

@@ -45,7 +45,7 @@ class Gemm:
     is_sorted: bool = True
 
     def problem(self, element_bytes: int) -> Problem:
-        """With operands of which none has elements of fewer bytes."""
+        """Its sizes and alignment; ``element_bytes``: of the operand with the smallest elements."""
         is_aligned = self.k * element_bytes % 16 == 0
         groups = Groups(self.experts, self.is_sorted) if self.experts else None
         return Problem(self.m, self.n, self.k, has_aligned_rows=is_aligned, groups=groups)

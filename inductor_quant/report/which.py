@@ -14,7 +14,8 @@ from inductor_quant.errors import SpecError
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.ops import fp8, quantized_linear, weight_only
+from inductor_quant.ops import fp8, weight_only
+from inductor_quant.ops.fusion import quantized_linear
 from inductor_quant.options import FAMILIES
 from inductor_quant.report import formats
 from inductor_quant.report.formats import Gemm

@@ -99,7 +99,7 @@ def compile_jit(
         arch: compute capability, 90 for (9, 0).
         num_warps, num_stages: as at a launch.
         divisible_by_16: arguments whose value is a multiple of 16, which Triton finds out at a
-            launch; without it loads are not vectorised, and registers differ.
+            launch; without it loads are not vectorized, and registers differ.
     """
     _refuse_interpreter()
     missing = set(fn.arg_names) - set(signature) - set(constexprs)

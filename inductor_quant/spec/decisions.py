@@ -163,7 +163,7 @@ class Match:
     """A GEMM that was rewritten.
 
     m           an int; the symbol's name if M is dynamic
-    node, call  the anchor that was recognised, and the canonical op's node that replaced it
+    node, call  the anchor that was recognized, and the canonical op's node that replaced it
     activation  how the activation is quantized; None: it is not
     exactness   how close the op's result is to the graph's
     format      the common name of a packed weight's format ("nvfp4", "q4_k"); "": it has none

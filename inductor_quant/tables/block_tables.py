@@ -2,7 +2,7 @@
 
 ``constant_buffers`` makes them constants, compared on every call: that their indices are in range
 and distinct is a fact of their values. Which blocks they make is read later, from the ops
-(``patterns/matching/block_places``).
+(``patterns/weights/block_places``).
 """
 
 from __future__ import annotations

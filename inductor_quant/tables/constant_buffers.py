@@ -1,4 +1,4 @@
-"""Constant buffers: specialise on GPTQ's shift tables and ``g_idx``, and guard them on every call.
+"""Constant buffers: specialize on GPTQ's shift tables and ``g_idx``, and guard them on every call.
 
 After AOTAutograd a buffer is an input without a value, so a kernel would have to load the shift
 amounts and positions that such a table holds. Dynamo hands a backend the tensors themselves. So,

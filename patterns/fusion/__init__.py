@@ -13,9 +13,9 @@ In this order (``graph_pass.py``); ``row_quant`` runs with each match:
 
 Thresholds of M:
 
-    concat_weights.MAX_M           256    M, or its hint if symbolic
-    weight_k_major.MIN_M          1024    M, or its hint if symbolic
-    duplicate_casts.MAX_M           32    M, or its bound
-    ops.horizontal.MAX_ROWS    128, 32    w8a8, weight_only; M, or its bound
-    ops.quantized_linear.MAX_ROWS    4    M, or its bound
+    concat_weights.MAX_M                     256    M, or its hint if symbolic
+    weight_k_major.MIN_M                    1024    M, or its hint if symbolic
+    duplicate_casts.MAX_M                     32    M, or its bound
+    ops.fusion.horizontal.MAX_ROWS   128, 16, 32    w8a8, w4a8, weight_only; M, or its bound
+    ops.fusion.quantized_linear.MAX_ROWS       4    M, or its bound
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from inductor_quant.ops import group_reduce, quantize, row_reduce
+from inductor_quant.ops.fusion import group_reduce, quantize, row_reduce
 
 from .. import fx_utils
 from ..matching.value_numbering import Numbering

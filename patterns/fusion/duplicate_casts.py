@@ -5,8 +5,8 @@
                      wide[:half])                           wide2[:half])
 
 A kernel may leave its result as split-K partials, which each user adds up
-(``lowering/split_k_sum.py``). Inductor materialises such a many-input value at its first node with
-several users. A view is never materialised, but the cast of a rotary embedding is: one launch to
+(``lowering/split_k_sum.py``). Inductor materializes such a many-input value at its first node with
+several users. A view is never materialized, but the cast of a rotary embedding is: one launch to
 add up, and another one to rotate. Applies to M <= ``MAX_M`` and up to ``MAX_USERS`` users.
 """
 
@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from inductor_quant.ops import fp8_block, horizontal, weight_only
+from inductor_quant.ops import fp8_block, weight_only
+from inductor_quant.ops.fusion import horizontal
 
 from .. import fx_utils
 

@@ -4,7 +4,7 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``w4a8`` and ``weight_only``. Applies to M <= ``ops.horizontal.MAX_ROWS`` (by family)
+The same for ``w4a8`` and ``weight_only``. Applies to M <= ``MAX_ROWS`` of ``ops/fusion/horizontal``
 and calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM
 pays for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the
 weights, so nothing is copied (constant weights: see ``concat_weights``). The lowering decides
@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import fx
 
-from inductor_quant.ops import horizontal, w4a8, w8a8, weight_only
+from inductor_quant.ops import w4a8, w8a8, weight_only
+from inductor_quant.ops.fusion import horizontal
 from inductor_quant.report import events
 from inductor_quant.spec.weight_format import WeightFormat
 

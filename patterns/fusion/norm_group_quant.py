@@ -24,7 +24,8 @@ from torch import fx
 
 from inductor_quant._compat import group_reduce as compat
 from inductor_quant._compat import inductor
-from inductor_quant.ops import fp8_block, group_reduce, quantize
+from inductor_quant.ops import fp8_block
+from inductor_quant.ops.fusion import group_reduce, quantize
 
 from .. import fx_utils
 from ..fx_utils import aten

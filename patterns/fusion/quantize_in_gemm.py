@@ -3,10 +3,10 @@
     a = quantize(x, scale)
     w8a8(a, b, scale, ...)     ->    quantized_linear(x, b, ...)
 
-The same of ``fp8``. Applies to M <= ``ops.quantized_linear.MAX_ROWS``, if the scale is stored, or
-is computed from the absmax of each row of x by a few ops (``spec/row_scale.py``): every CTA
-recomputes it while its weights load. The lowering decides whether a kernel exists and pays;
-otherwise it lowers the op to the ops that it stands for.
+The same of ``fp8``. Applies to M <= ``MAX_ROWS`` of ``ops/fusion/quantized_linear``, if the scale
+is stored, or is computed from the absmax of each row of x by a few ops (``spec/row_scale.py``):
+every CTA recomputes it while its weights load. The lowering decides whether a kernel exists and
+pays; otherwise it lowers the op to the ops that it stands for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import fp8, quantize, quantized_linear, row_reduce, w8a8
+from inductor_quant.ops import fp8, w8a8
+from inductor_quant.ops.fusion import quantize, quantized_linear, row_reduce
 from inductor_quant.report import events
 from inductor_quant.spec import row_scale
 from inductor_quant.spec.row_scale import ScaleOp

@@ -3,8 +3,9 @@
     amax(abs(x), -1)  ->  row_reduce(x, "absmax")
     amax(x, -1)       ->  row_reduce(x, "amax")        amin the same
 
-The op has the same value; its lowering keeps a row in one CTA (``lowering/row_quant.py``). Applies
-to the reductions that the scale of a match is computed from, of rows up to ``_MAX_ROW`` elements.
+The op has the same value; its lowering (``lowering/fusion/row_quant``) keeps a row in one CTA.
+Applies to the reductions that the scale of a match is computed from, of rows up to ``_MAX_ROW``
+elements.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import row_reduce
+from inductor_quant.ops.fusion import row_reduce
 
 from .. import fx_utils
 from ..fx_utils import aten

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import fp8, row_reduce, w8a8
-from inductor_quant.ops import quantize as op
+from inductor_quant.ops import fp8, w8a8
+from inductor_quant.ops.fusion import quantize as op
+from inductor_quant.ops.fusion import row_reduce
 
 from .. import fx_utils
 from ..fx_utils import aten

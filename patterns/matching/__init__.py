@@ -1,1 +1,1 @@
-"""Shared by recognizers: products, weights, scales, zero points and epilogues."""
+"""What surrounds a product: activations, scales, zero points, epilogues; operands of the op."""

@@ -11,11 +11,11 @@ from torch import fx
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
+from ..products.sum_of_products import Elements
 from ..symbolic import Reader
 from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
 from ..symbolic.index import IndexExpr
 from ..symbolic.reader import sizes
-from .sum_of_products import Elements
 from .value_range import constant
 
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # elements along K or N that may share a scale

@@ -18,10 +18,10 @@ from inductor_quant.spec.gemm import ScaleSpec
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
-from ..matching.block_places import Blocks, BlockScale, read_blocks
-from ..matching.block_sums import read_sum
-from ..matching.matmul_ops import reject_bias
 from ..matching.operands import reject_mutated, reject_operands, transposed
+from ..products.block_sums import read_sum
+from ..products.matmul_ops import reject_bias
+from ..weights.block_places import Blocks, BlockScale, read_blocks
 
 FAMILY = "block_sparse"
 TORCHAO = "blocksparse.addmm.default"
@@ -128,7 +128,7 @@ def _stored_as_bsr(
     operands: tuple[fx.Node, Any, fx.Node | None],
     sizes: tuple[Any, Any],
 ) -> RecognizedGemm | Rejection | None:
-    """A product with a BSR matrix, which crow, col and values are by the contract of the op.
+    """A product with a BSR matrix; the op guarantees that crow, col and values are one.
 
     ``nodes``: what is replaced, the result last. ``operands``: x, x as [M, K], bias.
     """

@@ -24,11 +24,11 @@ from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands
-from ..matching.weight_decode import Weight, decode
 from ..symbolic import Reader, attempt
 from ..symbolic.expr import digits
 from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
 from ..symbolic.reader import for_any, sizes
+from ..weights.decode import Weight, decode
 
 FAMILY = "experts"
 FALLBACK = "transformers.grouped_mm_fallback.default"

@@ -21,7 +21,6 @@ from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_epilogue
-from ..matching.matmul_ops import reject_bias
 from ..matching.operands import (
     Scale,
     ScaledMatmul,
@@ -32,7 +31,8 @@ from ..matching.operands import (
     transposed,
 )
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, place_of, unwound
-from ..matching.sum_of_products import (
+from ..products.matmul_ops import reject_bias
+from ..products.sum_of_products import (
     PRODUCTS,
     VIEWS,
     Elements,

@@ -1,7 +1,7 @@
 """W8A8 as a float product: both operands are quantized and dequantized before it (QDQ).
 
 compressed-tensors and PT2E write this. If ``fake_quantized`` proves that the activation holds 8-bit
-integers, and ``weight_decode`` finds a stored int8 weight, the rewrite multiplies the integers and
+integers, and ``weights.decode`` finds a stored int8 weight, the rewrite multiplies the integers and
 applies the scales to the sums.
 """
 
@@ -24,7 +24,6 @@ from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_float_epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector, read_fake_quantized
-from ..matching.matmul_ops import Matmul, read_matmul
 from ..matching.operands import (
     ScaledMatmul,
     per_channel,
@@ -34,10 +33,11 @@ from ..matching.operands import (
     transposed,
 )
 from ..matching.value_range import value_range
-from ..matching.weight_decode import Weight, decode
 from ..matching.zero_point import frozen_sums
+from ..products.matmul_ops import Matmul, read_matmul
 from ..symbolic import Reader, attempt
 from ..symbolic.expr import Expr
+from ..weights.decode import Weight, decode
 from . import w8a8
 
 ANCHORS = (
@@ -87,8 +87,8 @@ class Int8Weight:
 
 
 class QuantizedWeight(Protocol):
-    """A weight whose integers, a ``matrix`` less a ``zero_point`` of a kind as in
-    ``OperandSpec.zero``, are multiplied, and then by ``scale``, of columns, and ``alpha``."""
+    """``(matrix - zero_point) * scale * alpha`` with a scale per column; the zero point has a kind
+    as in ``OperandSpec.zero``."""
 
     @property
     def scale(self) -> Vector | None: ...
@@ -117,9 +117,10 @@ def recognize_as(
     read_other: Callable[[Reader, Expr], W | None] = lambda reader, expr: None,
     element: torch.dtype = torch.int8,
 ) -> RecognizedGemm | Rejection | None:
-    """``assemble`` of a product of an activation that was quantized to ``element`` and a weight
-    that ``read_weight`` takes, or ``read_other`` if it has no ``WeightFormat``; None: it is no such
-    product."""
+    """The GEMM that ``assemble`` makes of a float product; None: no such product.
+
+    Its activation was quantized to ``element``, and ``read_weight`` takes its weight (one without
+    a ``WeightFormat``: ``read_other``)."""
     if not any(read_fake_quantized(node, element) for node in _activation_candidates(anchor)):
         return None
     try:

@@ -1,8 +1,8 @@
 """Experts of 8-bit rows: each quantized row times the 8-bit weight of a stack that it selects.
 
-``_scaled_grouped_mm`` says so itself. Of ``_grouped_mm`` and of a ``bmm`` with gathered weights
-both operands are integers or FP8 values that the graph converts, with scales for rows, columns or
-blocks.
+``_scaled_grouped_mm`` takes quantized operands and their scales. In ``_grouped_mm``, and in a
+``bmm`` with gathered weights, both operands are integers or FP8 values that the graph converts,
+with scales for rows, columns or blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
-from ..matching.sum_of_products import comes_from
 from ..matching.value_range import constant
+from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes

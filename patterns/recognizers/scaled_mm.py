@@ -1,7 +1,7 @@
 """FP8: ``aten._scaled_mm`` and ``aten._scaled_mm_v2``, with every kind of scale that they take.
 
 The scheduler fuses whatever follows the product. ``fp8_dequantized`` reads products of operands
-that the graph dequantizes, and ends here in ``assemble``.
+that the graph dequantizes, and calls ``assemble`` here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
-from ..matching import stock
 from ..matching.epilogue import FLOATS
 from ..matching.operands import (
     Scale,
@@ -32,6 +31,7 @@ from ..matching.operands import (
     source_of,
     transposed,
 )
+from ..products import stock
 
 # torch.nn.functional.ScalingType
 TENSOR, ROW, BLOCK_1X128, BLOCK_128X128 = 0, 1, 4, 5

@@ -1,7 +1,7 @@
 """W4A8: an int8 or e4m3 activation times an int4 weight that the graph unpacks.
 
 ``aten._int_mm`` of a weight that is made int8 before it, and a product of floats whose operands are
-both quantized and dequantized: as ``w8a8`` and ``qdq``, with a weight that ``weight_decode`` finds
+both quantized and dequantized: as ``w8a8`` and ``qdq``, with a weight that ``weights.decode`` finds
 in bit fields of 4 bits. Its integers may be functions of the nibble that are linear (shifted into
 the high half of a byte, sign-extended, less a zero point); groups along K may have a float scale.
 Integers of ``_int_mm`` may also be rounded and clamped, or wrap around (``int8_of``).
@@ -39,14 +39,14 @@ from ..fx_utils import CAST, aten
 from ..match import Constant, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector
-from ..matching.lookup_table import Source
-from ..matching.matmul_ops import Matmul
 from ..matching.operands import reject_mutated, reject_operands, source_of
-from ..matching.weight_decode import Weight, decode
+from ..products.matmul_ops import Matmul
 from ..symbolic import Reader, arithmetic, attempt
 from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
 from ..symbolic.index import Unsupported
 from ..symbolic.reader import broadcast
+from ..weights.decode import Weight, decode
+from ..weights.lookup_table import Source
 from . import qdq, scaled_mm, w8a8
 
 FAMILY = "w4a8"

@@ -16,7 +16,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 from .. import fx_utils
 from ..match import Pattern, RecognizedGemm
 from ..matching.operands import ScaledMatmul, source_of
-from ..matching.sum_of_products import PRODUCTS
+from ..products.sum_of_products import PRODUCTS
 from . import scaled_mm, w8a8
 from .fp8_dequantized import read_dequantized
 

@@ -1,6 +1,6 @@
 """Weight-only: a float activation times a weight made of stored, quantized elements.
 
-``weight_decode`` reads what the weight is made of, whoever produced it; ``matmul_ops`` knows the
+``weights.decode`` reads what the weight is made of, whoever produced it; ``matmul_ops`` knows the
 ops that multiply.
 """
 
@@ -17,10 +17,10 @@ from inductor_quant.spec.exactness import Exactness
 from .. import fx_utils
 from ..match import Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_column_epilogue
-from ..matching.matmul_ops import Matmul, anchors, read_matmul
 from ..matching.operands import per_channel, reject_mutated, reject_operands
-from ..matching.weight_decode import Weight, decode
+from ..products.matmul_ops import Matmul, anchors, read_matmul
 from ..symbolic import Reader, attempt
+from ..weights.decode import Weight, decode
 
 FAMILY = "weight_only"
 

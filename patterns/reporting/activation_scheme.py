@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from inductor_quant.ops import row_reduce
+from inductor_quant.ops.fusion import row_reduce
 from inductor_quant.spec.decisions import Activation
 from inductor_quant.spec.gemm import dtype_name
 

@@ -1,6 +1,6 @@
 """How close a canonical op is to the nodes that it replaces: the exactness class of a match.
 
-The class comes from the nodes, not from the recogniser. A node that is not understood here gives
+The class comes from the nodes, not from the recognizer. A node that is not understood here gives
 the weakest class; with ``numerics="strict"`` the canonical op ends before it.
 """
 
@@ -42,7 +42,7 @@ def classify(found: RecognizedGemm) -> Exactness:
 
 
 def strictly(found: RecognizedGemm) -> RecognizedGemm | Rejection:
-    """The part of a recognised GEMM that is bit for bit what its nodes compute, in fp32.
+    """The part of a recognized GEMM that is bit for bit what its nodes compute, in fp32.
 
     It ends before the first rounding, which stays in the graph with all nodes after it.
     """

@@ -55,7 +55,7 @@ def format_name(found: RecognizedGemm) -> str:
 
 
 def _ternary(format: WeightFormat) -> str:
-    """BitNet's -1, 0 and 1: two bits less 1, which share one scale, behind the product."""
+    """BitNet's -1, 0 and 1: two bits less 1, with one scale, applied after the product."""
     code, steps = format.element, format.dequant_ops
     is_less_one = [(step.kind, step.operand) for step in steps] == [("sub", 1.0)]
     return "bitnet" if (code.total_width, code.signed) == (2, False) and is_less_one else ""

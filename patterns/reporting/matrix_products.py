@@ -1,4 +1,4 @@
-"""Every matrix product of a graph, recognised or not, for the report. Decides nothing."""
+"""Every matrix product of a graph, recognized or not, for the report. Decides nothing."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def _memory(numbers: list[int], dtype: torch.dtype) -> bytes:
 
 
 def further(offset: IndexExpr, by: IndexExpr) -> IndexExpr:
-    """The offset of a part of a field. A shift by data that is negative gives the sign, as does one
-    beyond the word; a further shift does not make it a field."""
+    """The offset of a part of a field. Raises Unsupported if the field's shift is data that may be
+    negative: such a shift gives the sign, of which a further one makes no field."""
     if offset.data and by != ZERO and offset.bounds()[0] < 0:
         raise Unsupported("a part of a field whose shift may be negative")
     return offset + by

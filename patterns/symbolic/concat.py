@@ -73,7 +73,7 @@ def _piece(here: IndexExpr, pieces: Sequence[tuple[int, int, Callable[[At], Expr
 def _ends(
     here: IndexExpr, digit: Digit, pieces: Sequence[tuple[int, int, Callable[[At], Expr]]]
 ) -> list[int]:
-    """Where runs of values of ``digit`` end within each of which the position is in one piece."""
+    """The ends of the runs of ``digit`` within which the position stays in one piece."""
     found: list[int | None] = [None] * digit.radix
     if not here.data:
         found = [_piece(here.at(digit, value), pieces) for value in range(digit.radix)]

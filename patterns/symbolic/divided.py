@@ -2,8 +2,8 @@
 
 HQQ's 3 bits are ten parts of a tensor of ``rows = ceil(groups / 10)`` rows: group g is in part
 ``g // rows`` at row ``g % rows``, and neither is a sum over digits of g. So g is read as
-``rows * part + row`` with new digits, and then each of these is what it is computed from, an
-integer like those in tensors.
+``rows * part + row`` with new digits, which are then replaced by ``g // rows`` and ``g % rows``,
+integers that are data like those in tensors.
 """
 
 from __future__ import annotations

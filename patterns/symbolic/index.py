@@ -7,7 +7,7 @@ and no modulo, equality is equality of coefficients, and nothing needs simplific
 sympy expressions took a hundred times as long, and decide equality by heuristics.)
 
 ``IndexExpr`` is the form while a graph is read: its digits are objects, which split on demand. The
-finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, frozen, serialisable.
+finished form is ``AffineIndex`` in ``spec/weight_format.py``: digits by name, frozen, serializable.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def join(digit: Digit, cases: list[Expr], as_data: AsData | None = None) -> Expr
 
 
 def _join_bits(digit: Digit, cases: list[Expr], as_data: AsData | None) -> Expr | None:
-    """Integers whose bits come from one word here, from two there: bit by bit."""
+    """Joins integers bit by bit, where cases read their bits from different words."""
     dtype = cases[0].dtype
     if dtype not in INTEGERS or any(case.dtype != dtype for case in cases):
         return None

@@ -41,7 +41,7 @@ At = tuple[IndexExpr, ...]
 Handler = Callable[["Reader", fx.Node, At], Expr]
 _HANDLERS: dict[Any, Handler] = {}
 CONSTANT = "get_attr"  # the target under which constant tensors have their handler
-OTHERWISE = "otherwise"  # that of the handler of what no other has a form for
+OTHERWISE = "otherwise"  # that of the handler that is tried where no other has a form
 # The longest known dequantization has 60 nodes, some of which are read once per field of a packed
 # word; its expressions have 40 operations at most. A longer one is no weight.
 MAX_DEPTH = 100
@@ -89,8 +89,8 @@ class Reader:
         return {node for node, _ in self._memo}
 
     def has_codes(self) -> bool:
-        """Whether it has met integers or fp8 in memory: the keys and values of attention, which
-        are read as a weight too, are floats or computed."""
+        """Whether integers or fp8 in memory were read. Keys and values of attention, which are
+        tried as weights too, are floats or computed."""
         return any(
             fx_utils.value(node).dtype in (*INTEGERS, *FLOAT8) and fx_utils.is_stored(node)
             for node in self.nodes()

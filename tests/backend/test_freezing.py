@@ -18,10 +18,10 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.errors import RequirementError
 from inductor_quant.patterns.fusion import concat_weights
 from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT
-from tests.support.gemms.quantizers import QUANTIZERS
 from tests.support.graphs.post_grad import calls
 from tests.support.producers import activation, blocks, fp8
 from tests.support.producers.registry import GIVEN, need, need_package
+from tests.support.spellings.quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.compiles
 

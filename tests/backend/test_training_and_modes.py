@@ -14,8 +14,6 @@ from inductor_quant import simulate
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.options import Options
 from inductor_quant.report.events import collect
-from tests.support.gemms.cases import bf16, f32, gemm, integers, mm, scale
-from tests.support.gemms.quantizers import GptFastLinear, TenLines, TorchaoLinear
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.graphs.post_grad import (
     INT_MM,
@@ -25,6 +23,8 @@ from tests.support.graphs.post_grad import (
     capture,
     count,
 )
+from tests.support.spellings.int8 import bf16, f32, gemm, integers, mm, scale
+from tests.support.spellings.quantizers import GptFastLinear, TenLines, TorchaoLinear
 
 WEIGHT_ONLY = torch.ops.inductor_quant.weight_only.default
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default

@@ -160,7 +160,7 @@ def test_a_random_linear_is_compared_with_fp64(family):
 
 @pytest.mark.parametrize("name", sampled(FORMATS, 8))
 @torch.no_grad()
-def test_a_format_is_recognised_as_it_is_stored(name):
+def test_a_format_is_recognized_as_it_is_stored(name):
     format = FORMATS[name]
     stored = format.make(Source("cpu"), 256, 512)
     x = torch.randn(5, 512, dtype=format.dtype)

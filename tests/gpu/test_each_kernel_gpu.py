@@ -1,14 +1,14 @@
 """Each kernel at odd sizes, and again a thousand times beside another stream's load.
 
-``python -m tests.support.sanitize`` runs the same GEMMs under compute-sanitizer."""
+``python -m tests.support.gpu.sanitize`` runs the same GEMMs under compute-sanitizer."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.support import sanitize
 from tests.support.gemms import each_kernel, formats
+from tests.support.gpu import sanitize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

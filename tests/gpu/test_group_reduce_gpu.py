@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from tests.support.gemms import group_reduce as groups
-from tests.support.gemms.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
+from tests.support.spellings import group_reduce as groups
+from tests.support.spellings.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
 

@@ -15,7 +15,7 @@ from tests.support.gemms.horizontal import (
     PackedLayout,
     words,
 )
-from tests.support.gemms.quantizers import TorchaoLinear
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.gpu
 

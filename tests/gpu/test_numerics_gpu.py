@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import inductor_quant
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.activation import FakeQuantized
 from tests.support.producers.registry import PRODUCERS
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 
 from examples.benchmarks.dynamic_m import FORMATS
 from inductor_quant import collect
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.packed import Gptq
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.gpu
 

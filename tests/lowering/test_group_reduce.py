@@ -10,10 +10,10 @@ from torch._inductor import config
 
 from inductor_quant import simulate
 from inductor_quant._compat.group_reduce import takes
-from inductor_quant.ops import group_reduce as op
-from tests.support.gemms import group_reduce as groups
+from inductor_quant.ops.fusion import group_reduce as op
 from tests.support.gemms.generated import generate
-from tests.support.gemms.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
+from tests.support.spellings import group_reduce as groups
+from tests.support.spellings.group_reduce import GROUP, Case, exact_norm, exact_scale, returning
 
 Tensor = torch.Tensor
 bf16, f32 = torch.bfloat16, torch.float32

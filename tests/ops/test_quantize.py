@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 
 VALUES = [
     0.0,

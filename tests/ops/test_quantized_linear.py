@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import fp8, quantize, quantized_linear, w8a8
+from inductor_quant.ops import fp8, w8a8
+from inductor_quant.ops.fusion import quantize, quantized_linear
 from inductor_quant.spec import row_scale
 from tests.support.gemms.quantizing import E4M3, FLOAT_NARROW, GUARDED, Case
 

@@ -303,7 +303,7 @@ def test_a_symbolic_m_is_not_looked_at():
     run = torch.compile(gemm(case), backend=counter)
     for m in (2, 3, 16, 100):
         inputs = make_inputs(dataclasses.replace(case, m=m), "cpu")
-        torch._dynamo.mark_dynamic(inputs[0], 0)  # an error where it is specialised
+        torch._dynamo.mark_dynamic(inputs[0], 0)  # an error where it is specialized
         assert torch.equal(run(*inputs), gemm(case)(*inputs))
     assert counter.frame_count == 1
 

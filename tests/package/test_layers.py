@@ -34,12 +34,17 @@ ALLOWED: dict[str, set[str]] = {
     "patterns.fx_utils": {"_compat"},
     "patterns.symbolic": {"_compat", "patterns.fx_utils", "patterns.match"},
     "patterns.rewrite": {"_compat", "fallback", "ops", "patterns.fx_utils", "patterns.match"},
+    "patterns.weights": PLAIN
+    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.symbolic"},
+    "patterns.products": PLAIN
+    | {"_compat", "patterns.fx_utils", "patterns.match", "patterns.rewrite", "patterns.symbolic"}
+    | {"patterns.weights"},
     "patterns.matching": PLAIN
-    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.rewrite"}
-    | {"patterns.symbolic"},
+    | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.products"}
+    | {"patterns.symbolic", "patterns.weights"},
     "patterns.recognizers": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.matching"}
-    | {"patterns.symbolic"},
+    | {"patterns.products", "patterns.symbolic", "patterns.weights"},
     "patterns.reporting": PLAIN
     | {"_compat", "ops", "patterns.fx_utils", "patterns.match", "patterns.matching"},
     "patterns.fusion": PLAIN
@@ -66,6 +71,11 @@ ALLOWED: dict[str, set[str]] = {
     "kernels.w4a8": PLAIN
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.shared", "kernels.weight_only"},
+    "kernels.experts": PLAIN
+    | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"}
+    | {"kernels.weight_only"},
+    "kernels.scaled_experts": PLAIN
+    | {"kernels.config", "kernels.experts", "kernels.problem", "kernels.scaled_mm"},
     "kernels": PLAIN
     | {"kernels.block_sparse", "kernels.kernel", "kernels.scaled_mm", "kernels.w4a8"}
     | {"kernels.weight_only"},

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import racecheck, upstream
+from tests.support import upstream
+from tests.support.gpu import racecheck
 
 KERNEL = """
 @gluon.jit

@@ -275,7 +275,7 @@ def test_a_weight_that_is_dequantized_and_clamped_is_a_near_miss():
     assert row.site.source == "i8"
 
 
-def test_a_weight_that_is_dequantized_first_is_recognised():
+def test_a_weight_that_is_dequantized_first_is_recognized():
     """On a CPU it stays as it is, and the device is why."""
     weight = torch.randint(-128, 128, (48, 64), dtype=torch.int8)
     scale = torch.rand(48, 1)

@@ -16,11 +16,11 @@ from inductor_quant.patterns import graph_pass
 from inductor_quant.patterns.graph_pass import for_options
 from inductor_quant.report import events
 from tests.support.forks import Program
-from tests.support.gemms.quantizers import QUANTIZERS, GptFastLinear
 from tests.support.graphs.post_grad import capture
 from tests.support.producers.activation import PRODUCERS
 from tests.support.producers.registry import GIVEN, need, need_package
 from tests.support.sampling import sampled
+from tests.support.spellings.quantizers import QUANTIZERS, GptFastLinear
 
 pytestmark = pytest.mark.compiles
 

@@ -9,19 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from inductor_quant import simulate
-
 pytestmark = pytest.mark.interp
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 BLOCK = 1024
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _corrected_interpreter():
-    if simulate.is_interpreting():
-        simulate.install()
 
 
 @triton.jit

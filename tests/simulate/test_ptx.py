@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inductor_quant.kernels.codegen import table_lookup
+from inductor_quant.kernels.codegen.digits import table_lookup
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.unpack_ptx import add_and_scale, unpack
 from inductor_quant.simulate.interpreter import ptx

@@ -53,7 +53,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The logits of each sequence's last token, behind ``past`` tokens of random keys and values.
+    """The logits of each sequence's last token, after ``past`` tokens of random keys and values.
 
     Each call finds and leaves the static cache with ``past`` tokens.
     """

@@ -1,7 +1,7 @@
 """The W4A8 problems of ``workers.linear``: two int4 in a byte along K, int8 activations.
 
 'w4a8' has a bf16 scale for each group of 128 along K, and a product of floats whose operands are
-dequantized; 'w4a8_channel' has per_channel scales behind ``_int_mm``. Peers: 'w8a8', the same
+dequantized; 'w4a8_channel' has per_channel scales after ``_int_mm``. Peers: 'w8a8', the same
 integers in int8 with per_channel scales; 'w4a16', the same packed weight and a bf16 activation."""
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class WeightTile:
 class Codegen:
     """The template constant ``CODEGEN``: templates call its methods for statements.
 
-    In the kernel's text and in cache keys it reads as the text of the format. The statements are
-    part of the kernel's source, and so of the keys.
+    ``str`` is the text of the format: that is what kernels and cache keys contain. The statements
+    are part of the kernel's source, and so of the keys too.
     """
 
     dialect: Dialect = TRITON

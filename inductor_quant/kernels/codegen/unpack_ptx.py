@@ -229,11 +229,13 @@ def dequantize_pair(dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool) -
 
 
 def float8_pair(kind: str) -> tuple[Assembly, int]:
-    """fp16 of two floats in bytes of one word or two, exactly ("e4m3", "e5m2"). Arguments: the
-    words, and the selector of the bytes for ``prmt``, twice: it brings them to where the second
-    result says, the number of its digit for the first byte; that of the other is as far up.
+    """fp16 of two floats in bytes of one word or two, exactly ("e4m3", "e5m2").
 
-    e5m2 is the upper byte of fp16; for e4m3 there is an instruction from sm_89 on."""
+    Arguments: the words, and the selector of the bytes for ``prmt``, twice. The second result is
+    the selector's digit for the first byte: 1 for e5m2, which is the upper byte of an fp16 (the
+    other byte has digit 3), 0 for e4m3, of which an instruction converts two neighbouring bytes
+    from sm_89 on.
+    """
     lines = ["prmt.b32 t, $1, $2, $3;"]
     if kind == "e5m2":
         return assembly([*lines, "and.b32 $0, t, 0xff00ff00;"], "t", 4, pack=2), 1

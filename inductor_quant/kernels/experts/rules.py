@@ -53,8 +53,8 @@ def groups_of(problem: Problem) -> Groups:
 
 
 def mean_rows(problem: Problem) -> float:
-    """Of an expert, the most in any call, so that a choice by it holds for every call; of rows that
-    are not sorted each is a tile."""
+    """Mean rows of an expert, for the largest M: a choice by it then holds for every call. 1 if
+    rows are not sorted, because each is a tile of its own."""
     groups = groups_of(problem)
     if not groups.is_sorted:
         return 1

@@ -1,1 +1,1 @@
-"""Kernels of ``w4a8``: int8 activations times packed int4 weights, on the int8 matrix units."""
+"""Kernels of ``w4a8``: int8 or e4m3 activations times packed int4 weights."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import abstractmethod
 from typing import Any
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
-from inductor_quant.kernels.codegen.digits import is_in_place
-from inductor_quant.kernels.codegen.quads import (
+from inductor_quant.kernels.codegen.digits.codegen import is_in_place
+from inductor_quant.kernels.codegen.digits.tile import TilePlan, word_strides
+from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.w4a8.quads import (
     MAX_MAGIC_K,
     QUAD,
     SIGN,
@@ -17,14 +20,12 @@ from inductor_quant.kernels.codegen.quads import (
     is_scaled_quad,
     zero_of,
 )
-from inductor_quant.kernels.codegen.tile_digits import TilePlan, word_strides
-from inductor_quant.kernels.codegen.words import as_words
-from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.kernel import Kernel
-from inductor_quant.kernels.problem import Device, Problem, Weight
-from inductor_quant.kernels.shared import horizontal, split_k
 from inductor_quant.kernels.weight_only.digit_tiles import format_rejection, n_order, plan_of
-from inductor_quant.kernels.weight_only.rules import no_kernel, reject_if_unaligned_rows
+from inductor_quant.kernels.weight_only.rules import (
+    WeightOnlyKernel,
+    no_kernel,
+    reject_if_unaligned_rows,
+)
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec, dtype_name
@@ -35,25 +36,17 @@ MIN_GROUP = 128  # elements along K; smaller ones have not been timed
 EXACT_IN_FP32 = 1 << 24
 
 
-class W4A8Kernel(Kernel):
+class W4A8Kernel(WeightOnlyKernel):
     """A kernel of the family; a subclass writes ``codegen`` and says when it applies."""
 
     family = "w4a8"
-    grid = staticmethod(split_k.grid)
-
-    @abstractmethod
-    def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> Any:
-        """The template constant ``CODEGEN``: writes the statements that depend on the weight."""
+    inputs_of_x = ("A", "A_SCALE")
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         """Those that depend on what the op is given are ``W4A8Call.gemm``'s."""
-        return horizontal.constants(problem, config, shared=("A", "A_SCALE")) | {
-            "CODEGEN": self.codegen(spec, problem, config),
-            "SPLIT_K": config.split_k,
-            "STAGES": config.num_stages,
-            "ACC_TYPE": "tl.float32",  # of the value that the template stores
+        return super().constants(spec, problem, config, device) | {
             "IS_INTEGER": True,
             "BLOCK_SCALED": False,
             "SUM_B": False,

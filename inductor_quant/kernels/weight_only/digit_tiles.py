@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from inductor_quant.kernels.codegen.digits import TABLE, is_in_place
+from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_in_place
+from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.codegen.packed_layout import BASES
-from inductor_quant.kernels.codegen.tile_digits import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
@@ -24,8 +24,9 @@ def varying(format: WeightFormat) -> list[Field]:
 
 
 def n_order(format: WeightFormat) -> list[str]:
-    """The digits of n in the order in which a tile covers them. The last ones choose a value of a
-    word; before them come those that scales do not depend on which change with every k."""
+    """The digits of n in the order in which a tile covers them. Last are those that choose a value
+    of a word; before them, if scales change with every k, those that these scales do not depend
+    on."""
     changing, in_word = varying(format), format.code.offset.digits
 
     def rank(name: str) -> int:

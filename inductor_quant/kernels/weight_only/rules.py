@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
+from inductor_quant.kernels.codegen.digits.tile import word_strides
 from inductor_quant.kernels.codegen.gluon_columns import supports_ops
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout, packed_layout_of
 from inductor_quant.kernels.codegen.packed_tile import contiguous_axis
-from inductor_quant.kernels.codegen.tile_digits import word_strides
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device, Problem, Weight
@@ -43,6 +43,7 @@ class WeightOnlyKernel(Kernel):
     """A kernel of the family; a subclass writes ``codegen`` and says when it applies."""
 
     family = "weight_only"
+    inputs_of_x: ClassVar[tuple[str, ...]] = ("X",)  # those that GEMMs of one launch share
     grid = staticmethod(split_k.grid)
 
     @abstractmethod
@@ -58,7 +59,7 @@ class WeightOnlyKernel(Kernel):
             "SPLIT_K": config.split_k,
             "STAGES": config.num_stages,
             "ACC_TYPE": "tl.float32",
-            **horizontal.constants(problem, config, shared=("X",)),
+            **horizontal.constants(problem, config, shared=self.inputs_of_x),
             **self.own_constants(problem, config, device),
         }
 

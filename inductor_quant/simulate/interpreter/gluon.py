@@ -1,7 +1,7 @@
 """Gluon for Triton's interpreter: Triton's own language, without layouts.
 
 An interpreter has no threads that hold elements, so layouts mean nothing. Copies and products are
-done where they are started. Of warp-specialised partitions the last one, the producer, runs first:
+done where they are started. Of warp-specialized partitions the last one, the producer, runs first:
 what TMA loads into a buffer is kept for each phase of its barrier, and a consumer reads the phase
 that it waited for last. Races are not seen.
 """

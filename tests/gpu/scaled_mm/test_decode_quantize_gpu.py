@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import inductor_quant
-from inductor_quant.ops import quantized_linear
+from inductor_quant.ops.fusion import quantized_linear
 from tests.support.gemms.quantizing import (
     E4M3,
     FLOAT_NARROW,

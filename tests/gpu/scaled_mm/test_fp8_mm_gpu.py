@@ -12,8 +12,8 @@ import inductor_quant
 from inductor_quant.kernels.tuning import cost_model
 from tests.kernels.scaled_mm.test_fp8_mm_interpreted import BLOCKS, ROWS
 from tests.support.gemms.fp8 import Case, gemm, make_inputs, reference
-from tests.support.gemms.fp8_spellings import HAS_V2, LAID_OUT, VERSION_2_BLOCKS
 from tests.support.gemms.w8a8 import assert_close
+from tests.support.spellings.fp8 import HAS_V2, LAID_OUT, VERSION_2_BLOCKS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm89]
 

@@ -1,12 +1,12 @@
 """Every number of rows: what calls a library that refuses some is computed all the same.
 
-``python -m tests.support.gemms.sweep`` has every size."""
+``python -m tests.support.gpu.sweep`` has every size."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.gemms import sweep
+from tests.support.gpu import sweep
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 

@@ -20,8 +20,8 @@ from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms import w8a8, weight_only
 from tests.support.gemms.generated import device, generate
 from tests.support.gemms.horizontal import DecoderLayer, Integers, PackedLayout, words
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.sampling import sampled
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = pytest.mark.usefixtures("large_groups")
 

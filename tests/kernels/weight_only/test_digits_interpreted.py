@@ -11,7 +11,14 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.ops import weight_only
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
-from tests.support.gemms.weight_only import Case, assert_close, gemm, make_inputs, reference
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    make_inputs,
+    one_hot_rows,
+    reference,
+)
 
 pytestmark = [
     pytest.mark.interp,
@@ -110,22 +117,12 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which,
     """Every third block of K, in 16 bits (scales of x's dtype) and in fp32."""
     name, dtype, m = NAMES[which], dtypes[which], int(config.partition("x")[0])
     monkeypatch.setattr(formats, "f16", dtype)
-    torch.manual_seed(0)
-    case = Case(name, m, 64, 128, dtype)
-    _, _, _, *weight = make_inputs(case, "cpu")
-    text = case.packed.format.encode()
-    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
 
-    def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=dtype)
+    def by_kernel(fn, make):
+        return generated_by(kernel, fn, make, config)
 
-    def make(device):
-        x, _, _, *weight = make_inputs(case, device)
-        return x, *weight
-
-    generated = generated_by(kernel, fn, make, config)
-    for rows in torch.eye(128).to(dtype).split(m)[::3]:
-        assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
+    for got, want in one_hot_rows(Case(name, m, 64, 128, dtype), by_kernel, 3):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("scales", [torch.float32, bf16, f16])

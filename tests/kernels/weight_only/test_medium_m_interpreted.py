@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.ops import weight_only
 from tests.support.gemms.generated import generate
-from tests.support.gemms.weight_only import Case, assert_close, gemm, make_inputs, reference
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    make_inputs,
+    one_hot_rows,
+    reference,
+)
 from tests.support.sampling import sampled
 
 pytestmark = [pytest.mark.interp, pytest.mark.usefixtures("large_groups")]
@@ -53,19 +59,12 @@ def test_result_is_close_to_fp64(name, dtype, config, layout):
 @pytest.mark.parametrize(("name", "dtype"), FORMATS)
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype):
     """In fp32: W is rounded exactly as in the reference."""
-    torch.manual_seed(0)
-    case = Case(name, 0, 128, 256, dtype)
-    _, _, _, *weight = make_inputs(case, "cpu")
-    text = case.packed.format.encode()
 
-    def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=torch.float32)
+    def generated_by(fn, make):
+        generated = generate(fn, make, f"weight_only_medium_m {CONFIGS[0]}")
+        assert any("fma.rn" in source for source in generated.kernels.values())
+        return generated
 
-    def make(device):
-        x, _, _, *weight = make_inputs(Case(name, 64, 128, 256, dtype), device)
-        return x, *weight
-
-    generated = generate(fn, make, f"weight_only_medium_m {CONFIGS[0]}")
-    assert any("fma.rn" in source for source in generated.kernels.values())
-    for rows in torch.eye(256).to(dtype).split(64)[::3]:
-        assert torch.equal(simulate.interpret(generated, (rows, *weight)), fn(rows, *weight))
+    case = Case(name, 64, 128, 256, dtype, out_dtype=torch.float32)
+    for got, want in one_hot_rows(case, generated_by, 3):
+        assert torch.equal(got, want)

@@ -10,7 +10,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor

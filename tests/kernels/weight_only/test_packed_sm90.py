@@ -26,7 +26,7 @@ from tests.support.sampling import sampled
 pytestmark = pytest.mark.usefixtures("large_groups")
 
 bf16, f16 = torch.bfloat16, torch.float16
-# From 3.9 on Triton synchronises warpgroups where they wait for wgmma.
+# From 3.9 on Triton synchronizes warpgroups where they wait for wgmma.
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 

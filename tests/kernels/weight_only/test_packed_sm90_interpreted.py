@@ -9,10 +9,16 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
-from inductor_quant.ops import weight_only
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
-from tests.support.gemms.weight_only import Case, assert_close, gemm, make_inputs, reference
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    make_inputs,
+    one_hot_rows,
+    reference,
+)
 
 pytestmark = [
     pytest.mark.interp,
@@ -98,19 +104,9 @@ def test_x_that_is_computed_from_a_transpose_is_stored_by_rows():
 )
 def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, m, config, dtype, monkeypatch):
     monkeypatch.setattr(formats, "f16", dtype)  # of scales
-    torch.manual_seed(0)
-    case = Case("gptq", m, 64, 256, dtype)
-    _, _, _, *weight = make_inputs(case, "cpu")
-    text = case.packed.format.encode()
-    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
 
-    def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=dtype)
+    def generated_by(fn, make):
+        return generate_gluon(fn, make, config, kernel)
 
-    def make(device):
-        x, _, _, *weight = make_inputs(case, device)
-        return x, *weight
-
-    generated = generate_gluon(fn, make, config, kernel)
-    for rows in torch.eye(256).to(dtype).split(m):
-        assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
+    for got, want in one_hot_rows(Case("gptq", m, 64, 256, dtype), generated_by):
+        assert torch.equal(got, want)

@@ -18,6 +18,7 @@ from tests.support.gemms.weight_only import (
     exact,
     gemm,
     make_inputs,
+    one_hot_rows,
 )
 from tests.support.sampling import sampled
 
@@ -89,24 +90,14 @@ def test_the_first_configuration_is_right(case):
 )
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, dtype, config):
     """Each k alone, in every third block of 16: one product, scaled in fp32, rounded once."""
-    torch.manual_seed(0)
-    case = Case(name, 256, 128, 256, dtype)
-    _, _, _, *weight = make_inputs(case, "cpu")
-    text = case.packed.format.encode()
-    want = weight_only.dequantize(case.packed.format, weight).to(dtype)
 
-    def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=dtype)
+    def generated_by(fn, make):
+        generated = generate(fn, make, f"weight_only_small_m {config}")
+        assert any("inline_asm" in source for source in generated.kernels.values())
+        return generated
 
-    def make(device):
-        x, _, _, *weight = make_inputs(Case(name, 16, 128, 256, dtype), device)
-        return x, *weight
-
-    generated = generate(fn, make, f"weight_only_small_m {config}")
-    assert any("inline_asm" in source for source in generated.kernels.values())
-    for rows in torch.eye(256).to(dtype).split(16)[::3]:
-        got = simulate.interpret(generated, (rows, *weight))
-        assert torch.equal(got, want[rows.argmax(1)])
+    for got, want in one_hot_rows(Case(name, 16, 128, 256, dtype), generated_by, 3):
+        assert torch.equal(got, want)
 
 
 def test_signed_fields_an_addend_and_ops_in_any_order():

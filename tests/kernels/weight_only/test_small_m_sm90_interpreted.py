@@ -7,10 +7,16 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
-from inductor_quant.ops import weight_only
 from tests.support.gemms.generated import generate
 from tests.support.gemms.horizontal import PackedLayout
-from tests.support.gemms.weight_only import Case, assert_close, exact, gemm, make_inputs
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    exact,
+    gemm,
+    make_inputs,
+    one_hot_rows,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("large_groups"),
@@ -59,19 +65,8 @@ def test_gemms_in_one_launch():
 
 
 def test_one_hot_rows_give_the_weight_bit_for_bit():
-    torch.manual_seed(0)
-    case = Case("gptq", 16, 64, 512, f16)
-    _, _, _, *weight = make_inputs(case, "cpu")
-    text = case.packed.format.encode()
-    want = weight_only.dequantize(case.packed.format, weight).to(f16)
+    def generated_by(fn, make):
+        return generate(fn, make, f"{KERNEL} {CONFIG}")
 
-    def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=f16)
-
-    def make(device):
-        x, _, _, *weight = make_inputs(case, device)
-        return x, *weight
-
-    generated = generate(fn, make, f"{KERNEL} {CONFIG}")
-    for rows in torch.eye(512).to(f16).split(16)[::7]:
-        assert torch.equal(simulate.interpret(generated, (rows, *weight)), want[rows.argmax(1)])
+    for got, want in one_hot_rows(Case("gptq", 16, 64, 512, f16), generated_by, 7):
+        assert torch.equal(got, want)

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.cse import eliminate_common_subexpressions
 from inductor_quant.patterns.matching.value_numbering import Numbering
-from tests.support.gemms.cases import bf16
 from tests.support.gemms.generated import generate
-from tests.support.gemms.quantizers import QUANTIZERS, Int8Linear, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, EagerBackend, Rewrite, capture, count
 from tests.support.producers.real import unchanged_inductor_config
 from tests.support.sampling import sampled
+from tests.support.spellings.int8 import bf16
+from tests.support.spellings.quantizers import QUANTIZERS, Int8Linear, TorchaoLinear
 
 aten = torch.ops.aten
 K, N = 40, 24

@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import horizontal, quantize, w8a8, weight_only
+from inductor_quant.ops import w8a8, weight_only
+from inductor_quant.ops.fusion import horizontal, quantize
 from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.horizontal import MAX_MEMBERS, horizontal_fusion
 from tests.support.gemms import formats
-from tests.support.gemms.cases import bf16
 from tests.support.gemms.horizontal import (
     DecoderLayer,
     Group,
@@ -25,11 +25,12 @@ from tests.support.gemms.horizontal import (
     PackedLayout,
     words,
 )
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.gemms.w4a8 import Case as Int4Case
 from tests.support.gemms.w8a8 import Case
 from tests.support.gemms.weight_only import Case as WordsCase
 from tests.support.graphs.post_grad import EagerBackend, calls, capture, count
+from tests.support.spellings.int8 import bf16
+from tests.support.spellings.quantizers import TorchaoLinear
 
 aten = torch.ops.aten
 GROUPS = (horizontal.w8a8_op, horizontal.w4a8_op, horizontal.weight_only_op)

@@ -13,12 +13,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import fp8_block
-from inductor_quant.ops import group_reduce as op
+from inductor_quant.ops.fusion import group_reduce as op
 from inductor_quant.patterns.fusion.norm_group_quant import fuse_norm_and_group_quant
-from tests.support.gemms import group_reduce as groups
-from tests.support.gemms.group_reduce import GROUP, QUANTIZATIONS, Case
 from tests.support.graphs.post_grad import count
 from tests.support.sampling import sampled
+from tests.support.spellings import group_reduce as groups
+from tests.support.spellings.group_reduce import GROUP, QUANTIZATIONS, Case
 
 aten = torch.ops.aten
 bf16 = torch.bfloat16
@@ -39,7 +39,7 @@ def traced(fn, inputs, unknown=()):
 
 
 @pytest.fixture(autouse=True)
-def _as_behind_our_recogniser_on_a_card(monkeypatch):
+def _as_behind_our_recognizer_on_a_card(monkeypatch):
     monkeypatch.setattr(compat, "runs_triton", lambda device: True)
     monkeypatch.setattr(groups, "product", product)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch._inductor import config
 
-from inductor_quant.ops import fp8, quantize, quantized_linear, row_reduce
+from inductor_quant.ops import fp8
+from inductor_quant.ops.fusion import quantize, quantized_linear, row_reduce
 from inductor_quant.options import Options
-from tests.support.gemms.quantizers import GptFastLinear, TenLines, TorchaoLinear
 from tests.support.graphs.post_grad import W8A8, calls, capture, count
+from tests.support.spellings.quantizers import GptFastLinear, TenLines, TorchaoLinear
 
 K, N = 64, 48
 E4M3 = torch.float8_e4m3fn
@@ -337,7 +338,7 @@ def test_what_stays_a_kernel_of_its_own(fn):
     x, w = of_rows(4)
     got, after = rewritten(fn, x, w)
     assert not calls(after, LINEAR)
-    assert calls(after) or fn is shared, "no GEMM was recognised"
+    assert calls(after) or fn is shared, "no GEMM was recognized"
     want = rewritten(fn, x, w, options=APART)[0]
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

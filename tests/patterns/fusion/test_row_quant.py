@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_quant import simulate
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 from inductor_quant.patterns.fusion.row_quant import mark_row_reductions
 from tests.support.gemms.generated import generate
 

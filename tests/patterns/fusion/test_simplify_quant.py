@@ -10,7 +10,7 @@ import torch
 from torch._inductor import config
 
 from inductor_quant import simulate
-from inductor_quant.ops import quantize
+from inductor_quant.ops.fusion import quantize
 from inductor_quant.options import Options
 from tests.support.gemms.generated import generate
 from tests.support.graphs.post_grad import W8A8, capture, count

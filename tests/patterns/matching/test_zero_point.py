@@ -13,9 +13,9 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.patterns.match import Derived
 from inductor_quant.patterns.matching.value_range import ValueRange, constant, value_range
 from inductor_quant.patterns.matching.zero_point import frozen_sums
-from tests.support.gemms.cases import bf16, f32, gemm, i32, mm, scale
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.graphs.post_grad import Float64Epilogue, calls, capture, printed
+from tests.support.spellings.int8 import bf16, f32, gemm, i32, mm, scale
 
 M, N, K = 6, 24, 40
 i8 = torch.int8

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import fx, nn
 from torch.library import triton_op, wrap_triton
 
-from inductor_quant.ops import quantized_linear
+from inductor_quant.ops.fusion import quantized_linear
 from inductor_quant.patterns.recognizers import fp8_custom_ops
 from inductor_quant.report.events import Report, collect
 from tests.support.gemms.fp8 import Case, e4m3, make_inputs, reference

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from inductor_quant.spec.decisions import RejectionCode
-from tests.support.gemms.cases import bf16, f32, f64, gemm, i64, mm, scale
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.graphs.post_grad import Float64Epilogue, calls, capture
+from tests.support.spellings.int8 import bf16, f32, f64, gemm, i64, mm, scale
 
 B, S, M, N = 2, 3, 6, 24
 Fn = Callable[..., Any]

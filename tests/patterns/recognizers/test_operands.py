@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from inductor_quant.spec.decisions import RejectionCode
-from tests.support.gemms.cases import gemm, i32, integers, mm, scale, scaled
 from tests.support.graphs.handmade import Call, results, rewritten
 from tests.support.graphs.post_grad import INT_MM, capture
+from tests.support.spellings.int8 import gemm, i32, integers, mm, scale, scaled
 
 aten = torch.ops.aten
 M, N, K = 6, 24, 40

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.gemms.cases import bf16, f32
 from tests.support.graphs.post_grad import W8A8, calls, capture, count
+from tests.support.spellings.int8 import bf16, f32
 
 M, N, K = 6, 24, 40
 i8, u8 = torch.int8, torch.uint8

@@ -11,9 +11,14 @@ import torch.nn.functional as F
 
 from inductor_quant import simulate
 from inductor_quant.report.events import collect
-from tests.support.gemms import group_reduce
 from tests.support.gemms.fp8 import Case, e4m3, make_inputs
-from tests.support.gemms.fp8_spellings import (
+from tests.support.gemms.generated import generate
+from tests.support.gemms.w8a8 import assert_close
+from tests.support.graphs.handmade import rewritten
+from tests.support.graphs.post_grad import EagerBackend, capture
+from tests.support.sampling import sampled
+from tests.support.spellings import group_reduce
+from tests.support.spellings.fp8 import (
     BLOCKS,
     DEQUANTIZED,
     HAS_V2,
@@ -25,11 +30,6 @@ from tests.support.gemms.fp8_spellings import (
     Spelling,
     layer,
 )
-from tests.support.gemms.generated import generate
-from tests.support.gemms.w8a8 import assert_close
-from tests.support.graphs.handmade import rewritten
-from tests.support.graphs.post_grad import EagerBackend, capture
-from tests.support.sampling import sampled
 
 aten = torch.ops.aten
 SPELLINGS = [*SCALED_MM, *BLOCKS, *(VERSION_2 if HAS_V2 else ()), *DEQUANTIZED]

@@ -13,9 +13,7 @@ from torch import nn
 
 from inductor_quant.options import Options
 from inductor_quant.report.events import collect
-from tests.support.gemms.cases import SPELLINGS, Spelling, bf16, f32, integers, mm
 from tests.support.gemms.generated import generate
-from tests.support.gemms.quantizers import QUANTIZERS, GptFastLinear, Int8Linear, TorchaoLinear
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.graphs.post_grad import (
     CAST,
@@ -30,6 +28,8 @@ from tests.support.graphs.post_grad import (
 )
 from tests.support.producers.real import unchanged_inductor_config
 from tests.support.sampling import sampled
+from tests.support.spellings.int8 import SPELLINGS, Spelling, bf16, f32, integers, mm
+from tests.support.spellings.quantizers import QUANTIZERS, GptFastLinear, Int8Linear, TorchaoLinear
 
 aten = torch.ops.aten
 

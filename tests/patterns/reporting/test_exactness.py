@@ -11,9 +11,9 @@ from inductor_quant.options import Options
 from inductor_quant.simulate import generate
 from inductor_quant.spec.decisions import RejectionCode
 from inductor_quant.spec.exactness import Exactness
-from tests.support.gemms.quantizers import QUANTIZERS
 from tests.support.graphs.post_grad import W8A8, EagerBackend, calls, capture
 from tests.support.producers.registry import GIVEN, PRODUCERS, need
+from tests.support.spellings.quantizers import QUANTIZERS
 
 pytestmark = pytest.mark.compiles
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from inductor_quant.spec.decisions import Rejection
 from tests.support.graphs.reading import CPU, Graph, aten, prims, read, tensors_of
 

@@ -15,7 +15,7 @@ import torch.ao.quantization.fx._decomposed
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from tests.support.graphs.reading import CPU, Body, Graph, read, read_weight, tensors_of
 
 aten, QD = torch.ops.aten, torch.ops.quantized_decomposed

@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.dequantize import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from inductor_quant.spec.decisions import Rejection
 from tests.support.graphs.reading import read_weight, tensors_of
 

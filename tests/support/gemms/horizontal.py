@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from inductor_quant.ops import horizontal
 from inductor_quant.ops import w8a8 as op
+from inductor_quant.ops.fusion import horizontal
 from tests.support.gemms import w4a8, w8a8, weight_only
 from tests.support.producers.packed import GptqCat
 

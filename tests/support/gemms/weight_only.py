@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
-from inductor_quant.simulate import Generated
+from inductor_quant.simulate import Generated, interpret
 from inductor_quant.spec.gemm import QuantGemmSpec
 from tests.support.gemms import formats
 from tests.support.gemms.formats import Packed
@@ -88,6 +88,20 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 def generate_case(case: Case, *configs: object, **simulated: Any) -> Generated:
     """``generated.generate`` of the op."""
     return generate(gemm(case), lambda device: make_inputs(case, device), *configs, **simulated)
+
+
+def one_hot_rows(
+    case: Case, generated_by: Callable[..., Generated], every: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(a kernel's result, the reference's) where each row of x reads one k alone: W, rounded once.
+
+    M rows at a time, each ``every``-th part of K; ``generated_by(fn, make_inputs)``.
+    """
+    torch.manual_seed(0)
+    _, *rest = make_inputs(case, "cpu")
+    generated = generated_by(gemm(case), lambda device: make_inputs(case, device))
+    for rows in torch.eye(case.packed.format.shape[0]).to(case.dtype).split(case.m)[::every]:
+        yield interpret(generated, (rows, *rest)), gemm(case)(rows, *rest)
 
 
 def described(case: Case) -> tuple[QuantGemmSpec, Problem]:

@@ -26,7 +26,7 @@ from torch import nn
 
 from inductor_quant.backend import enabled
 from inductor_quant.report.events import collect
-from tests.support.gemms.quantizers import GptFastLinear, Int8Linear
+from tests.support.spellings.quantizers import GptFastLinear, Int8Linear
 
 ROOT = Path(__file__).parents[3]
 K, N = 256, 512

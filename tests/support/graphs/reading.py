@@ -10,8 +10,8 @@ from torch import fx
 
 from inductor_quant.patterns import fx_utils
 from inductor_quant.patterns.match import Constant, Derived
-from inductor_quant.patterns.matching.weight_decode import Weight, decode
 from inductor_quant.patterns.symbolic.reader import Reader, attempt
+from inductor_quant.patterns.weights.decode import Weight, decode
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -17,8 +17,8 @@ from unittest import mock
 import torch
 from torch import nn
 
-from tests.support.gemms.quantizers import GptFastLinear, Int8Linear, TenLines, TorchaoLinear
 from tests.support.producers.real import source, unchanged_inductor_config
+from tests.support.spellings.quantizers import GptFastLinear, Int8Linear, TenLines, TorchaoLinear
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 Tensor = torch.Tensor

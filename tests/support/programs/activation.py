@@ -1,4 +1,4 @@
-"""Counts the spellings of int8 activations and epilogues that are recognised, and wrong results.
+"""Counts the spellings of int8 activations and epilogues that are recognized, and wrong results.
 
     python -m tests.support.programs.activation --programs 1000 --near-misses 500
 

@@ -49,7 +49,7 @@ EXTRACTIONS = (
     "shift, cast, mask",
 )
 # The extractions whose shifts may be a graph input. With the others, arbitrary amounts would leave
-# the format, and a recogniser cannot see the amounts.
+# the format, and a recognizer cannot see the amounts.
 EXTRACTIONS_BY_DATA = ("shift, mask", "shift, cast, mask")
 ASSEMBLIES_BY_DATA = ("expand", "strided", "index")
 SIGNS = ("xor, sub", "where", "int8 shl, shr", "sub twice the sign bit")

@@ -1,4 +1,4 @@
-"""Counts the dequantization programs that are recognised, and those recognised wrongly.
+"""Counts the dequantization programs that are recognized, and those recognized wrongly.
 
     python -m tests.support.programs.generality --programs 2000 --near-misses 1000
     python -m tests.support.programs.generality --fields --programs 3000 --near-misses 1500
@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from inductor_quant.ops.weight_only import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from inductor_quant.spec.decisions import Rejection
 from tests.support.graphs.reading import read_weight, tensors_of
 from tests.support.programs.axes import Axes, histogram

@@ -1,7 +1,7 @@
 """Mutations that leave the family of formats, and functions of one element.
 
 What is no affine function of bit fields (a product of codes, a clamp, a wrap, overlapping bits) is
-a table if it depends on the codes alone, and else no format. Uninitialised memory and sums along an
+a table if it depends on the codes alone, and else no format. Uninitialized memory and sums along an
 axis never are one.
 """
 
@@ -115,7 +115,7 @@ def _is_unsigned_of_three(sites: Sites) -> bool:
 LEAVING: tuple[tuple[str, Mutation], ...] = (
     ("tanh", on_numbers(lambda b, x: b.call(aten.tanh.default, x))),
     ("running sum", on_numbers(lambda b, x: b.call(aten.cumsum.default, x, 0))),
-    ("uninitialised", on_numbers(_unwritten)),
+    ("uninitialized", on_numbers(_unwritten)),
     ("a write left out", _not_written),
     ("a write left out", _not_written),
 )

@@ -3,11 +3,11 @@
 Blocks of 16, 32, 64 and 128, square or not, fp16 and bf16, every M, from sm_80 on. A CTA reads the
 blocks of its row of blocks and the columns of x that they multiply; for a block that is not stored
 nothing is read or multiplied. Triton pipelines the gathered loads: the columns of a later step are
-loaded while x and W of an earlier one are on their way.
+loaded while the loads of x and W of an earlier one are in flight.
 
 ``block_sparse_mm`` reads x by pointers, in steps of several narrow blocks or a part of a wide one.
 ``block_sparse_mm_tma`` is for many rows on sm_90: TMA brings the columns of x of one block, or of a
-part of it. The rate is then bound by what L2 delivers of x, which a block of few rows uses little.
+part of it. It is bound by the rate at which L2 delivers x, of which small blocks reuse little.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ MIN_ARCH = 80  # bf16, cp.async
 FP8_ARCH = 89  # below, e4m3 is decoded by integer arithmetic
 DTYPES = (torch.bfloat16, torch.float16, torch.int8)
 TMA_ARCHS = (INTERPRETER_ARCH, 90)
-# TMA: the least of a block, of M, and of tiles an SM by the rows of a block. A CTA makes its
-# descriptor in the time of several steps.
+# TMA: the smallest block, the smallest M, and by the rows of a block the fewest tiles per SM.
+# Making its descriptor takes a CTA as long as several steps.
 MIN_TMA_BLOCK = 32
 MIN_TMA_M = 257
 MIN_TMA_TILES = {32: 2, 64: 4}
 MAX_TMA_K = 64  # 128 bytes, the longest row of a box
 MAX_M_OF_64 = 64  # up to so many rows a tile has 64
-# CTAs share a row of blocks that has so many columns, and so many times the mean.
+# CTAs share a row of blocks with at least LONG columns and UNEVEN times the mean.
 LONG, UNEVEN = 2048, 3
 
 
@@ -159,7 +159,7 @@ class BlockSparseMMTma(BlockSparseMM):
             return found
         block, detail = blocks_of(spec), ""
         if device.arch not in TMA_ARCHS:
-            detail = f"its tiles are those of sm_90, not {device}"
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
         elif min(block.n, block.k) < MIN_TMA_BLOCK:
             detail = f"blocks of {block.n} x {block.k} are too narrow for TMA"
         elif problem.m < MIN_TMA_M:

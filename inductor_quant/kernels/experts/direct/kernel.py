@@ -43,7 +43,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else MAX_MEAN):
             return no_kernel(f"M = {problem.m}: too many rows an expert")
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         return operand_rejection(spec, problem, device)
 
     def config_rejection(

@@ -68,8 +68,8 @@ class Decode(ScaledMm):
                 return found
         if device.arch != ARCH:
             detail = f"measured on sm_{ARCH}, this is sm_{device.arch}"
-        elif problem.m > BLOCK_M or not problem.m_is_bounded:
-            detail = f"M = {problem.m} has no bound, or is above {BLOCK_M}"
+        elif outside := problem.rows_outside(0, BLOCK_M):
+            detail = outside
         elif not problem.is_even_k(SLICE):
             detail = f"{SLICE} does not divide K, or K is symbolic"
         elif problem.m * problem.n == 1:
@@ -178,7 +178,7 @@ class W8A8DecodeQuantize(DecodeQuantize, W8A8Decode):
 
 
 class Fp8DecodeQuantize(DecodeQuantize, Fp8Decode):
-    """A value takes a division here, an int8 one a product with the reciprocal."""
+    """e4m3 takes a division for each value, int8 a product with the reciprocal."""
 
     name = "fp8_decode_quantize"
 

@@ -1,1 +1,1 @@
-"""Many rows on Hopper: TMA, wgmma and warp specialisation, in Gluon."""
+"""Many rows on Hopper: TMA, wgmma and warp specialization, in Gluon."""

@@ -5,7 +5,7 @@ result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (
 1536), and tiles that keep 60 % of the SMs busy. ``fp8`` takes it from M = 193 to 256 too, where its
 tiles keep a third more SMs busy than those of ``fp8_split_k``.
 
-Warp specialisation: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
+Warp specialization: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
 tile of 128 rows. One CTA an SM takes tile after tile. Where partial sums are scaled (``fp8_block``)
 or promoted to fp32 (``fp8``), one warpgroup adds while the other multiplies; Triton's ``tl.dot``
 would let the matrix unit wait for each addition.
@@ -40,8 +40,8 @@ MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configura
 MIN_K_STEPS = 32
 # For fp8 with fast accumulation. With the second accumulator the other kernels wait for it.
 MIN_K_STEPS_FLOAT = 12
-# Of fp8_split_k, which is chosen up to so many rows unless tiles of 96 or 192 columns fit the SMs
-# better: M, products and the gain in busy SMs from which on they pay off.
+# Up to SPLIT_ROWS fp8_split_k is chosen, unless tiles of 96 or 192 columns fit the SMs better: from
+# this M, these products and this gain in busy SMs on.
 SPLIT_ROWS = 256
 MIN_M_FLOAT, MIN_PRODUCTS_FLOAT, MIN_GAIN = 193, 9 * 10**9, 1.3
 # By BLOCK_N: as many as fit the 227 KB of shared memory beside the barriers.

@@ -1,7 +1,7 @@
 """The general kernels of ``w8a8``, ``fp8`` and ``fp8_block``: one CTA per output tile.
 
 out = scale * (A @ B) + bias, for any M, N, K, strides and scales that the family supports, from
-sm_80 on. They are chosen if no specialised kernel applies.
+sm_80 on. They are chosen if no specialized kernel applies.
 
 Loads are plain pointers, masked where K or M ends within a block; Triton pipelines them. The tiles
 come from one table, measured on sm_90: its cost model accounts for the shape and the number of SMs,
@@ -31,7 +31,7 @@ from inductor_quant.kernels.scaled_mm.fp8 import (
 )
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.kernels.shared.grids import tile_grid
-from inductor_quant.kernels.shared.split_k import same_split
+from inductor_quant.kernels.shared.split_k import reject_if_unbounded, same_split
 from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -42,8 +42,8 @@ ASYNC_BYTES = 4
 MAX_UNALIGNED_REGISTERS = 90
 
 
-def table_configs(problem: Problem, device: Device, *, max_block_k: int = 0) -> list[GemmConfig]:
-    """The measured tiles, best first; with ``max_block_k`` their steps are cut to it."""
+def table_configs(problem: Problem, device: Device, *, max_block_k: int) -> list[GemmConfig]:
+    """The measured tiles, best first; their steps are cut to ``max_block_k`` (0: not)."""
     ranked = cost_model.load("w8a8_mm", 90).rank(problem, device, element_bytes=1)
     if loads_bytes(problem):
         # they take the time: as few as possible on the busiest SM
@@ -139,7 +139,8 @@ class SplitK(Fp8Kernel):
         if found := super().rejection(spec, problem, device):
             return found
         if device.arch not in WGMMA_ARCHS:
-            return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
+            return Rejection(RejectionCode.NO_KERNEL, detail)
         if not self.is_small(problem, device):
             return Rejection(RejectionCode.NO_KERNEL, f"M = {problem.m} is not small")
         return None
@@ -150,11 +151,10 @@ class SplitK(Fp8Kernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        if config.split_k > 1 and not problem.m_is_bounded:
-            # the partials are fp32 [split_k, M, N]: gigabytes if M turns out large
-            return Rejection(RejectionCode.BLOCK_SHAPE, f"{config} splits K, and M has no bound")
-        return fp8_tile_rejection(spec, config, device) or unaligned_rejection(
-            problem, config, accumulators(spec, device)
+        return (
+            reject_if_unbounded(problem, config)
+            or fp8_tile_rejection(spec, config, device)
+            or unaligned_rejection(problem, config, accumulators(spec, device))
         )
 
 
@@ -164,8 +164,7 @@ class Fp8SplitK(SplitK):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        # wgmma takes 64 rows and 8 to 256 columns: a small M is best its columns, a side of 64 its
-        # rows.
+        # wgmma takes 64 rows and 8 to 256 columns: a small M fits the columns, 64 fits the rows.
         swaps = config.block_n == 64 or config.block_m < 64 < config.block_n
         return super().constants(spec, problem, config, device) | {"SWAP_AB": swaps}
 
@@ -193,7 +192,7 @@ class Fp8BlockSplitK(SplitK):
     family = "fp8_block"
 
     def is_small(self, problem: Problem, device: Device) -> bool:
-        """M above SMALL_M is only if whole tiles leave half of the SMs idle."""
+        """Up to SMALL_M, and above only if whole tiles leave half of the SMs idle."""
         is_half_idle = 2 * count_tiles(problem, 128, 128) <= device.num_sms
         return problem.m <= SMALL_M or (super().is_small(problem, device) and is_half_idle)
 

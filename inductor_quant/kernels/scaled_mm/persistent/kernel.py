@@ -80,7 +80,8 @@ class Fp8Persistent(Persistent, Fp8Kernel):
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in WGMMA_ARCHS:
-            return Rejection(RejectionCode.NO_KERNEL, f"its tiles are those of sm_90, not {device}")
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
+            return Rejection(RejectionCode.NO_KERNEL, detail)
         return super().rejection(spec, problem, device)
 
     def constants(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
-from inductor_quant.kernels.codegen.quads import MAGIC, MAGIC_BITS, QuadCodegen
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import WORD_AS_BYTES
-from inductor_quant.kernels.codegen.words import BYTES, WordView
+from inductor_quant.kernels.w4a8.quads import MAGIC, MAGIC_BITS, QuadCodegen
 from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen, G
 
 

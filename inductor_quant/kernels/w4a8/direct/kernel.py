@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem
 from inductor_quant.kernels.w4a8 import rules
@@ -31,8 +31,8 @@ MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 1
 # (columns, k) of a warp's tile, best first: for few rows, and for more, whose A is read less often.
 FEW_ROWS = 8
 _WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
-# The model of a configuration's time, in us, see README.md: bytes of W in a us if all warps that
-# fit are there; the part that does not depend on how many are; a further turn of CTAs; the sum of
+# The model of a configuration's time in us (README.md): bytes of W per us with all resident warps;
+# the share of the time that does not depend on their number; a further round of CTAs; the sum of
 # partials.
 BYTES_PER_US, FIXED, TURN, SPLIT = 3.3e6, 0.68, 0.6, 1.5
 
@@ -44,10 +44,10 @@ class W4A8Direct(rules.W4A8Kernel):
     is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if detail := problem.rows_outside(0, DECODE_M):
+            return no_kernel(detail)
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         if spec.a.dtype != INT8:
             return no_kernel("few rows of e4m3: those of weight_only read the weight as fast")
         return rules.quad_rejection(spec, problem, device)

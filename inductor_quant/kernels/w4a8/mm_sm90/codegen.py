@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook
-from inductor_quant.kernels.codegen.quads import MAGIC, MAGIC_BITS, QuadCodegen
+from inductor_quant.kernels.w4a8.quads import MAGIC, MAGIC_BITS, QuadCodegen
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 
 

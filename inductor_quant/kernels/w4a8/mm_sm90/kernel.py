@@ -11,10 +11,11 @@ along K, and of e4m3, that is then scaled and added in fp32, before the next one
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
@@ -53,8 +54,8 @@ PARTIALS_PER_CYCLE = 150
 HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond, the int8 weight is written once: earlier if more instructions make an int8. With groups,
-# kernels of weight_only take fewer rows and more.
+# Beyond MAX_M writing the int8 weight once is faster; beyond SCALED_M if making an int8 takes more
+# instructions. With groups kernels of weight_only are faster outside of GROUPED_M.
 MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
 
 
@@ -70,8 +71,8 @@ class W4A8MMSm90(rules.W4A8Kernel):
         least, most = GROUPED_M if rules.is_promoted(spec) else (DECODE_M + 1, MAX_M)
         if problem.weight is not None and problem.weight.format.to_int8:
             most = SCALED_M
-        if problem.m > most or not problem.m_is_bounded or problem.m < least:
-            return no_kernel(f"M = {problem.m} has no bound, or is not within {least} to {most}")
+        if detail := problem.rows_outside(least, most):
+            return no_kernel(detail)
         if not problem.has_weight_descriptors:
             return no_kernel("A or the packed weights have no TMA descriptor")
         return rules.quad_rejection(spec, problem, device)
@@ -97,10 +98,8 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:
-        each = _cycles(spec, config)
-        if each is None or _shared(spec, problem, config, each, device) >= _whole(
-            spec, problem, config, each, device
-        ):
+        costs = _Costs(spec, problem, device)
+        if not costs.listed(config) or costs.shared(config) >= costs.whole(config):
             return 0
         ctas = _ctas_per_sm(spec, config) * device.num_sms
         return ctas * (config.block_m * config.block_n + SIGNAL // 4)
@@ -124,30 +123,17 @@ class W4A8MMSm90(rules.W4A8Kernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        costs: dict[GemmConfig, float] = {}
-        for block, *cycles in _BLOCKS:
-            for split in SPLITS:
-                config = GemmConfig(*block, split_k=split)
-                each = cycles[rules.is_promoted(spec)]
-                if each is None or (split > 1 and not _may_split(problem, config, device)):
-                    continue
-                if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
-                    continue
-                if self.config_rejection(spec, problem, config, device) is None:
-                    known = (spec, problem, config, each, device)
-                    costs[config] = min(_whole(*known), _shared(*known))
-        return split_k.same_split(sorted(costs, key=costs.__getitem__))
-
-
-def _tiles(problem: Problem, config: GemmConfig) -> int:
-    rows = math.ceil(problem.m / config.block_m)
-    return rows * math.ceil(problem.n / config.block_n) * config.split_k
-
-
-def _may_split(problem: Problem, config: GemmConfig, device: Device) -> bool:
-    """Whether SMs without a tile get one, and K iterations enough."""
-    k_iters = problem.k // (config.split_k * config.block_k)
-    return k_iters >= MIN_K_ITERS and _tiles(problem, config) <= device.num_sms
+        costs = _Costs(spec, problem, device)
+        cost: dict[GemmConfig, float] = {}
+        for block, split in itertools.product((block for block, *_ in _BLOCKS), SPLITS):
+            config = GemmConfig(*block, split_k=split)
+            if not costs.listed(config) or (split > 1 and not costs.may_split(config)):
+                continue
+            if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+                continue
+            if self.config_rejection(spec, problem, config, device) is None:
+                cost[config] = min(costs.whole(config), costs.shared(config))
+        return split_k.same_split(sorted(cost, key=cost.__getitem__))
 
 
 def _sums(spec: QuantGemmSpec) -> int:
@@ -173,46 +159,48 @@ def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
     return UNROLLED[-1:] if rules.is_promoted(spec) else UNROLLED
 
 
-def _cycles(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, int] | None:
-    """Those of ``_BLOCKS``; None: such a tile was not timed."""
-    found = {GemmConfig(*block): each for block, *each in _BLOCKS}
-    listed = found.get(dataclasses.replace(config, split_k=1))
-    return listed[rules.is_promoted(spec)] if listed else None
+@dataclasses.dataclass(frozen=True)
+class _Costs:
+    """Cycles of the GEMM."""
 
+    spec: QuantGemmSpec
+    problem: Problem
+    device: Device
 
-def _whole(
-    spec: QuantGemmSpec,
-    problem: Problem,
-    config: GemmConfig,
-    cycles: tuple[int, int],
-    device: Device,
-) -> float:
-    """Cycles of the GEMM, if a CTA computes whole tiles, or slices of K."""
-    split = config.split_k
-    k_iters = problem.k // (split * config.block_k)
-    alone, paired = (k_iters * each + TILE_CYCLES for each in cycles)
-    ctas = _ctas_per_sm(spec, config)
-    pairs, rest = divmod(math.ceil(_tiles(problem, config) / device.num_sms), ctas)
-    loop = pairs * (paired if ctas > 1 else alone) + rest * alone
-    partials = SPLIT_CYCLES + split * problem.m * problem.n / PARTIALS_PER_CYCLE
-    return loop + (partials if split > 1 else 0)
+    def listed(self, config: GemmConfig) -> tuple[int, ...]:
+        """Those of ``_BLOCKS``; (): such a tile was not timed."""
+        found = {GemmConfig(*block): each[rules.is_promoted(self.spec)] for block, *each in _BLOCKS}
+        return found.get(dataclasses.replace(config, split_k=1)) or ()
 
+    def _tiles(self, config: GemmConfig) -> int:
+        rows = math.ceil(self.problem.m / config.block_m)
+        return rows * math.ceil(self.problem.n / config.block_n) * config.split_k
 
-def _shared(
-    spec: QuantGemmSpec,
-    problem: Problem,
-    config: GemmConfig,
-    cycles: tuple[int, int],
-    device: Device,
-) -> float:
-    """Cycles if all CTAs have the same number of K iterations, of tiles that they share."""
-    ctas = _ctas_per_sm(spec, config) * device.num_sms
-    turn = unrolled(problem, config, _unrolls(spec, config))
-    turns = _tiles(problem, config) * (problem.k // (turn * config.block_k))
-    if config.split_k > 1 or turns < 2 * ctas:
-        return math.inf
-    loop = turn * math.ceil(turns / ctas) * cycles[ctas > device.num_sms]
-    return (loop + TILE_CYCLES + SHARED_CYCLES) / MARGIN
+    def may_split(self, config: GemmConfig) -> bool:
+        """Whether SMs without a tile get one, and K iterations enough."""
+        k_iters = self.problem.k // (config.split_k * config.block_k)
+        return k_iters >= MIN_K_ITERS and self._tiles(config) <= self.device.num_sms
+
+    def whole(self, config: GemmConfig) -> float:
+        """If a CTA computes whole tiles, or slices of K."""
+        split, ctas = config.split_k, _ctas_per_sm(self.spec, config)
+        k_iters = self.problem.k // (split * config.block_k)
+        alone, paired = (k_iters * each + TILE_CYCLES for each in self.listed(config))
+        pairs, rest = divmod(math.ceil(self._tiles(config) / self.device.num_sms), ctas)
+        loop = pairs * (paired if ctas > 1 else alone) + rest * alone
+        partials = SPLIT_CYCLES + split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
+        return loop + (partials if split > 1 else 0)
+
+    def shared(self, config: GemmConfig) -> float:
+        """If all CTAs have the same number of K iterations, of tiles that they share."""
+        most = _ctas_per_sm(self.spec, config)
+        ctas = most * self.device.num_sms
+        turn = unrolled(self.problem, config, _unrolls(self.spec, config))
+        turns = self._tiles(config) * (self.problem.k // (turn * config.block_k))
+        if config.split_k > 1 or turns < 2 * ctas:
+            return math.inf
+        loop = turn * math.ceil(turns / ctas) * self.listed(config)[most - 1]
+        return (loop + TILE_CYCLES + SHARED_CYCLES) / MARGIN
 
 
 W4A8_MM_SM90 = W4A8MMSm90()

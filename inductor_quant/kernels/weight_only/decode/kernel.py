@@ -70,10 +70,10 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         return (meta["NUM_CTAS"], 1, 1)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if detail := problem.rows_outside(0, DECODE_M):
+            return no_kernel(detail)
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         refused = rules.packed_rejection(spec, problem, device) or rules.grouped_int4_rejection(
             spec, problem
         )

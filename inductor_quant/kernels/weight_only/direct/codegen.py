@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
+from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
-from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan
-from inductor_quant.kernels.codegen.words import WordView
 
 G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 VECTOR = 8  # values of x that a thread should load at once
 REGISTERS = 65536
+VECTOR = 8  # elements of x that a thread should load at once
 
 
 class DirectCodegen(DigitCodegen):

@@ -6,7 +6,7 @@ kernel for one format takes the GEMM.
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
 of W passes through shared memory. Which k and n of the tile a lane holds follows from the digits of
-the format (``codegen/tile_digits``). Once per tile the warps' sums are added in shared memory.
+the format (``codegen/digits/tile``). Once per tile the warps' sums are added in shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
@@ -51,10 +51,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if problem.m > DECODE_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is above {DECODE_M}")
+        if detail := problem.rows_outside(0, DECODE_M):
+            return no_kernel(detail)
         if device.arch not in ARCHS:
-            return no_kernel(f"never run on {device}")
+            return no_kernel(f"never run on sm_{device.arch}")
         refused = operand_rejection(spec, problem, device, FLOAT8)
         if refused is None and _is_for_bytes(spec, rules.weight_of(problem)):
             return no_kernel("weight_only_bytes is faster")

@@ -1,1 +1,1 @@
-"""Many rows on Hopper, 4-bit packed along K: TMA and warp specialisation."""
+"""Many rows on Hopper, 4-bit packed along K: TMA and warp specialization."""

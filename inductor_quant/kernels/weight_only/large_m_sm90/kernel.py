@@ -2,9 +2,10 @@
 
 Chosen on sm_90 for M from 17 on and the weights of ``weight_only_medium_m_sm90``, if TMA
 descriptors can describe x and the packed weights. Up to M = 128 only where it is faster than that
-kernel: when nearly every SM gets one long tile, or for M > 64 and N >= WIDE_N.
+kernel: when nearly every SM gets one long tile, or for M > 64 and N >= WIDE_N. Not for M from 129
+to 192 and 257 to 448 (``rules.has_idle_rows``).
 
-swap_ab, with wgmma, as there, but warp-specialised and persistent: producer warps load x and packed
+swap_ab, with wgmma, as there, but warp-specialized and persistent: producer warps load x and packed
 weights by TMA, and the consumer warpgroups take turns at dequantizing and multiplying. No warp
 waits for the copies of another, and a CTA loads its next tile while it stores one. W is never
 written, so there is no M above which dequantizing it once for cuBLAS is faster. K may be split in 2

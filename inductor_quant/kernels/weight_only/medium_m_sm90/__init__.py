@@ -1,1 +1,1 @@
-"""17 rows and more on Hopper, 4-bit packed along K."""
+"""17 to 256 rows on Hopper, 4-bit packed along K."""

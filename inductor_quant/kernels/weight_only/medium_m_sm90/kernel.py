@@ -1,8 +1,9 @@
 """``weight_only_medium_m_sm90``: x [M, K] @ W [K, N] for int4 packed along K, in Gluon.
 
-Chosen on sm_90 for M from 17 to 256, eight int4 values in order along K per int32 (GPTQ), packed
-weights contiguous along N, x contiguous along K with rows at multiples of 16 bytes, and scales of
-x's dtype, if ``weight_only_large_m_sm90`` does not take the GEMM.
+Chosen on sm_90 for M from 17 to 128 and 193 to 256 (between, its tiles would have too many idle
+rows), eight int4 values in order along K per int32 (GPTQ), packed weights contiguous along N, x
+contiguous along K with rows at multiples of 16 bytes, and scales of x's dtype, if
+``weight_only_large_m_sm90`` does not take the GEMM.
 
 swap_ab, with wgmma. In Triton a dequantized tile passes through shared memory on its way to wgmma,
 and nothing is multiplied meanwhile. Here all warps copy x and packed weights to shared memory

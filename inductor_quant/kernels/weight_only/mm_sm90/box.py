@@ -10,8 +10,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan, word_strides
 from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
-from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan, word_strides
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import PLACES
-from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.spec.weight_format import Field
 

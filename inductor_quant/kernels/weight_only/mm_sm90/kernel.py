@@ -3,7 +3,7 @@
 Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, if the packed words of a tile
 are a box of a matrix (``box``), while W written once and a product of the library take longer.
 
-swap_ab, with wgmma, warp-specialised and persistent as ``weight_only_large_m_sm90``, but the
+swap_ab, with wgmma, warp-specialized and persistent as ``weight_only_large_m_sm90``, but the
 statements that read and dequantize W follow from the digits of the format. W goes from shared
 memory to the registers of wgmma's first operand and is never written.
 
@@ -19,8 +19,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
-from inductor_quant.kernels.codegen.words import as_words
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k

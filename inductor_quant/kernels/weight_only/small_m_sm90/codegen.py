@@ -6,10 +6,10 @@ whole packed words, two fields of a word that are 16 bits apart share a register
 are subtracted while unpacking; the resulting order of K is that of x in shared memory.
 
 All operands of a K iteration are copied ahead by ``cp.async``: packed weights, scales, zero points,
-and x one iteration earlier, because an iteration reorders the x of the next. (Values loaded ahead
-into registers, x or scales, ptxas uses at once, and waits for them.) Each slice of 128 along K has
-its own allocation per buffer: between accesses to one allocation, whichever part, Triton
-synchronises all warps.
+and x one iteration earlier, because an iteration reorders the x of the next. (If values are loaded
+ahead into registers, ptxas moves their first use to the load, and waits for them.) Each slice of
+128 along K has its own allocation per buffer: between accesses to one allocation, whichever part,
+Triton synchronizes all warps.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COPIED_TYPES = (*TRITON_TYPES, torch.int32, torch.int16, torch.int8, torch.uint8
 class SmallMSm90Codegen(GluonCodegen):
     """A tile is BLOCK_N columns, 16 per warp; a K iteration is ``slices`` of 128.
 
-    has_all_rows  x has BLOCK_M rows; else rows beyond M are masked, which is faster than to repeat
+    has_all_rows  x has BLOCK_M rows; else rows beyond M are masked, which is faster than repeating
                   the last one
     """
 

@@ -56,8 +56,8 @@ class WeightOnlySmallMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        if not MIN_M <= problem.m <= SMALL_M or not problem.m_is_bounded:
-            return no_kernel(f"M = {problem.m} has no bound, or is not {MIN_M} to {SMALL_M}")
+        if detail := problem.rows_outside(MIN_M, SMALL_M):
+            return no_kernel(detail)
         refused = (
             rules.packed_rejection(spec, problem, device)
             or rules.grouped_int4_rejection(spec, problem)

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from inductor_quant.report.events import collect
-from tests.support.gemms.cases import bf16, f32
 from tests.support.gemms.generated import generate
 from tests.support.graphs.post_grad import capture
+from tests.support.spellings.int8 import bf16, f32
 
 M, N, K = 6, 19, 41
 i8 = torch.int8

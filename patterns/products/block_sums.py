@@ -18,7 +18,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
 from ..fx_utils import aten
-from .block_places import Blocks, Reader, Unread, is_move, moved
+from ..weights.block_places import Blocks, Reader, Unread, is_move, moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BlockSum:
 
 
 def read_sum(product: fx.Node) -> BlockSum | Rejection:
-    """What ``product``, a bmm, is a part of; the code is NOT_QUANTIZED where it is of none."""
+    """The sum that ``product``, a bmm, is part of; the code is NOT_QUANTIZED if there is none."""
     parts, weights = fx_utils.arguments(product, "self", "mat2")
     gather, sum_ = _gather_of(parts), _sum_of(product)
     if gather is None or sum_ is None:

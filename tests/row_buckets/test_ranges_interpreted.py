@@ -8,8 +8,8 @@ from torch import nn
 from torch.fx.experimental import _config as fx_config
 
 from inductor_quant import simulate
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.producers.packed import Gptq
+from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = [pytest.mark.interp, pytest.mark.slow]
 

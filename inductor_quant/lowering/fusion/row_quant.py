@@ -1,5 +1,5 @@
 """Lowering of ``inductor_quant::row_reduce`` and ``inductor_quant::quantize``: a row is read
-once, reduced and rounded in few instructions, by which row quantization is bound.
+once, and reduced and rounded in few instructions, which bound its time.
 
 The reduction is Inductor's own, never split. For few long rows Inductor splits a reduction over
 several CTAs. The partial results then need a kernel of their own, and the quantization needs
@@ -24,7 +24,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.lowering.select import lowering_of
-from inductor_quant.ops import quantize, row_reduce
+from inductor_quant.ops.fusion import quantize, row_reduce
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default

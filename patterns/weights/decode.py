@@ -57,7 +57,7 @@ from ..symbolic.expr import (
 from ..symbolic.functions import as_function
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
 from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
-from .weight_rounding import Rounding, stripped
+from .rounding import Rounding, stripped
 
 MAX_BITS = 8
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}

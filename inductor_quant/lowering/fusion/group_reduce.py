@@ -15,9 +15,9 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
-from inductor_quant.lowering.row_quant import absolute_bits, from_bits
+from inductor_quant.lowering.fusion.row_quant import absolute_bits, from_bits
 from inductor_quant.lowering.select import lowering_of
-from inductor_quant.ops import group_reduce as op
+from inductor_quant.ops.fusion import group_reduce as op
 
 aten = torch.ops.aten
 cast = torch.ops.prims.convert_element_type.default

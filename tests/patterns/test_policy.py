@@ -10,10 +10,10 @@ import torch
 from inductor_quant.options import Options
 from inductor_quant.report.events import collect
 from inductor_quant.spec.decisions import RejectionCode
-from tests.support.gemms.cases import bf16, gemm, integers, mm, scale, scaled
 from tests.support.gemms.generated import generate
-from tests.support.gemms.quantizers import TorchaoLinear
 from tests.support.graphs.post_grad import EagerBackend, capture
+from tests.support.spellings.int8 import bf16, gemm, integers, mm, scale, scaled
+from tests.support.spellings.quantizers import TorchaoLinear
 
 M, N, K = 6, 24, 40
 

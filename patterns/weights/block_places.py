@@ -1,11 +1,11 @@
 """Where each element of a weight comes from, if ops only move it: the blocks of a sparse weight.
 
-A weight that is put together from stored blocks (``index_put``, ``scatter``, a gather from a table
-of blocks), or of which a mask keeps some blocks, is read by running its ops on numbers: those on
-tables as they are, for their values are constants of the graph, and those on the stored tensor on
-the number of each of its elements, where 0 stands for a zero that the graph makes. So the spelling
-does not matter, and what an index has to satisfy is checked on the indices themselves: out of range
-raises, and a position that is written twice is refused.
+A weight may be assembled from stored blocks (``index_put``, ``scatter``, a gather from a table of
+blocks), or a mask may keep some of its blocks. We run the ops that do this. Tables keep their
+values, which are constants of the graph; each element of the stored tensor is replaced by its
+number, 1 + its position, and a zero that the graph makes is 0. So the spelling does not matter, and
+indices are checked by their values: one out of range raises, and a position that is written twice
+is refused.
 
 Elements in int8 or FP8 may be cast and multiplied by a scale, before or after they are placed. A
 second run, on the numbers of the scale in place of the elements, says which scale each one has.
@@ -29,7 +29,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 from .. import fx_utils
 from ..fx_utils import aten
 
-MAX_ELEMENTS = 2**30  # of a weight, which is 4 bytes each while it is read
+MAX_ELEMENTS = 2**30  # of a weight; reading it takes 4 bytes for each
 _MAX_STEPS = 100
 _SAME = (aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
 _VIEWS = (
@@ -80,7 +80,7 @@ class BlockScale:
 
 
 class Unread(Exception):
-    """Why something is not read. Never leaves ``matching``."""
+    """Why something is not read. ``read_blocks`` and ``read_sum`` make it a Rejection."""
 
     def __init__(self, detail: str, node: fx.Node) -> None:
         super().__init__(detail)
@@ -118,7 +118,7 @@ class Reader:
         return tuple(sorted(node for node in read if node.op == "call_function"))
 
     def is_placed(self, weight: fx.Node) -> bool:
-        """Whether a table decides what the weight has where: nothing is computed for others."""
+        """Whether tables place the elements of the weight. Only such a weight is read."""
         todo, seen = [weight], {weight}
         while todo and len(seen) < _MAX_STEPS:
             node = todo.pop()
@@ -217,7 +217,7 @@ def _blocks(numbers: torch.Tensor, reader: Reader, weight: fx.Node) -> Blocks:
 
 
 def _fit(numbers: torch.Tensor, size: tuple[int, int], reader: Reader) -> Blocks | None:
-    """The blocks of this size; None if what is stored makes no such."""
+    """The blocks of this size; None if the stored elements do not form such blocks."""
     if any(length % part for length, part in zip(numbers.shape, size, strict=True)):
         return None
     tiles = _tiles(numbers, size)
@@ -377,8 +377,7 @@ def _scaling(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _holds_codes(node: fx.Node) -> bool:
-    """Whether ``node`` has int8 or FP8 elements, which ops that move and cast them left as they
-    were."""
+    """Whether the elements of ``node`` are stored int8 or FP8 elements, at most moved and cast."""
     todo, seen = [node], {node}
     while todo and len(seen) < _MAX_STEPS:
         item = todo.pop()
@@ -438,7 +437,7 @@ def _is_table(node: fx.Node) -> bool:
 
 
 def _is_mask(table: fx.Node) -> bool:
-    """Not an int32 weight that waits for its values: what multiplies is a mask, or is known."""
+    """Whether ``table`` is a mask: its inputs are bool or constants, not an int32 weight."""
     todo, seen = [table], {table}
     while todo:
         item = todo.pop()

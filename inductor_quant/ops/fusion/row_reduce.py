@@ -16,7 +16,7 @@ def reference(x: torch.Tensor, kind: str, keepdim: bool) -> torch.Tensor:
     the amax of ``|x|`` ("absmax").
 
     A separate op tells the lowering that the reduced rows are quantized next, see
-    ``lowering/row_quant.py``.
+    ``lowering/fusion/row_quant.py``.
     """
     if kind == "absmax":
         return aten.amax.default(x.abs(), [-1], keepdim)

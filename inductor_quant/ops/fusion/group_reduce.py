@@ -2,7 +2,7 @@
 
 Group quantization reduces [M, G, L] to [M, G], computes scales, and broadcasts them to [M, G, L].
 These ops do it without the small tensor: every element holds its group's value. See
-``lowering/group_reduce.py``.
+``lowering/fusion/group_reduce.py``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which of racecheck's hazards are at a kernel's own lines.
 
-    python -m tests.support.racecheck        # on a GPU: two plain kernels under racecheck
+    python -m tests.support.gpu.racecheck        # on a GPU: two plain kernels under racecheck
 
-Reports of the warp-specialised kernels were all at two constructs of Triton. In their PTX the
+Reports of the warp-specialized kernels were all at two constructs of Triton. In their PTX the
 accesses are ordered; that racecheck errs is not proved, so they count as findings.
 
 - ``warp_specialize``: the first warps write what to run, and the captures, to shared memory; all
@@ -69,7 +69,7 @@ def _kernels() -> None:
     import torch
     import triton
 
-    from tests.support import racecheck_kernels as kernels
+    from tests.support.gpu import racecheck_kernels as kernels
 
     triton.set_allocator(lambda size, *_: torch.empty(size, dtype=torch.int8, device="cuda"))
     tiles = 264
@@ -87,7 +87,7 @@ def main() -> int:
         _kernels()
         return 0
     command = ["compute-sanitizer", "--tool", "racecheck", "--print-limit", "100", sys.executable]
-    return subprocess.run([*command, "-m", "tests.support.racecheck", "--child"]).returncode
+    return subprocess.run([*command, "-m", "tests.support.gpu.racecheck", "--child"]).returncode
 
 
 if __name__ == "__main__":

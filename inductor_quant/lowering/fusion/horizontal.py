@@ -1,4 +1,4 @@
-"""Lowering of the ops of ``ops/horizontal``: one launch, or one each."""
+"""Lowering of the ops of ``ops/fusion/horizontal``: one launch, or one each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inductor_quant.kernels.shared.horizontal import together
 from inductor_quant.lowering import w4a8, w8a8, weight_only
 from inductor_quant.lowering.fusion_lookahead import lost_fusions
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of
-from inductor_quant.ops import horizontal
+from inductor_quant.ops.fusion import horizontal
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.dequantize import dequantize
-from inductor_quant.patterns.matching.weight_decode import Weight
+from inductor_quant.patterns.weights.decode import Weight
 from tests.support.graphs.reading import read_weight, tensors_of
 from tests.support.sampling import sampled
 

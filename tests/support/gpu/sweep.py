@@ -1,9 +1,9 @@
 """Products of 8-bit operands at many sizes on a GPU: none fails, every element is right.
 
-    python -m tests.support.gemms.sweep                        # everything; needs sm_90
-    python -m tests.support.gemms.sweep fp8_block --every-m    # each M in 1 ... 600 at one N x K
-    python -m tests.support.gemms.sweep w8a8 --sizes 7:19      # 12 row counts x some of 40 (N, K)
-    python -m tests.support.gemms.sweep --refusals             # at which M eager mode fails
+    python -m tests.support.gpu.sweep                        # everything; needs sm_90
+    python -m tests.support.gpu.sweep fp8_block --every-m    # each M in 1 ... 600 at one N x K
+    python -m tests.support.gpu.sweep w8a8 --sizes 7:19      # 12 row counts x some of 40 (N, K)
+    python -m tests.support.gpu.sweep --refusals             # at which M eager mode fails
 
 A graph calls ``_int_mm`` or ``_scaled_mm``; what it keeps of them is the library's. Each M at one
 N x K is a call of one graph with a dynamic M; the others are compiled for their sizes alone. Exit

@@ -1,7 +1,7 @@
 """compute-sanitizer over a GEMM of odd sizes for each kernel, and the same bits again and again.
 
-    python -m tests.support.sanitize                       # every kernel, every tool; needs sm_90
-    python -m tests.support.sanitize racecheck --kernels w8a8_mm
+    python -m tests.support.gpu.sanitize                # every kernel, every tool; needs sm_90
+    python -m tests.support.gpu.sanitize racecheck --kernels w8a8_mm
 
 ``values`` is no tool of its: every element against fp64, then 1,000 repetitions beside another
 stream's products, all of the same bits. The others check Triton's kernels alone, each tensor in
@@ -25,8 +25,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import inductor_quant
 from inductor_quant.kernels import dispatch
-from tests.support import racecheck
 from tests.support.gemms import each_kernel, formats
+from tests.support.gpu import racecheck
 
 VALUES = "values"
 RACECHECK = "racecheck"
@@ -115,7 +115,8 @@ def child(tool: str, names: list[str]) -> int:
 
 def run(tool: str, names: list[str], limit: float) -> tuple[int, str]:
     """Exit code and output of a process with these kernels under the tool."""
-    command = [sys.executable, "-m", "tests.support.sanitize", tool, "--child", "--kernels", *names]
+    module = "tests.support.gpu.sanitize"
+    command = [sys.executable, "-m", module, tool, "--child", "--kernels", *names]
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if tool != VALUES:
         # racecheck reports each pair of accesses, of which Triton's own are many

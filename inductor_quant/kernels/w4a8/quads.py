@@ -12,10 +12,10 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import DigitCodegen, Uses
-from inductor_quant.kernels.codegen.tile_digits import TileDigit, TilePlan
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses
+from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan
+from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad
-from inductor_quant.kernels.codegen.words import WordView
 from inductor_quant.ops import w4a8
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
@@ -24,8 +24,8 @@ SUBNORMAL = -9  # the bits of a small integer are a subnormal of e4m3, the integ
 EACH_BYTE, EACH_HALF = 0x01010101, 0x00010001
 # In fp16; up to 1024 plus MAX_ZERO neighbouring bits are neighbouring integers.
 BITS_OF_1024, MAX_ZERO = 0x6400, 1000
-# int32 sums that start here are, as the bits of fp32 numbers, ``MAGIC`` plus the sum, which must be
-# below 2**22: a conversion of integers takes eight times as long as an addition.
+# An int32 sum below 2**22 that starts at MAGIC_BITS is, read as fp32, ``MAGIC`` plus the sum. So a
+# subtraction converts it, in an eighth of the time of a conversion.
 MAGIC_BITS, MAGIC = 0x4B400000, 12582912.0
 MAX_MAGIC_K = (1 << 22) // (128 * 128)
 
@@ -43,8 +43,8 @@ def zero_of(format: WeightFormat) -> int | None:
 
 
 def shift_of(format: WeightFormat, dtype: torch.dtype = w4a8.INT8) -> int:
-    """What is unpacked, as ``dtype``, is the weight's nibble, with its zero point, shifted to the
-    left by this."""
+    """By how many bits the unpacked values, as ``dtype``, are the weight's integers shifted to the
+    left."""
     if dtype == w4a8.E4M3:
         return SUBNORMAL
     return 4 if zero_of(format) == SIGN and not format.to_int8 else 0
@@ -59,8 +59,8 @@ def times_of(format: WeightFormat) -> int:
 
 
 def is_scaled_quad(format: WeightFormat, dtypes: Sequence[torch.dtype]) -> bool:
-    """Of a format that is made int8 of a scaled nibble: whether there are statements for it, less
-    a zero point and times a scale, which is an integer, or in fp16 for an fma that rounds."""
+    """Whether there are statements for a format whose int8 is ``(nibble - zero) * scale``: the
+    scale is an integer and the product wraps around, or it is fp16 and an fma rounds."""
     if len(format.dequant_ops) < 2:
         return False
     *zeros, scale, _ = format.dequant_ops

@@ -190,7 +190,7 @@ def test_a_group_has_as_many_values_as_its_bits_can_tell_and_two_groups_more(
 
 
 # ------------------------------------------------------------------------------------------
-# the graphs (what they have in common: test_weight_only.py)
+# the graphs (what they have in common: recognizers/test_weight_only.py)
 
 
 @pytest.mark.one_in(2)

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.statements import Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import TilePlan
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import Field
@@ -28,9 +28,9 @@ _CHOOSE = "0xd8"  # of lop3: b where c has ones, else a
 
 
 def places_of(weight: Weight, plan: TilePlan) -> tuple[int, ...]:
-    """Of the values that are neighbours in the tile and in a thread's registers, which field of
-    their word each one is; () unless these are the ``FIELDS`` of one word, both of a register are
-    in the same half of it, and what else W is computed from does not vary among them."""
+    """Which field of its word each of ``FIELDS`` neighbouring values of a thread is; () unless they
+    make up one word, both values of a register are in the same half of it, and no scale or zero
+    point varies among them."""
     format, code = weight.format, weight.format.code
     if format.element == code or weight.tensors[code.source].dtype != torch.int32:
         return ()
@@ -112,8 +112,8 @@ def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[in
 def planes(dtype: torch.dtype, *, is_uniform: bool = False) -> Assembly:
     """The planes of 16 values in fp32, rounded to ``dtype``: bytes of values 0-3, 4-7, 8-11, 12-15,
     the low ones of all, then the high ones. ``is_uniform``: a warp has one table. ptxas would keep
-    it in uniform registers, which ``prmt`` does not read; with a zero that it does not know, it
-    does not."""
+    it in uniform registers, which ``prmt`` cannot read; a zero that ptxas cannot fold prevents
+    that."""
     lines = []
     for part in range(4):
         first = PLANES + 4 * part

@@ -1,6 +1,6 @@
 """Gluon statements that load a tile of any format to registers and dequantize it there.
 
-A value has one dimension for each digit of the tile (``tile_digits``). What is loaded for one K
+A value has one dimension for each digit of the tile (``tile``). What is loaded for one K
 iteration is kept in registers while the one before is dequantized: ``load`` and ``dequantized`` are
 apart.
 """
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 
-from inductor_quant.kernels.codegen import table_lookup
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
+from inductor_quant.kernels.codegen.digits import table_lookup
+from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.tile_digits import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.unpack_ptx import (
     MASK_AND_FLIP,
     PLACES,
     dequantize_pair,
     float8_pair,
 )
-from inductor_quant.kernels.codegen.words import BYTES, WordView
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 TABLE = 16  # entries of a table that lanes hold, one each
@@ -172,7 +172,7 @@ class Uses(DigitStatements):
         added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
         if not subtrahend and codegen.unknown_zero:
             added += f" + {codegen.unknown_zero}"
-        # The assembly takes registers of 32 bits, which bytes that form no words are not.
+        # The assembly takes 32-bit registers; bytes that form no words are widened.
         arguments = [
             f"{self.read(field)[0]}.to(gl.int32)",
             "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
@@ -288,8 +288,8 @@ def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
-    unknown_zero  a variable that is 0, which the compiler does not know: where it adds one constant
-                  and multiplies by another, it copies one of them to a register each time
+    unknown_zero  a variable that is 0 and that the compiler cannot fold: a multiply-add with two
+                  constants would copy one of them to a register each time
     """
 
     unknown_zero = ""
@@ -324,7 +324,7 @@ class DigitCodegen(Codegen):
 
     @property
     def divisor(self) -> int:
-        """By which ``dequantized`` may divide W: who says so multiplies the sums."""
+        """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
 
     def is_fetched(self, field: Field) -> bool:

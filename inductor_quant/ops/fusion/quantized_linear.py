@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import fp8, quantize, row_reduce, w8a8
+from inductor_quant.ops import fp8, w8a8
 from inductor_quant.ops.checks import check
+from inductor_quant.ops.fusion import quantize, row_reduce
 from inductor_quant.ops.registration import define
 from inductor_quant.spec import row_scale
 from inductor_quant.spec.gemm import dtype_name

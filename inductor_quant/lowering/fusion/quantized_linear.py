@@ -15,11 +15,12 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.row_quantization import RowQuantization
-from inductor_quant.lowering import fp8, row_quant, w8a8
+from inductor_quant.lowering import fp8, w8a8
+from inductor_quant.lowering.fusion import row_quant
 from inductor_quant.lowering.select import describe_problem, lower_gemm, lowering_of
 from inductor_quant.ops import fp8 as fp8_op
-from inductor_quant.ops import quantized_linear as op
 from inductor_quant.ops import w8a8 as w8a8_op
+from inductor_quant.ops.fusion import quantized_linear as op
 from inductor_quant.spec.gemm import ScaleSpec
 
 

@@ -1,0 +1,1 @@
+"""The weight of a product: how its elements are stored, and the steps that make it real."""
