@@ -27,6 +27,28 @@ pytestmark = pytest.mark.compiles
 bf16 = torch.bfloat16
 
 
+def test_the_table_has_every_threshold_of_passes_and_ops():
+    from inductor_quant.kernels import dispatch, problem
+    from inductor_quant.kernels.scaled_mm.decode import kernel as decode
+    from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
+    from inductor_quant.ops import fp8
+    from inductor_quant.ops.fusion import horizontal, quantized_linear
+    from inductor_quant.patterns.fusion import duplicate_casts, weight_k_major
+
+    tops = row_ranges.TOPS
+    assert {horizontal.MAX_ROWS["w8a8"], quantized_linear.MAX_ROWS, decode.BLOCK_M} <= {
+        *tops["w8a8"]
+    }
+    assert {dispatch.MAX_ROWS_WITH_SPARE, weight_k_major.MIN_M - 1} <= {*tops["w8a8"]}
+    limits = {horizontal.MAX_ROWS["weight_only"], duplicate_casts.MAX_M, problem.DECODE_M}
+    assert limits | {problem.SMALL_M, problem.MEDIUM_M} <= {*tops["weight_only"]}
+    rows = {fp8.MAX_PROMOTED_ROWS, fp8.MAX_SPLIT_ROWS}
+    assert rows | {quantized_linear.MAX_ROWS, fp8.MIN_GLUON_ROWS - 1} <= {*tops["fp8"]}
+    assert rows | {decode.BLOCK_M} <= {*tops["fp8_block"]}
+    assert {two_block.MAX_M, two_block.MAX_M - 1} <= {*tops["fp8_block"]}
+    assert tops.keys() == {*FAMILIES}
+
+
 class Block(nn.Module):
     """Two GEMMs of one activation, and one whose activation a kernel computes."""
 
@@ -170,28 +192,6 @@ def test_tensor_parallel_parts_have_ranges():
     finally:
         dist.destroy_process_group()
     assert all(len(each) == 3 for each in found.values())
-
-
-def test_the_table_has_every_threshold_of_passes_and_ops():
-    from inductor_quant.kernels import dispatch, problem
-    from inductor_quant.kernels.scaled_mm.decode import kernel as decode
-    from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
-    from inductor_quant.ops import fp8
-    from inductor_quant.ops.fusion import horizontal, quantized_linear
-    from inductor_quant.patterns.fusion import duplicate_casts, weight_k_major
-
-    tops = row_ranges.TOPS
-    assert {horizontal.MAX_ROWS["w8a8"], quantized_linear.MAX_ROWS, decode.BLOCK_M} <= {
-        *tops["w8a8"]
-    }
-    assert {dispatch.MAX_ROWS_WITH_SPARE, weight_k_major.MIN_M - 1} <= {*tops["w8a8"]}
-    limits = {horizontal.MAX_ROWS["weight_only"], duplicate_casts.MAX_M, problem.DECODE_M}
-    assert limits | {problem.SMALL_M, problem.MEDIUM_M} <= {*tops["weight_only"]}
-    rows = {fp8.MAX_PROMOTED_ROWS, fp8.MAX_SPLIT_ROWS}
-    assert rows | {quantized_linear.MAX_ROWS, fp8.MIN_GLUON_ROWS - 1} <= {*tops["fp8"]}
-    assert rows | {decode.BLOCK_M} <= {*tops["fp8_block"]}
-    assert {two_block.MAX_M, two_block.MAX_M - 1} <= {*tops["fp8_block"]}
-    assert tops.keys() == {*FAMILIES}
 
 
 @pytest.mark.parametrize("m", sampled([1, 3, 8, 16, 20, 48, 64, 100, 200, 300, 1000, 4096], 3))
