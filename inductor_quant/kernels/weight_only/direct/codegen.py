@@ -17,7 +17,6 @@ from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summe
 G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
-VECTOR = 8  # values of x that a thread should load at once
 REGISTERS = 65536
 VECTOR = 8  # elements of x that a thread should load at once
 
