@@ -29,7 +29,7 @@ NOT_QUICK = {
     "test_interpreter_layer.py",
     *("test_caches.py", "test_exported.py", "test_quickstart.py", "test_packaging.py"),
     *("test_minimal.py", "test_generality.py", "test_recognition_time.py"),
-    "test_tensor_parallel.py",
+    *("test_fault_injection.py", "test_tensor_parallel.py"),
 }
 
 
