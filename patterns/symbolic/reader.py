@@ -88,13 +88,14 @@ class Reader:
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
+        self.known_nodes: set[fx.Node] = set()  # that were read for another weight alike
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
         self.is_cut = False  # an expression was too large, and a leaf stands for it
 
     def nodes(self) -> set[fx.Node]:
         """The nodes that were read."""
-        return {node for node, _ in self._memo}
+        return {node for node, _ in self._memo} | self.known_nodes
 
     def has_codes(self) -> bool:
         """Whether it has met integers or fp8 in memory: the keys and values of attention, which
