@@ -2,7 +2,7 @@
 
 Two are alike if the same ops with the same arguments compute them, from tensors of the same dtypes
 and shapes, and if the constants that are read by value are equal. Then the second has the format of
-the first, with its own nodes in the same places.
+the first, with its own nodes in the same places, or is declined for the same reason.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .weight_decode import Weight, decode
 
 MAX_NODES = 256  # that compute a weight; behind an activation there is the whole model
 MAX_KNOWN = 256
-# By what computes a weight: the weight, with places for nodes, and the places that were read.
-_KNOWN: dict[Any, tuple[Weight, frozenset[_Place]]] = {}
+# By what computes a weight: the weight, with places for nodes, and the places that were read; or
+# why no attempt has found one.
+_KNOWN: dict[Any, tuple[Weight, frozenset[_Place]] | Rejection] = {}
 
 
 class _Place(str):
@@ -48,18 +49,31 @@ class WeightOf:
         if self._is_first and product.is_matrix and not fx_utils.is_stored(product.node):
             self._describe(product)
         self._is_first = False
-        if (known := _KNOWN.get(self._key)) is not None:
-            weight, read = known
-            nodes = {place: node for node, place in self._places.items()}
-            reader.known_nodes = set(map(nodes.__getitem__, read))
-            return _mapped(weight, nodes)
-        found = decode(reader, product.weight, product.node)
-        if isinstance(found, Weight) and self._key is not None:
-            if len(_KNOWN) == MAX_KNOWN:
-                _KNOWN.clear()
-            read = frozenset(map(self._places.__getitem__, reader.nodes()))
-            _KNOWN[self._key] = _mapped(found, self._places), read
-        return found
+        known = _KNOWN.get(self._key)
+        if known is None:
+            found = decode(reader, product.weight, product.node)
+            if isinstance(found, Weight) and self._key is not None:
+                read = frozenset(map(self._places.__getitem__, reader.nodes()))
+                self._keep((_mapped(found, self._places), read))
+            return found
+        nodes: dict[str, fx.Node] = {place: node for node, place in self._places.items()}
+        if isinstance(known, Rejection):
+            return dataclasses.replace(known, node=nodes[known.node].name)
+        weight, read = known
+        reader.known_nodes = set(map(nodes.__getitem__, read))
+        return _mapped(weight, nodes)
+
+    def decline(self, reason: Rejection) -> None:
+        """No attempt has found a weight."""
+        places = {node.name: place for node, place in self._places.items()}
+        is_named = not places.keys().isdisjoint(reason.detail.split())
+        if self._key is not None and reason.node in places and not is_named:
+            self._keep(dataclasses.replace(reason, node=places[reason.node]))
+
+    def _keep(self, found: Any) -> None:
+        if len(_KNOWN) == MAX_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[self._key] = found
 
     def _describe(self, product: Matmul) -> None:
         """Number the nodes that compute the weight, arguments first, and say what they are."""

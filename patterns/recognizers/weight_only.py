@@ -37,6 +37,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
         if anchor.target == torch.ops.aten.sum.dim_IntList:
             return None
         return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
+    if isinstance(found, Rejection):
+        weight_of.decline(found)
     if not isinstance(found, tuple):
         return found
     product, weight = found

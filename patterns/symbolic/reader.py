@@ -91,6 +91,7 @@ class Reader:
         self.known_nodes: set[fx.Node] = set()  # that were read for another weight alike
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
+        self.is_split = False  # a digit that a table of an expression depends on
         self.is_cut = False  # an expression was too large, and a leaf stands for it
 
     def nodes(self) -> set[fx.Node]:
@@ -226,6 +227,7 @@ class Reader:
         try:
             return normalized(expr, self.space)
         except SplitConflict:
+            self.is_split = True
             if not self.stops or not isinstance(expr, Op):
                 raise
         with contextlib.suppress(SplitConflict):
@@ -271,14 +273,15 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
         ways.sort(key=lambda way: way.args[0].radix != reader.pieces)
         likely = sum(kept.radix == reader.pieces for kept in WHOLE)
     ways.insert(likely, functools.partial(Reader, computes=True))
-    ways += [functools.partial(Reader, kept, stops=True) for kept in WHOLE]
     for way in ways:
         try:
-            found = read(way())
+            found = read(reader := way())
         except Unsupported:
             continue
         if is_good(found):
             return found
+        if reader.is_split and not reader.stops:
+            ways.append(functools.partial(way, stops=True))
     return first
 
 

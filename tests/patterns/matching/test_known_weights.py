@@ -94,6 +94,28 @@ def test_a_function_of_two_tensors_is_not_that_of_one(read: list[Any]) -> None:
     assert not same(read, first, Scaled(apart, apart.scale))
 
 
+def test_what_is_declined_is_declined_at_its_own_nodes(read: list[Any]) -> None:
+    """Ternary codes to the base of three (TQ1_0), of which every way of reading fails."""
+
+    class Trits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bytes = nn.Buffer(torch.randint(0, 243, (N, K // 4)).to(torch.uint8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            powers = torch.tensor([1, 3, 9, 27], dtype=torch.uint8)
+            trits = (self.bytes.unsqueeze(-1) * powers).flatten(1).int() * 3 >> 8
+            return x @ (trits - 1).float().t()
+
+    first, second = Trits(), Trits()
+    _, [rewrite] = capture(lambda x: (first(x), second(x)), [torch.randn(16, K)])
+    one, other = rewrite.report.rejections
+    assert (one.code, one.detail) == (other.code, other.detail)
+    assert one.node != other.node
+    assert {one.node, other.node} <= {node.name for node in rewrite.before.graph.nodes}
+    assert other.node not in {reason.node for reason in read}
+
+
 def test_tables_that_the_rewrite_adds_are_of_each_layer(read: list[Any]) -> None:
     """A scale of 8 bits that is looked up before the product."""
     producer = PRODUCERS["torchao_nvfp4_wo"]
