@@ -65,9 +65,10 @@ class WeightOf:
 
     def decline(self, reason: Rejection) -> None:
         """No attempt has found a weight."""
+        if self._key is None:
+            return
         places = {node.name: place for node, place in self._places.items()}
-        is_named = not places.keys().isdisjoint(reason.detail.split())
-        if self._key is not None and reason.node in places and not is_named:
+        if reason.node in places and places.keys().isdisjoint(reason.detail.split()):
             self._keep(dataclasses.replace(reason, node=places[reason.node]))
 
     def _keep(self, found: Any) -> None:
