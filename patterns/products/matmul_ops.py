@@ -18,7 +18,7 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
 from ..fx_utils import aten
-from ..symbolic import Reader, arithmetic
+from ..symbolic import At, Reader, arithmetic
 from ..symbolic.expr import FLOAT8, Bits, Expr, Load, Op, digits
 from ..symbolic.index import IndexExpr, Unsupported
 from ..symbolic.reader import sizes
@@ -31,20 +31,33 @@ class Matmul:
     """``out = x @ W + bias``, in the shape of ``anchor``.
 
     x        the activation; reshaped to [-1, K] it is [M, K]
-    weight   the expression of W[k, n] in the axes "k" and "n" of ``reader``
+    element  the expression of W[k, n] in the axes "k" and "n" of ``reader``; or where it is in
+             ``node``, as long as it is not read
     node     the node of the weight, for messages
     shape    of the result, as arguments of a reshape; None: [M, N]
     """
 
     anchor: fx.Node
     x: fx.Node
-    weight: Expr
+    element: Expr | At
     node: fx.Node
     reader: Reader
     k: int
     n: int
     bias: fx.Node | None = None
     shape: tuple[int, ...] | None = None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether W is ``node``, as it is or transposed."""
+        return isinstance(self.element, tuple)
+
+    @property
+    def weight(self) -> Expr:
+        """The expression of W[k, n]."""
+        if isinstance(self.element, tuple):
+            return self.reader.read(self.node, self.element)
+        return self.element
 
     @property
     def rows(self) -> Any:
@@ -87,8 +100,8 @@ def _matrix(
         return Rejection(RejectionCode.WEIGHT_FORM, "it is no matrix", w.name)
     n, k = sizes(w) if transposed else reversed(sizes(w))
     row, column = _axes(reader, k, n)
-    weight = reader.read(w, (column, row) if transposed else (row, column))
-    return Matmul(anchor, x, weight, w, reader, k, n, bias, _shape(anchor))
+    place = (column, row) if transposed else (row, column)
+    return Matmul(anchor, x, place, w, reader, k, n, bias, _shape(anchor))
 
 
 def _shape(anchor: fx.Node) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_float_epilogue
 from ..matching.fake_quantized import FakeQuantized, Vector, read_fake_quantized
+from ..matching.known_weights import WeightOf
 from ..matching.operands import (
     ScaledMatmul,
     per_channel,
@@ -37,7 +38,7 @@ from ..matching.zero_point import frozen_sums
 from ..products.matmul_ops import Matmul, read_matmul
 from ..symbolic import Reader, attempt
 from ..symbolic.expr import Expr
-from ..weights.decode import Weight, decode
+from ..weights.decode import Weight
 from . import w8a8
 
 ANCHORS = (
@@ -123,9 +124,10 @@ def recognize_as(
     a ``WeightFormat``: ``read_other``)."""
     if not any(read_fake_quantized(node, element) for node in _activation_candidates(anchor)):
         return None
+    weight_of = WeightOf()
     try:
         found = attempt(
-            lambda reader: _read(anchor, reader, read_weight, read_other, element),
+            lambda reader: _read(anchor, reader, weight_of, read_weight, read_other, element),
             lambda found: isinstance(found, tuple),
         )
     except RecursionError:
@@ -160,6 +162,7 @@ def _is_float_input(node: fx.Node) -> bool:
 def _read(
     anchor: fx.Node,
     reader: Reader,
+    weight_of: WeightOf,
     read_weight: Callable[[Weight], W | None],
     read_other: Callable[[Reader, Expr], W | None],
     element: torch.dtype,
@@ -170,7 +173,7 @@ def _read(
     x = read_fake_quantized(product.x, element)
     if x is None:
         return None
-    weight = decode(reader, product.weight, product.node)
+    weight = weight_of.read(product, reader)
     if isinstance(weight, Weight):
         stored = read_weight(weight)
     else:

@@ -17,24 +17,28 @@ from inductor_quant.spec.exactness import Exactness
 from .. import fx_utils
 from ..match import Operand, Pattern, RecognizedGemm
 from ..matching.epilogue import Epilogue, read_column_epilogue
+from ..matching.known_weights import WeightOf
 from ..matching.operands import per_channel, reject_mutated, reject_operands
 from ..products.matmul_ops import Matmul, anchors, read_matmul
 from ..symbolic import Reader, attempt
-from ..weights.decode import Weight, decode
+from ..weights.decode import Weight
 
 FAMILY = "weight_only"
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: one of the ops of ``matmul_ops``."""
+    weight_of = WeightOf()
     try:
         found = attempt(
-            lambda reader: _read(anchor, reader), lambda found: isinstance(found, tuple)
+            lambda reader: _read(anchor, reader, weight_of), lambda found: isinstance(found, tuple)
         )
     except RecursionError:
         if anchor.target == torch.ops.aten.sum.dim_IntList:
             return None
         return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
+    if isinstance(found, Rejection):
+        weight_of.decline(found)
     if not isinstance(found, tuple):
         return found
     product, weight = found
@@ -54,15 +58,17 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     return _assemble(product, weight, epilogue)
 
 
-def _read(anchor: fx.Node, reader: Reader) -> tuple[Matmul, Weight] | Rejection | None:
+def _read(
+    anchor: fx.Node, reader: Reader, weight_of: WeightOf
+) -> tuple[Matmul, Weight] | Rejection | None:
     product = read_matmul(anchor, reader)
     if product is None or isinstance(product, Rejection):
         return product
-    weight = decode(reader, product.weight, product.node)
-    if isinstance(weight, Weight):
-        return product, weight
+    found = weight_of.read(product, reader)
+    if isinstance(found, Weight):
+        return product, found
     is_sum = anchor.target == torch.ops.aten.sum.dim_IntList
-    return None if is_sum and weight.code is RejectionCode.NOT_QUANTIZED else weight
+    return None if is_sum and found.code is RejectionCode.NOT_QUANTIZED else found
 
 
 def _read_epilogue(anchor: fx.Node, product: Matmul, weight: Weight) -> Epilogue:

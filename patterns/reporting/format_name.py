@@ -65,9 +65,14 @@ def _ggml(format: WeightFormat, sources: Sequence[Any]) -> str:
     stored = sources[format.code.source]
     if not isinstance(stored, fx.Node):
         return ""
-    tensor = fx_utils.value(fx_utils.base(stored))
+    blocks = fx_utils.base(stored)
+    tensor = fx_utils.value(blocks)
     k, n = format.shape
     if tensor.dtype not in (torch.uint8, torch.int8) or tensor.numel() % n:
+        return ""
+    scales = [step.operand for step in format.scales if isinstance(step.operand, Field)]
+    origins = [origin for scale in scales for origin in _origins(sources[scale.source])]
+    if any(origin is not blocks for origin in origins if origin.op == "placeholder"):
         return ""
     row, zero = tensor.numel() // n, format.zero
     kind = "least" if zero is not None and isinstance(zero.operand, Field) else ""
@@ -124,14 +129,22 @@ def _is_of_exponents(source: Any) -> bool:
         with compat.real_tensors():
             values = source.tensor().float()
             return bool((torch.frexp(values).mantissa == 0.5).logical_or(~values.isfinite()).all())
-    todo, seen = [source], set()
-    while todo:
-        node = todo.pop()
-        seen.add(node)
-        if node.op in ("placeholder", "get_attr"):
-            dtype = fx_utils.value(node).dtype
-            is_exponent = str(dtype).endswith("e8m0fnu") or dtype in (torch.uint8, torch.int8)
-            if fx_utils.value(node).dim() and not is_exponent:
-                return False
-        todo += [item for item in node.all_input_nodes if item not in seen]
+    for node in _origins(source):
+        dtype = fx_utils.value(node).dtype
+        is_exponent = str(dtype).endswith("e8m0fnu") or dtype in (torch.uint8, torch.int8)
+        if fx_utils.value(node).dim() and not is_exponent:
+            return False
     return True
+
+
+def _origins(source: Any) -> list[fx.Node]:
+    """The tensors in memory that a scale is computed from."""
+    todo, seen = [source], set[fx.Node]()
+    while todo:
+        item = todo.pop()
+        if isinstance(item, fx.Node) and item not in seen:
+            seen.add(item)
+            todo += item.all_input_nodes
+        elif isinstance(item, (Derived, tuple)):
+            todo += item.args if isinstance(item, Derived) else item
+    return [node for node in seen if node.op in ("placeholder", "get_attr")]

@@ -7,6 +7,7 @@ integer dtypes changes nothing but the dtype, and shifts and masks become ``Bits
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -35,7 +36,10 @@ from .index import (
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (
+    *(torch.int64, torch.int32, torch.int16, torch.int8),
+    *(torch.uint8, torch.uint16, torch.uint32),
+)
 EXACT_IN_FP32 = 2**24  # integers up to this magnitude convert exactly
 
 
@@ -179,7 +183,7 @@ def _operands(expr: Op) -> list[Any]:
     return [arg for arg in expr.args if not isinstance(arg, torch.dtype)]
 
 
-def _each(expr: Op, function: Callable[[Any], Any]) -> tuple[Any, ...]:
+def each(expr: Op, function: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The arguments, with ``function`` applied to expressions."""
     return tuple(arg if isinstance(arg, torch.dtype) else function(arg) for arg in expr.args)
 
@@ -289,7 +293,7 @@ def mapped(
         (index,) = indices((expr.index,))
         return expr if index is expr.index else Position(index, expr.dtype)
     if isinstance(expr, Op):
-        args = _each(expr, inner)
+        args = each(expr, inner)
         is_same = all(map(operator.is_, args, expr.args))
         return expr if is_same else Op(expr.name, args, expr.dtype, expr.at)
     if isinstance(expr, Lookup):
@@ -340,7 +344,13 @@ def normalized(expr: Expr, space: Space) -> Expr:
     """The same expression in unsplit digits; needed before a digit is fixed or forms compared."""
     if isinstance(expr, Choice) and expr.digit.children is not None:
         raise SplitConflict("a digit is split on which cases depend")
-    return mapped(expr, lambda i: _normalized(i, space), lambda arg: normalized(arg, space))
+    found = mapped(expr, lambda i: _normalized(i, space), lambda arg: normalized(arg, space))
+    if isinstance(found, (Op, Lookup, Choice)) and found.at is not None:
+        node, index = found.at
+        with contextlib.suppress(Unsupported):
+            if (here := _normalized(index, space)) is not index:
+                return changed(found, at=(node, here))
+    return found
 
 
 def _normalized(forms: tuple[IndexExpr, ...], space: Space) -> tuple[IndexExpr, ...]:

@@ -6,6 +6,8 @@ The modules ``views``, ``concat``, ``pointwise`` and ``custom_ops`` register han
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -15,6 +17,7 @@ import torch
 from torch import fx
 
 from .. import fx_utils
+from .bits import held_in
 from .expr import (
     FLOAT8,
     INTEGERS,
@@ -26,10 +29,12 @@ from .expr import (
     Op,
     at,
     changed,
+    each,
     fixed,
     integer,
     limits,
     normalized,
+    normalized_index,
     size_of,
     table_of_digit,
     whole,
@@ -68,25 +73,30 @@ class Reader:
     ids   the tensor that does; what it selects by is the variable "e", not data
 
     With ``computes``, a position that its digits do not divide is read in digits of its own
-    (``divided``), and a table of a digit that is split stays one.
+    (``divided``), and a table of a digit that is split stays one. With ``stops``, what has such a
+    table is an element of the node that computes it.
     """
 
-    def __init__(self, whole: Whole | None = None, *, computes: bool = False) -> None:
+    def __init__(
+        self, whole: Whole | None = None, *, computes: bool = False, stops: bool = False
+    ) -> None:
         self.space = Space(whole, table_of_digit if computes else None)
-        self.computes = computes
+        self.computes, self.stops = computes, stops
         self.pieces = 0  # of a dimension whose edges the digits do not meet
         self.parts_of_runs: set[Digit] = set()  # that are being read
         self.constants: dict[fx.Node, list[int]] = {}  # values of constant tensors
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
         self._expert, self._experts = ZERO, 0
+        self.known_nodes: set[fx.Node] = set()  # that were read for another weight alike
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
         self._depth = 0
+        self.is_split = False  # a digit that a table of an expression depends on
         self.is_cut = False  # an expression was too large, and a leaf stands for it
 
     def nodes(self) -> set[fx.Node]:
         """The nodes that were read."""
-        return {node for node, _ in self._memo}
+        return {node for node, _ in self._memo} | self.known_nodes
 
     def has_codes(self) -> bool:
         """Whether integers or fp8 in memory were read. Keys and values of attention, which are
@@ -189,7 +199,7 @@ class Reader:
         """``cases[v]`` where ``digit`` is v."""
         if digit.children is not None:
             raise SplitConflict("a digit is split on which cases depend")
-        return self._joined(digit, [normalized(case, self.space) for case in cases])
+        return self._joined(digit, [self.normalized(case) for case in cases])
 
     def _joined(self, digit: Digit, cases: list[Expr]) -> Expr:
         joined = join(digit, cases, self.space.as_data)
@@ -204,13 +214,29 @@ class Reader:
         if math.prod(digit.radix for digit in set(digits)) > MAX_SIZE:
             self.is_cut = True
             raise Unsupported("too many cases")
-        args = tuple(normalized(arg, self.space) for arg in args)
+        args = tuple(map(self.normalized, args))
         digit = digits[0]
         cases = [
             self.apply(function, *(at(arg, digit, value) for arg in args))
             for value in range(digit.radix)
         ]
         return self._joined(digit, cases)
+
+    def normalized(self, expr: Expr) -> Expr:
+        """The same expression in unsplit digits."""
+        try:
+            return normalized(expr, self.space)
+        except SplitConflict:
+            self.is_split = True
+            if not self.stops or not isinstance(expr, Op):
+                raise
+        with contextlib.suppress(SplitConflict):
+            return dataclasses.replace(expr, args=each(expr, self.normalized))
+        if expr.at is None:
+            raise SplitConflict("no node computes it")
+        node, index = expr.at
+        found = self.leaf(node, normalized_index(index, self.space))
+        return found if found.dtype == expr.dtype else held_in(found, expr.dtype)
 
     def operand(self, item: Any, node: fx.Node, index: At) -> Expr:
         """An argument of a pointwise op, broadcast to the shape of ``node``."""
@@ -241,19 +267,21 @@ def attempt(read: Callable[[Reader], Found], is_good: Callable[[Found], bool]) -
         return first
     if not reader.has_codes() and not reader.pieces:  # keys and values of attention, say
         return first
-    ways: list[tuple[Whole | None, bool]] = [(kept, False) for kept in WHOLE]
+    ways = [functools.partial(Reader, kept) for kept in WHOLE]
     likely = len(WHOLE)
     if reader.pieces:
-        ways.sort(key=lambda way: way[0] is None or way[0].radix != reader.pieces)
+        ways.sort(key=lambda way: way.args[0].radix != reader.pieces)
         likely = sum(kept.radix == reader.pieces for kept in WHOLE)
-    ways.insert(likely, (None, True))
-    for kept, computes in ways:
+    ways.insert(likely, functools.partial(Reader, computes=True))
+    for way in ways:
         try:
-            found = read(Reader(kept, computes=computes))
+            found = read(reader := way())
         except Unsupported:
             continue
         if is_good(found):
             return found
+        if reader.is_split and not reader.stops:
+            ways.append(functools.partial(way, stops=True))
     return first
 
 

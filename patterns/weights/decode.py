@@ -49,7 +49,6 @@ from ..symbolic.expr import (
     is_position,
     is_whole,
     limits,
-    normalized,
     normalized_index,
     numbers_of,
     told_apart,
@@ -84,7 +83,7 @@ def decode(reader: Reader, expr: Expr, node: fx.Node) -> Weight | Rejection:
     stack in the axes "e", "k" and "n"."""
     decoder = _Decoder(reader, node)
     try:
-        return decoder.weight(normalized(expr, reader.space))
+        return decoder.weight(reader.normalized(expr))
     except _NoWeight as reason:
         return reason.rejection
     except Unsupported as reason:

@@ -32,3 +32,14 @@ def test_a_block_of_ggml_has_its_name(name: str) -> None:
     element = Field(1, (form(data=code),)) if kind == "table" else code
     steps = (DequantOp("sub", Field(0, place)),) if kind == "least" else ()
     assert _ggml(WeightFormat((k,), (n,), element, steps), [stored, table]) == name
+
+
+@pytest.mark.parametrize(("source", "name"), [(0, "q4_0"), (1, "")])
+def test_scales_are_in_the_blocks(source: int, name: str) -> None:
+    """Rows of nibbles that are padded may be as long as rows of blocks."""
+    n, k = 4, 64
+    stored, scales = fx.Graph().placeholder("w"), fx.Graph().placeholder("s")
+    stored.meta["val"], scales.meta["val"] = torch.empty(n, 36, dtype=torch.uint8), torch.empty(n)
+    code, scale = Field(0, (form(("n0", 1)), form(("k0", 1))), form(), 4), Field(source, ())
+    found = WeightFormat((k,), (n,), code, (DequantOp("mul", scale),))
+    assert _ggml(found, [stored, scales]) == name

@@ -149,6 +149,37 @@ def a_sum_of_two(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return (nibbles(a) * 0.5 + nibbles(b) * 0.03125) * scale
 
 
+def halves_with_scales_of_their_own(packed: Tensor, codes: Tensor, table: Tensor) -> Tensor:
+    """torchao's NF4: the scale, itself quantized, is repeated for each of two nibbles."""
+    absmax = (codes.view(-1, 8) / 3.0).flatten() + 0.25
+    repeated = absmax.unsqueeze(-1).expand(-1, GROUP // 2)
+    high = table[(packed >> 4).long()] * repeated.flatten()
+    low = table[(packed & 15).long()] * repeated.flatten()
+    return torch.stack([high.unsqueeze(-1).t(), low.unsqueeze(-1).t()], -1).reshape(N, K)
+
+
+def words_without_sign(words: Tensor, scale: Tensor) -> Tensor:
+    """MLX's: uint32, which has no shifts."""
+    codes = (words.to(torch.int64).unsqueeze(-1) >> torch.arange(0, 32, 4)) & 15
+    return codes.reshape(N, K) * scale
+
+
+def two_orders(packed: Tensor, low: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Bits in an order within a byte, and scales that cross bytes beside pairs of zero points: no
+    digit that is kept whole serves both."""
+    order = torch.tensor([1, 7, 2, 3, 5, 4, 0, 6], dtype=u8)
+    bytes_ = [((packed[:, i::2].unsqueeze(-1) << (7 - order)) >> 7) for i in (0, 1)]
+    bits = torch.stack(bytes_, 2).reshape(N, -1)
+    quads = torch.stack([(low >> shift) & 3 for shift in (0, 2, 4, 6)], -1).flatten(1)
+    parts = scales.reshape(N, -1, 3)
+    a, b, c = parts.unbind(-1)
+    six = torch.stack([a & 63, (a >> 6 | b << 2) & 63, (b >> 4 | c << 4) & 63, c >> 2], -1)
+    pairs = [(zeros[:, i::2, None] >> torch.arange(0, 16, 4, dtype=i16)) & 15 for i in (0, 1)]
+    scale, zero = six.reshape(N, -1, 1) * 0.5, torch.stack(pairs, -1).reshape(N, -1, 1) * 0.25
+    codes = (quads << 1 | bits).reshape(N, -1, GROUP).float()
+    return (codes * scale - zero).reshape(N, -1)
+
+
 ONE = (N, 1)
 TAKEN: list[tuple[Decode, list[Tensor]]] = [
     (bits_of_four_bytes, [octets(N, 40), scales(N, 2)]),
@@ -163,6 +194,15 @@ TAKEN: list[tuple[Decode, list[Tensor]]] = [
     (bits_summed, [octets(N, K // 2), scales(*ONE)]),
     (multiplied_and_added, [octets(N, K // 2), scales(N, K // GROUP), scales(N, K // GROUP)]),
     (a_mask_for_each_place, [octets(N, K // 8), scales(*ONE)]),
+    (
+        halves_with_scales_of_their_own,
+        [octets(N * K // 2), octets(N * K // GROUP), torch.randn(16)],
+    ),
+    (words_without_sign, [torch.randint(0, 2**32, (N, K // 8)).to(torch.uint32), scales(*ONE)]),
+    (
+        two_orders,
+        [octets(N, 32), octets(N, 64), octets(N, 6), torch.randint(0, 2**15, (N, 2)).to(i16)],
+    ),
     (a_sum_of_two, [octets(N, K // 2), octets(N, K // 2), scales(*ONE)]),
 ]
 
