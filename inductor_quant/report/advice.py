@@ -25,6 +25,21 @@ ADVICE: dict[RejectionCode, str] = {
     RejectionCode.INTERNAL_ERROR: 'on_error="raise" shows the failure; please report it',
     RejectionCode.DEVICE: "move the model to an NVIDIA GPU of compute capability 8.0 or newer",
 }
+# For ``codes`` alone: what the model's code would have to be, which ``explain`` does not ask for.
+HINTS: dict[RejectionCode, str] = {
+    RejectionCode.NO_SCALE: "multiply the int32 result by its scale in the same graph",
+    RejectionCode.SCALE_DTYPE: "cast it to fp32, bf16 or fp16",
+    RejectionCode.ACTIVATION: "run the model in bf16, fp16 or fp32",
+    RejectionCode.K_TOO_LONG: "split the product along K, or use groups along K",
+    RejectionCode.WEIGHT_FORM: "the detail names the step that was not understood: write it with "
+    "shifts, masks, views and tables, or report it",
+    RejectionCode.OPAQUE: "call prepare_, or add an adapter (patterns/README.md)",
+    RejectionCode.BIAS: "add one value per channel, before anything else",
+    RejectionCode.BLOCK_PLACES: "use torch.sparse_bsr and prepare_, or compute the places from the "
+    "numbers of blocks",
+    RejectionCode.NO_PATTERN: "the detail names the step; patterns/README.md has what is matched",
+    RejectionCode.MANY_ROWS: "nothing: a library is faster here",
+}
 
 
 def pending(model: Any) -> Counter[str]:

@@ -97,8 +97,9 @@ def which(
     if decision.kernel is None and family == "w4a8":
         notes.append(f"{dispatch.AS_WEIGHT_ONLY} (few rows), or {dispatch.UNPACK_THEN_MULTIPLY}")
     elif decision.kernel is None and problem.weight is not None and not problem.groups:
-        notes.append(_why_dequantized(spec, problem))
         helper = first(dispatch.DEQUANTIZE, problem)
+        if helper.kernel is not None:
+            notes.append(_why_dequantized(spec, problem))
         decision = dataclasses.replace(decision, kernel=helper.kernel, config=helper.config)
     return dataclasses.replace(decision, notes=tuple(notes))
 

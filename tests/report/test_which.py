@@ -198,6 +198,12 @@ def test_floats_are_quantized_in_the_gemm_for_few_rows():
     assert many.notes == ("a kernel before the GEMM quantizes x: M > 4",)
 
 
+def test_what_nothing_of_ours_computes_has_no_note_of_a_kernel():
+    decision = which.which("weight_only", Gemm(8, 4096, 4096), format="fp8", arch=80)
+    assert decision.kernel is None
+    assert decision.notes == ()
+
+
 def test_a_product_that_cublaslt_keeps_says_so():
     decision = which.which("fp8_block", Gemm(128, 24576, 1536))
     assert "many_rows" in decision.notes[0]
