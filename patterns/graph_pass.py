@@ -125,6 +125,8 @@ class QuantGemmPass(compat.CustomGraphPass):
                     decision = match or _decide(node, candidates, options)
             if decision is None:
                 continue
+            if self._is_early and _is_folded(decision):
+                continue  # the later slot decides
             if self._is_early and not node._erased:
                 node.meta[_DECIDED] = True
             log.info("%s", decision)
@@ -285,6 +287,11 @@ def _computed_weight(found: RecognizedGemm) -> str:
         return ""
     source = source_of(weight)
     return "" if fx_utils.is_stored(source) else source.name
+
+
+def _is_folded(decision: Match | Rejection) -> bool:
+    """Whether the weight is computed in the graph: freezing does that once, if it is constant."""
+    return isinstance(decision, Rejection) and decision.code is RejectionCode.COMPUTED_WEIGHT
 
 
 def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) -> None:

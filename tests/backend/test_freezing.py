@@ -180,6 +180,24 @@ def test_rejections_are_reported_once_and_requirements_hold(graphs):
     assert RequirementError.__name__ in repr(raised.value) or "require asks" in str(raised.value)
 
 
+def test_a_weight_that_freezing_computes_is_what_it_becomes(graphs):
+    """Fake-quantized: dense. Quantized to int8 in the graph: stored."""
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(48, 64))
+
+        def forward(self, a):
+            codes = (self.weight * 32).round().clamp(-8, 7)
+            product = torch._int_mm(a, codes.to(torch.int8).t())
+            return a.float() @ (codes / 32).t(), product.float() * 0.125
+
+    _, report = run(Model(), torch.ones(32, 64, dtype=torch.int8))
+    assert [match.family for match in report.matches] == ["w8a8"]
+    assert report.rejections == []
+
+
 def test_a_training_graph_is_left_to_the_later_slot(graphs):
     """With gradients on, Inductor freezes nothing."""
     torch.manual_seed(0)
