@@ -40,6 +40,13 @@ def _capability() -> int:
     return 10 * major + minor
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out tests/gpu without a GPU, unless it is asked for."""
+    is_asked_for = any("gpu" in str(arg) for arg in (*config.args, config.option.markexpr))
+    is_gpu = collection_path == Path(__file__).parent / "gpu"
+    return True if is_gpu and not is_asked_for and not torch.cuda.is_available() else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # These take minutes: begun last, they would be what the other process of ``-n 2`` waits for.
@@ -64,15 +71,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _mark_slow(items: list[pytest.Item]) -> None:
-    """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``."""
+    """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``; of a test that
+    runs in the interpreter, every second one."""
     seen: Counter[str] = Counter()
     for item in items:
+        if "slow" in item.keywords:
+            continue
         marker = item.get_closest_marker("one_in")
-        if marker and "slow" not in item.keywords:
-            test = item.nodeid.partition("[")[0]
-            if seen[test] % marker.args[0]:
-                item.add_marker("slow")
-            seen[test] += 1
+        every = marker.args[0] if marker else 2 if "interp" in item.keywords else 1
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % every:
+            item.add_marker("slow")
+        seen[test] += 1
 
 
 def _mark_quick(items: list[pytest.Item]) -> None:

@@ -220,6 +220,7 @@ def test_the_epilogue_is_in_the_kernel():
     assert simulate.compile_kernel(name, source).spill_stores <= 128
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64])

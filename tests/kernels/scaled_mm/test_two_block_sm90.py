@@ -94,6 +94,7 @@ def test_other_blocks_and_devices_are_refused():
         assert found.code == RejectionCode.BLOCK_SHAPE
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def loads(generated):
     return Counter(size or name for size, name in LOADS.findall(kernel.ptx))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("group", "config", "arch"),

@@ -226,6 +226,7 @@ def test_the_weight_stays_in_registers(m):
     assert "st.shared" not in kernel.ptx
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ class SameStrides(fx.Interpreter):
         return result
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("linear", "shape", "quantizations"),
     [(words, (1, 1, HIDDEN), 0), (TorchaoLinear, (2, 3, HIDDEN), 4)],

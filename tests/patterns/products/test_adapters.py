@@ -190,6 +190,7 @@ class Tinygemm(nn.Module):
         return torch.ops.aten._weight_int4pack_mm(x, self.words, 64, self.both)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_tinygemm_is_matched_on_a_card(dynamic: bool) -> None:
     with simulate.virtual_gpu(90), FakeTensorMode(), torch.device("cuda"):

@@ -92,6 +92,7 @@ def test_ids_are_no_codes_of_a_table():
     assert not any(match.spec.b.lut for match in rewrite.report.matches)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("form", "bounds"),
     [("transformers_grouped", {"min": 2, "max": 6}), ("transformers_batched", {})],
