@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import warnings
 
 import pytest
 import sympy
@@ -70,6 +71,30 @@ def test_nothing_is_compiled_while_a_stream_is_captured(monkeypatch):
                 report = run[300]
             assert report.kernels == []
         assert rows(run[300]) == ["256..312"]
+
+
+def test_what_runs_op_by_op_is_the_graph(monkeypatch):
+    """On the CPU, outside of the fake tensors."""
+    found = []
+    run_eagerly = variants.Graph.run_eagerly
+    monkeypatch.setattr(
+        variants.Graph, "run_eagerly", lambda *args: found.append(args[0]) or run_eagerly(*args)
+    )
+    with session() as run, monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        warnings.simplefilter("ignore")
+        run[300]
+    x, model = torch.randn(300, K, dtype=bf16), Scaled()
+    model.weight.random_(-9, 9)
+    stored = {tensor.shape: tensor for tensor in (x, model.weight)}
+    values = [
+        300 if isinstance(value, torch.SymInt) else stored[torch.Size(map(int, value.shape))]
+        for value in found[0]._inputs
+    ]
+    [result] = run_eagerly(found[0], values)
+    assert values == []
+    assert torch.equal(result, model(x))
 
 
 def test_a_dynamic_number_without_bounds():
