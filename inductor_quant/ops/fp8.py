@@ -34,8 +34,10 @@ MIN_GLUON_ROWS = 256
 MIN_FILLED = 0.65
 MIN_LIBRARY_PRODUCTS = 6 * 10**9
 MAX_LIBRARY_K = 8191
-# cuBLASLt takes scales of blocks for multiples of this many rows.
-LIBRARY_ROWS = 4
+# cuBLASLt takes scales of blocks for multiples of so many rows, and reads those of 128 x 128 as if
+# a row had a multiple of four: versions of torch that do not check this compute something else
+# (pytorch#166752).
+LIBRARY_ROWS, LIBRARY_K = 4, 512
 
 
 def reference(
@@ -141,13 +143,13 @@ def prefers_library(
     has_gluon: bool = True,
     has_epilogue: bool = True,
 ) -> bool:
-    """Whether ``aten._scaled_mm`` takes M = ``m``, N = ``n`` and is faster than our kernels.
+    """Whether ``aten._scaled_mm`` is right for these sizes and faster than our kernels.
 
     ``divisor``: what divides M in any call; None: ``m``. ``has_epilogue``: more than a bias
     follows.
     """
     has_blocks = spec.b.scale is not None and spec.b.scale.block[0] > 1
-    if has_blocks and (m if divisor is None else divisor) % LIBRARY_ROWS:
+    if has_blocks and ((m if divisor is None else divisor) % LIBRARY_ROWS or k % LIBRARY_K):
         return False
     halves = 2 * math.ceil(m / 128) * math.ceil(n / 128)
     is_split = m_is_bounded and m <= MAX_SPLIT_ROWS and halves <= HOPPER_SMS

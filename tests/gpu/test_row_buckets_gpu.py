@@ -77,7 +77,9 @@ def test_every_size_is_right_with_one_graph(layer, mode):
 def bucket_of(m, ranges):
     """The range that has m."""
     for name in ranges:
-        low, _, high = name.partition("..")
-        if int(low) <= m <= (int(high) if high else m if ".." in name else int(low)):
+        bounds, _, step = name.partition(" by ")
+        low, _, high = bounds.partition("..")
+        is_within = int(low) <= m <= (int(high) if high else m if ".." in name else int(low))
+        if is_within and not (m - int(low)) % int(step or 1):
             return name
     return None
