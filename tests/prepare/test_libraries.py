@@ -17,7 +17,7 @@ from tests.support.graphs.post_grad import capture
 from tests.support.producers.registry import need_package
 
 BY_NAME = {str(case): case for case in CASES}
-IN_CI: tuple[str, ...] = ()
+IN_CI = ("compressed-tensors-W4A16", "gptqmodel-4_bits,_act-order")
 
 
 @pytest.mark.parametrize(
