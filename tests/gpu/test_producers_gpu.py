@@ -64,6 +64,11 @@ def test_a_layer_is_fused_and_right(producer: Producer, rows: int) -> None:
         eager = module(x)
     assert len(report.matches) == producer.expected_matches
     assert len(report.kernels) == producer.expected_matches
+    if not producer.expected_matches:  # stock may round otherwise than eager mode
+        stock = torch.compile(module)
+        with torch.no_grad():
+            assert torch.equal(y, stock(x))
+        return
     exact = x.double() @ dense.double()
     # A single row has N samples of the rounding of the result, which is most of the error.
     slack = 1.02 if rows > 16 else 1.10

@@ -130,6 +130,25 @@ def test_the_words_of_a_tile_are_a_box(name, box, large_groups):
     assert words.width * words.height * 4 == nbytes(problem.weight)
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "iterations"),
+    [
+        ("int8_channel", 8, 2),  # rows of 64 bytes along K
+        ("hqq", 8, 2),
+        ("int8_channel", 4, 1),
+        ("nibble_pairs", 8, 1),  # 32 bytes
+        ("awq", 8, 1),  # 64 bytes along N
+    ],
+)
+def test_two_iterations_that_share_lines_of_memory_are_loaded_together(
+    name, stages, iterations, large_groups
+):
+    _, problem = described(Case(name, 64, 1024, 4096, bf16))
+    config = GemmConfig(64, 128, 64, 8, stages)
+    constants = WEIGHT_ONLY_MM_SM90.own_constants(problem, config, device(90))
+    assert constants["TOGETHER"] == iterations
+
+
 def test_the_box_of_a_slice_ends_where_the_slice_does(large_groups):
     """As of q, k and v in one tensor: rows are three times as far apart as they are long."""
     _, problem = described(Case("gptq", 64, 1024, 1024, bf16))

@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
@@ -41,6 +41,7 @@ WARPGROUP = 4
 MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
 BARRIERS = 1024  # bytes of shared memory beside the stages
+STAGES_APART = 8  # a multiple of it, so that four pairs of stages are filled at different times
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
 Block = tuple[int, int, int, int, int]
 Cycles = tuple[int, int]
@@ -133,7 +134,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return {**super().constants(spec, problem, config, device), "SHARES_TILES": shares}
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
-        return constants_of(problem, config, device, ctas_per_sm(config))
+        ctas, together = ctas_per_sm(config), loaded_together(problem, config)
+        return constants_of(problem, config, device, ctas, together=together)
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -224,13 +226,27 @@ def constants_of(
     device: Device,
     ctas: int,
     offered: Sequence[int] = UNROLLED,
+    together: int = 1,
 ) -> dict[str, Any]:
-    """The template's constants, for ``ctas`` an SM."""
+    """The template's constants, for ``ctas`` an SM, ``together`` K iterations under one barrier."""
     return {
         "UNROLLED": unrolled(problem, config, offered),
+        "TOGETHER": together,
         "NUM_CTAS": ctas * device.num_sms,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
     }
+
+
+def loaded_together(problem: Problem, config: GemmConfig) -> int:
+    """Of how many K iterations the tiles are loaded under one barrier: two if their rows are the
+    halves of the same lines of memory."""
+    weight = as_words(rules.weight_of(problem)).weight
+    found = boxed(rules.weight_of(problem), config)
+    assert found is not None
+    box = found[1]
+    is_along_k = any(name[0] == "k" and 0 < step < box.pitch for name, step in box.strides.items())
+    row = box.columns * weight.tensors[weight.format.code.source].dtype.itemsize
+    return 2 if is_along_k and 2 * row == LINE and config.num_stages % STAGES_APART == 0 else 1
 
 
 def ctas_per_sm(config: GemmConfig) -> int:
