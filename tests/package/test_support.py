@@ -41,31 +41,69 @@ def test_a_hazard_is_the_kernels_own_unless_each_access_is_of_tritons_constructs
 
 
 def test_a_failure_with_this_package_alone_is_ours_to_explain():
-    passed, failed = ("passed", "", 1), ("failed", "why\n", 0)
-    skipped = ("skipped", "", 0)
-    before = {"a": passed, "b": failed, "c": failed, "d": skipped}
-    lines, is_ours = upstream.compare(before, {**before, "c": passed})
+    passed, failed, skipped = ("passed", "", 1), ("failed", "why\n", 0), ("skipped", "", 0)
+    ours = {"a": passed, "b": failed, "c": skipped}
+
+    def verdict(again, without, names="abc"):
+        return upstream.verdict(list(names), ours, {"b": again}, {"b": without})
+
+    lines, is_ours = verdict(failed, failed)
     assert not is_ours
-    assert lines[0].startswith("c: failed without, passed with")
-    lines, is_ours = upstream.compare(before, {**before, "a": failed})
+    assert lines[-2:] == [
+        "1 fail without this package as well",
+        "0 of 3 failed with this package only",
+    ]
+    for again in (failed, passed):
+        for without in (passed, skipped):
+            lines, is_ours = verdict(again, without)
+            assert is_ours
+            states = f"failed with, {again[0]} when run again, {without[0]} without"
+            assert lines[0] == f"b: {states}\nwhy\n"
+    assert upstream.verdict(["b"], {"b": failed}, {}, {})[1], "not known how it is without"
+    lines, is_ours = verdict(failed, failed, "abcde")
     assert is_ours
-    assert lines[0] == "a: passed without, failed with\nwhy\n"
-    assert upstream.compare(before, {"a": passed})[1], "three ran in one run only"
-    assert upstream.compare({}, {})[1], "nothing ran"
+    assert lines[0] == "2 of 5 were not run, from d on"
+    assert upstream.verdict([], {}, {}, {})[1], "nothing ran"
 
 
 @pytest.mark.slow
-def test_both_runs_are_compared(tmp_path):
-    """Of a failing, a passing and a skipped test, run by pytest with and without."""
+@pytest.mark.parametrize("arguments", [(), ("-n", "2")])
+def test_what_fails_runs_again_with_and_without(tmp_path, arguments, capsys):
+    """Tests that fail always, with us only, once only, and never."""
     (tmp_path / "test_theirs.py").write_text(
-        "import inductor_quant.backend, pytest\n"
+        "import inductor_quant.backend, pathlib, pytest\n"
         "def test_a(): assert inductor_quant.backend._process_options is None, 'enabled'\n"
         "def test_b(): pass\n"
         "@pytest.mark.skip\ndef test_c(): pass\n"
+        "def test_d(): assert False\n"
+        "def test_e():\n    path = pathlib.Path('begun')\n"
+        "    assert path.exists() or path.write_text('x') is None\n"
     )
     out = tmp_path / "out"
-    assert upstream.main([str(tmp_path), "--tests", "test_theirs.py", "--out", str(out)]) == 1
-    found = {run: upstream.outcomes(out, run) for run in (upstream.WITHOUT, upstream.WITH)}
-    assert [outcome[0] for outcome in found["without"].values()] == ["passed", "passed", "skipped"]
-    assert [outcome[0] for outcome in found["with"].values()] == ["failed", "passed", "skipped"]
-    assert "enabled" in found["with"]["test_theirs.py::test_a"][1]
+    command = [str(tmp_path), "--tests", "test_theirs.py", "--out", str(out), "--", *arguments]
+    assert upstream.main(command) == 1
+    found = {
+        run: {name[-1]: outcome for name, (outcome, _, _) in upstream.outcomes(out, run).items()}
+        for run in ("with", "again", "without")
+    }
+    failed, passed = "failed", "passed"
+    assert found["with"] == {"a": failed, "b": passed, "c": "skipped", "d": failed, "e": failed}
+    assert found["again"] == {"a": failed, "d": failed, "e": passed}
+    assert found["without"] == {"a": passed, "d": failed, "e": passed}
+    assert "enabled" in upstream.outcomes(out, "with")["test_theirs.py::test_a"][1]
+    assert {path.name for path in out.glob("*.xml")} == {f"{run}.xml" for run in found}
+    printed = capsys.readouterr().out
+    assert "test_e: failed with, passed when run again, passed without" in printed
+    assert "2 of 5 failed with this package only" in printed
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_spent_leaves_what_has_run(tmp_path, capsys):
+    (tmp_path / "test_theirs.py").write_text(
+        "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n"
+    )
+    out = tmp_path / "out"
+    command = [str(tmp_path), "--tests", "test_theirs.py", "--out", str(out), "--budget", "40"]
+    assert upstream.main(command) == 1
+    assert "1 of 2 were not run, from test_theirs.py::test_b on" in capsys.readouterr().out
+    assert 'name="test_a"' in (out / "with.xml").read_text()

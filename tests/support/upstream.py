@@ -1,27 +1,30 @@
-"""Other projects' tests, run with this package enabled beside a run without it.
+"""Other projects' tests with this package enabled; those that fail run again with and without it.
 
     python -m tests.support.upstream DIR --suite torchao -- -n 4    # DIR: a checkout of pytorch/ao
     python -m tests.support.upstream DIR --suite torch              # of pytorch/pytorch
     python -m tests.support.upstream DIR --tests test/inductor/test_fp8.py -- -k rowwise
 
-The tag must be that of the installed version. What follows ``--`` is for pytest. Each test whose
-outcome differs is printed with its message, and how many tests had a product that was rewritten.
-Exit code 1 if a test fails with this package and not without it, or ran in one run alone, or none
-ran. Also the pytest plugin of both runs."""
+The tag must be that of the installed version. What follows ``--`` is for pytest. Each test that
+fails with this package and passes without it is printed with its message; at the end, how many
+tests had a product that was rewritten. Exit code 1 if there is such a test, if a test that was
+collected has no outcome, or if none ran. Also the pytest plugin of each run.
+
+``--out`` keeps, for each run, the log, JUnit XML and a JSON line for each test."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,14 +46,33 @@ SUITES = {
     ),
 }
 ROOT = Path(__file__).parents[2]
-WITHOUT, WITH = "without", "with"
-_RUN, _FILE = "INDUCTOR_QUANT_UPSTREAM_RUN", "INDUCTOR_QUANT_UPSTREAM_FILE"
+WITH, AGAIN, WITHOUT = "with", "again", "without"
+SECOND_ROUND = 0.25  # of the budget
+_RUN, _FOLDER = "INDUCTOR_QUANT_UPSTREAM_RUN", "INDUCTOR_QUANT_UPSTREAM_FOLDER"
+_WORKER = "PYTEST_XDIST_WORKER"
 Outcome = tuple[str, str, int]  # passed, failed or skipped; the message; how many matches
+MISSING: Outcome = ("not run", "", 0)
 
 
 def pytest_configure() -> None:
-    if os.environ.get(_RUN) == WITH:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest then writes what it has
+    if os.environ.get(_RUN) in (WITH, AGAIN):
         inductor_quant.enable(on_error="raise")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    run, folder = os.environ[_RUN], Path(os.environ[_FOLDER])
+    if run != WITH:
+        failed = {name for name, outcome in outcomes(folder, WITH).items() if is_failure(outcome)}
+        items[:] = [item for item in items if item.nodeid in failed]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Every worker collects the same tests, and the process that starts them none."""
+    if session.items and os.environ.get(_WORKER, "gw0") == "gw0":
+        names = "".join(f"{item.nodeid}\n" for item in session.items)
+        Path(os.environ[_FOLDER], f"{os.environ[_RUN]}.collected").write_text(names)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -64,34 +86,49 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A line for each test, at once: what has run before a process is killed counts."""
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.passed):
+    if _WORKER in os.environ or (report.when != "call" and report.passed):
         return
     matches = dict(report.user_properties).get("matches", 0)
-    with open(os.environ[_FILE], "a") as file:
+    with open(Path(os.environ[_FOLDER], f"{os.environ[_RUN]}.jsonl"), "a") as file:
         print(json.dumps([report.nodeid, report.outcome, report.longreprtext, matches]), file=file)
 
 
 def start(run: str, checkout: Path, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
     """pytest in ``checkout``; its outcomes go to ``folder``, with caches of its own."""
+    for name in (f"{run}.jsonl", f"{run}.collected", f"{run}.xml"):
+        (folder / name).unlink(missing_ok=True)
     environment = {
         **os.environ,
         _RUN: run,
-        _FILE: str(folder / f"{run}.jsonl"),
+        _FOLDER: str(folder),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / run / "inductor"),
         "TRITON_CACHE_DIR": str(folder / run / "triton"),
     }
+    if any(argument.startswith(("-n", "--numprocesses")) for argument in arguments):
+        # Otherwise each worker starts a pool of compilers and of threads for all cores.
+        environment = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", __spec__.name]
     command += ["-p", "no:cacheprovider", "-p", "no:logging", "-c", os.devnull, "--rootdir", "."]
+    command += ["--junitxml", str(folder / f"{run}.xml"), *arguments]
     with open(folder / f"{run}.log", "wb") as log:
         return subprocess.Popen(
-            command + arguments,
-            cwd=checkout,
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
+            command, cwd=checkout, env=environment, stdout=log, stderr=log, start_new_session=True
         )
+
+
+def finish(process: subprocess.Popen[bytes], deadline: float | None) -> None:
+    """Waits until ``deadline`` (of time.monotonic), then stops the process and its children."""
+    try:
+        process.wait(None if deadline is None else max(0, deadline - time.monotonic()))
+        return
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def outcomes(folder: Path, run: str) -> dict[str, Outcome]:
@@ -103,21 +140,37 @@ def outcomes(folder: Path, run: str) -> dict[str, Outcome]:
     }
 
 
-def compare(without: dict[str, Outcome], ours: dict[str, Outcome]) -> tuple[list[str], bool]:
-    """What to print, and whether a test is ours to explain."""
-    lines, failures = [], 0
-    missing: Outcome = ("not run", "", 0)
-    for name in sorted(without.keys() | ours.keys()):
-        before, after = without.get(name, missing), ours.get(name, missing)
-        if before[0] != after[0]:
-            failures += after[0] == "failed" or missing in (before, after)
-            lines.append(f"{name}: {before[0]} without, {after[0]} with\n{before[1]}{after[1]}")
-    for title, run in ((WITHOUT, without), (WITH, ours)):
-        lines.append(f"{title}: {dict(Counter(outcome for outcome, _, _ in run.values()))}")
+def collected(folder: Path, run: str) -> list[str]:
+    file = folder / f"{run}.collected"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def is_failure(outcome: Outcome) -> bool:
+    return outcome[0] == "failed"
+
+
+def verdict(
+    names: list[str],
+    ours: dict[str, Outcome],
+    again: dict[str, Outcome],
+    without: dict[str, Outcome],
+) -> tuple[list[str], bool]:
+    """What to print, and whether a test is ours to explain. ``names``: all that were collected."""
+    lines, failed = [], [name for name, outcome in sorted(ours.items()) if is_failure(outcome)]
+    to_explain = [name for name in failed if not is_failure(without.get(name, MISSING))]
+    for name in to_explain:
+        (second, _, _), (before, _, _) = (run.get(name, MISSING) for run in (again, without))
+        lines.append(
+            f"{name}: failed with, {second} when run again, {before} without\n{ours[name][1]}"
+        )
+    not_run = [name for name in names if name not in ours]
+    if not_run:
+        lines.append(f"{len(not_run)} of {len(names)} were not run, from {not_run[0]} on")
     matched = [matches for _, _, matches in ours.values() if matches]
     lines.append(f"{sum(matched)} products were rewritten, in {len(matched)} tests")
-    lines.append(f"{failures} failed with this package only, or ran in one run only")
-    return lines, failures > 0 or not ours
+    lines.append(f"{len(failed) - len(to_explain)} fail without this package as well")
+    lines.append(f"{len(to_explain)} of {len(ours)} failed with this package only")
+    return lines, bool(to_explain or not_run or not ours)
 
 
 def main(argv: list[str]) -> int:
@@ -127,8 +180,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--suite", choices=SUITES)
     parser.add_argument("--tests", nargs="+", default=[], help="files or ids, from the checkout")
-    parser.add_argument("--out", type=Path, help="folder for logs and outcomes, one object a line")
-    parser.add_argument("--limit", type=float, help="seconds, after which what has run counts")
+    parser.add_argument("--out", type=Path, help="folder for logs, JUnit XML and outcomes")
+    parser.add_argument(
+        "--budget", type=float, help="seconds in all; a quarter is kept for the tests that fail"
+    )
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     tests = [*SUITES.get(options.suite, ()), *options.tests]
@@ -137,19 +192,26 @@ def main(argv: list[str]) -> int:
     folder = options.out or Path(tempfile.mkdtemp(prefix="inductor_quant_upstream_"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
-    arguments: list[Any] = [*tests, *argv[split + 1 :]]
-    for run in (WITHOUT, WITH):
-        (folder / f"{run}.jsonl").unlink(missing_ok=True)
-    processes = [start(run, options.checkout, folder, arguments) for run in (WITHOUT, WITH)]
-    for process in processes:
-        try:
-            process.wait(options.limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    lines, is_different = compare(outcomes(folder, WITHOUT), outcomes(folder, WITH))
+    begun = time.monotonic()
+
+    def together(runs: tuple[str, ...], share: float) -> list[dict[str, Outcome]]:
+        deadline = None if options.budget is None else begun + share * options.budget
+        arguments = [*tests, *argv[split + 1 :]]
+        for process in [start(run, options.checkout, folder, arguments) for run in runs]:
+            finish(process, deadline)
+        found = [outcomes(folder, run) for run in runs]
+        for run, each in zip(runs, found, strict=True):
+            counts = dict(Counter(outcome for outcome, _, _ in each.values()))
+            print(f"{run}: {counts}, {time.monotonic() - begun:.0f} s", flush=True)
+        return found
+
+    [ours] = together((WITH,), 1 - SECOND_ROUND)
+    again, without = ({}, {})
+    if any(map(is_failure, ours.values())):
+        again, without = together((AGAIN, WITHOUT), 1)
+    lines, is_to_be_explained = verdict(collected(folder, WITH), ours, again, without)
     print("\n".join([*lines, f"logs: {folder}"]))
-    return int(is_different)
+    return int(is_to_be_explained)
 
 
 if __name__ == "__main__":
