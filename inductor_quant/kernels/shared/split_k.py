@@ -35,17 +35,24 @@ def reject_if_unbounded(problem: Problem, config: GemmConfig) -> Rejection | Non
 
 
 def with_split_k(
-    problem: Problem, config: GemmConfig, *, max_ctas: int, max_split: int, min_k_iters: int
+    problem: Problem,
+    config: GemmConfig,
+    *,
+    max_ctas: int,
+    max_split: int,
+    min_k_iters: int,
+    is_even: bool = True,
 ) -> GemmConfig:
     """``config`` with the largest power of two up to ``max_split`` as ``split_k`` that launches at
-    most ``max_ctas`` CTAs and leaves each at least ``min_k_iters`` blocks of K."""
+    most ``max_ctas`` CTAs and leaves each at least ``min_k_iters`` blocks of K, and each as many if
+    ``is_even``."""
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
     split = 1
     while (
         problem.m_is_bounded
         and 2 * split <= max_split
         and 2 * split * tiles <= max_ctas
-        and problem.k % (2 * split * config.block_k) == 0
+        and not (is_even and problem.k % (2 * split * config.block_k))
         and problem.k >= 2 * split * config.block_k * min_k_iters
     ):
         split *= 2

@@ -93,3 +93,15 @@ def test_every_configuration(name, m):
         got, chosen = run(gemm(case), inputs, f"weight_only_bytes {config}")
         assert chosen == f"weight_only_bytes {config}"
         assert_right(got, case, inputs)
+
+
+@pytest.mark.parametrize("name", ["int8_channel", "fp8_row"])
+@pytest.mark.parametrize(("n", "k"), [(1152, 4304), (4310, 1168)])
+@pytest.mark.parametrize("m", [1, 5, 16, 33, 64, 128])
+def test_tiles_that_end_beyond_n_and_k_are_close_to_fp64(m, n, k, name):
+    torch.manual_seed(0)
+    case = Case(name, m, n, k, bias=True)
+    inputs = make_inputs(case, "cuda")
+    got, chosen = run(gemm(case), inputs)
+    assert chosen.startswith("weight_only_bytes")
+    assert_right(got, case, inputs)

@@ -62,6 +62,14 @@ def test_indices_that_are_negative_or_not_linear_are_rejected():
     assert taken((2, 128), (64,), row, swapped, shape=(64, 256)) is None
 
 
+@pytest.mark.parametrize(("m", "split"), [(1, 4), (16, 4), (64, 4), (128, 8)])
+def test_sizes_that_no_tile_divides_are_taken_if_scales_are_of_columns(m, split):
+    """SigLIP's MLP: 4304 = 16 * 269."""
+    spec, problem = described(Case("int8_channel", m, 1152, 4304))
+    assert WEIGHT_ONLY_BYTES.rejection(spec, problem, device(90)) is None
+    assert WEIGHT_ONLY_BYTES.configs(spec, problem, device(90))[0].split_k == split
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -89,7 +97,7 @@ def test_configurations_are_legal_and_share_the_split(m, n, k):
         found = WEIGHT_ONLY_BYTES.configs(spec, problem, device(90))
         assert len(set(found)) == len(found) >= 1
         assert len({config.split_k for config in found}) == 1
-    odd = described(Case("int8_channel", 4, 200, 512))
+    odd = described(Case("int8_group", 4, 200, 512))
     assert WEIGHT_ONLY_BYTES.configs(*odd, device(90)) == []
 
 

@@ -35,6 +35,10 @@ def run(fn, make, inputs, config=None):
         *((Case(name, 5, 128, 256, f16, bias=True), CONFIGS[1]) for name in FORMATS[::2]),
         (Case("hqq", 20, 128, 256, f16, column_scale="channel"), "32x64x32_w2_s4_g8"),
         (Case("int8_channel", 1, 256, 1024, layout="every_second", out_dtype=f32), None),
+        # tiles end beyond N, the last slice beyond K
+        (Case("int8_channel", 5, 72, 208, bias=True), "8x64x128_w2_s3_g8"),
+        (Case("fp8_row", 70, 72, 208, f16, bias=True), "64x64x64_w4_s3_g8_k2"),
+        (Case("int8_channel", 3, 72, 144), "8x16x128_w1_s3_g8_k4"),  # the last two have nothing
     ],
     ids=str,
 )

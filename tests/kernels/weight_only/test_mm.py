@@ -219,6 +219,22 @@ def test_default_mode_offers_one_choice_and_autotune_several():
     assert 4 <= second <= 12
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "is_taken"),
+    [
+        (64, 1152, True),
+        (128, 1152, False),
+        (128, 8192, True),
+        (512, 1152, False),
+        (512, 8192, True),
+    ],
+)
+def test_few_tiles_are_left_to_a_weight_written_once(m, n, is_taken):
+    """K is not split: 18 tiles took 43 us where stock takes 16 (128 x 1152 x 4304, H100)."""
+    spec, problem = described(Case("int8_channel", m, n, 4304))
+    assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(90))) == is_taken
+
+
 @pytest.mark.compiles
 def test_a_dynamic_m_is_a_kernel_argument():
     case = Case("gptq", 64, 512, 256)

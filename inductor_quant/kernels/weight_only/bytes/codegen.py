@@ -28,6 +28,9 @@ class BytesCodegen(TritonCodegen):
         self.bias = self.conversion.bias if self.conversion else 0
         self.bytes_n = self.block_n // layout.count
         self.accumulators = [f"acc{i}" for i in range(layout.count)]
+        step = tile.config.split_k * self.block_k
+        self.is_even_k, self.is_even_n = self.k % step == 0, self.n % self.block_n == 0
+        self.k_split = -(-self.k // step) * self.block_k  # of a slice of K
 
     def offsets(self, stride: Hook) -> str:
         """Statements before the loop: ``w_base``, the offset of each byte from it, and an
@@ -45,24 +48,34 @@ class BytesCodegen(TritonCodegen):
         base = f"{pointer} + (pid_n * {n}).to(INDEX_DTYPE) * {stride_n} + {layout.start}"
         return "\n".join(
             [
-                f"bytes_n = tl.arange(0, {n}).to(INDEX_DTYPE) * {stride_n}",
+                f"bytes_n = {self._row()} * {stride_n}",
                 "w_offsets = bytes_n[:, None] + rk[None, :]",
                 f"w_base = {base}",
                 *(f"{a} = tl.zeros({shape_of_sums}, dtype=tl.float32)" for a in self.accumulators),
             ]
         )
 
+    def _row(self) -> str:
+        """The row of bytes of each column of the tile, from the tile's first one."""
+        if self.is_even_n:
+            return f"tl.arange(0, {self.bytes_n}).to(INDEX_DTYPE)"
+        return "(rn - pid_n * BLOCK_N)"
+
     def tile(self) -> str:
         """Statements in the loop that leave the tile at k in ``w0`` [bytes along N, BLOCK_K],
         ``w1`` and so on: a field of each byte, divided by ``factor`` and with its ``bias``."""
-        lines = ["q = tl.load(w_base + k.to(INDEX_DTYPE) + w_offsets)"]
+        mask = "" if self.is_even_k else ", mask=(k + rk)[None, :] < K"
+        lines = [f"q = tl.load(w_base + k.to(INDEX_DTYPE) + w_offsets{mask})"]
         if self.conversion is None:
             # Through fp16 and fp32, in pairs and exact: a direct conversion to bf16 takes a slow
             # instruction per value (e4m3), or loses infinities (e5m2).
             types = ["tl.float16"]
             if self.x_type != "tl.float16":
                 types += ["tl.float32", self.x_type]
-            return "\n".join([*lines, "w0 = q" + "".join(f".to({type})" for type in types)])
+            lines.append("w0 = q" + "".join(f".to({type})" for type in types))
+            if mask:  # x is 0 beyond K, where W may be NaN
+                lines.append("w0 = tl.where((k + rk)[None, :] < K, w0, 0.0)")
+            return "\n".join(lines)
         names = [f"w{i}" for i in range(self.layout.count)]
         assembly = self.conversion.assembly
         return "\n".join([*lines, *self.dialect.inline_asm(assembly, names, ["q"], self.x_dtype)])

@@ -66,6 +66,12 @@ def byte_weight_of(problem: Problem) -> tuple[Weight, ByteLayout]:
     return found
 
 
+def has_partial_blocks(spec: QuantGemmSpec, weight: Weight, layout: ByteLayout) -> bool:
+    """Whether a tile may end beyond N and a slice beyond K: of whole bytes, scales of the sums."""
+    loop_ops, _ = rules.dequant_ops_of(spec, weight)
+    return layout.count == 1 and not loop_ops
+
+
 class WeightOnlyBytes(rules.WeightOnlyKernel):
     name = "weight_only_bytes"
     template = "weight_only/bytes/template"
@@ -102,9 +108,11 @@ class WeightOnlyBytes(rules.WeightOnlyKernel):
         if config.block_m < MIN_BLOCK_M or config.block_n < min_block_n:
             return bad_blocks(f"{config} is below the smallest tile, {MIN_BLOCK_M}x{min_block_n}")
         most = MAX_ACCUMULATORS_X_FIRST if is_x_first(config) else MAX_ACCUMULATORS
-        refused = rules.block_rejection(
-            spec, weight, problem, config
-        ) or rules.reject_if_too_many_accumulators(config, most)
+        if has_partial_blocks(spec, weight, layout):
+            refused = split_k.reject_if_unbounded(problem, config)
+        else:
+            refused = rules.block_rejection(spec, weight, problem, config)
+        refused = refused or rules.reject_if_too_many_accumulators(config, most)
         if refused is not None:
             return refused
         bytes_of_n = config.block_n // layout.count
@@ -135,6 +143,7 @@ class WeightOnlyBytes(rules.WeightOnlyKernel):
                     max_ctas=WARPS_PER_SM[block_m] * device.num_sms // warps,
                     max_split=MAX_SPLIT,
                     min_k_iters=MIN_K_ITERS,
+                    is_even=problem.is_even_k(block_k),
                 )
                 if config not in found and not self.config_rejection(spec, problem, config, device):
                     found.append(config)

@@ -12,6 +12,7 @@ epilogue is fused into this kernel.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 
 # Dequantized elements per thread: with more, configurations of the list spill.
 MAX_TILE_REGISTERS = 32
+
+# From this K on a few tiles take longer than the launches of W written once and of a product.
+LONG_K = 2048
 
 # (largest M, configurations). The first is for small N, the second for WIDE_N and more, the rest
 # are for autotuning. Small M gets small tiles: that makes enough CTAs to keep the memory busy.
@@ -67,6 +71,15 @@ CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         ),
     ),
 )
+
+
+def leaves_sms_idle(problem: Problem, config: GemmConfig, device: Device) -> bool:
+    """Whether W written once and a product of the library take less time, because K is not split
+    here and there are few tiles."""
+    if problem.m <= config.block_m // 2 or config.block_m < 128 or problem.k < LONG_K:
+        return False
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    return tiles < device.num_sms * (0.5 if problem.m <= config.block_m else 1)
 
 
 class WeightOnlyMM(rules.WeightOnlyKernel):
@@ -119,7 +132,8 @@ class WeightOnlyMM(rules.WeightOnlyKernel):
             return []
         narrow, wide, *others = next(entries for most, entries in CONFIGS if problem.m <= most)
         first = (wide, narrow) if problem.n >= rules.WIDE_N else (narrow, wide)
-        return self.fitted((*first, *others), spec, problem, device)
+        found = self.fitted((*first, *others), spec, problem, device)
+        return [] if found and leaves_sms_idle(problem, found[0], device) else found
 
     def fitted(
         self,
