@@ -389,6 +389,25 @@ def test_any_number_of_rows_is_one_graph() -> None:
     assert isinstance(match.m, str)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x[:, -1:], lambda x: x[:, 1:], lambda x: x.transpose(0, 1)],
+    ids=["last", "without-first", "transposed"],
+)
+def test_a_view_of_any_batch_and_length_is_one_product(view: Any, has_bias: bool) -> None:
+    """Such an x is not contiguous: Dynamo's linear multiplies each sequence by the same weight."""
+    x, q, scale, bias = small(3, 5, K), ints(N, K), powers(N, 1), small(N)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+
+    def fn(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, bias: Any) -> torch.Tensor:
+        return torch.nn.functional.linear(view(x), q * scale, bias)
+
+    _, [rewrite] = capture(fn, (x, q, scale, bias if has_bias else None))
+    assert any(node.target == aten.bmm.default for node in rewrite.before.graph.nodes)
+    assert_matches(rewrite)
+
+
 def test_a_model_without_quantization_is_left_alone() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(K, N), torch.nn.GELU(), torch.nn.LayerNorm(N), torch.nn.Linear(N, K)
