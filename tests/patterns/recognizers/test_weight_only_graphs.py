@@ -408,6 +408,19 @@ def test_a_view_of_any_batch_and_length_is_one_product(view: Any, has_bias: bool
     assert_matches(rewrite)
 
 
+def test_a_weight_whose_codes_may_wrap_around_is_refused_with_the_remedy() -> None:
+    def fn(x: torch.Tensor, q: torch.Tensor, zero: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+        return x @ (q.to(wide) - zero.to(wide)).float().t()
+
+    inputs = small(M, K), ints(N, K), ints(N, 1)
+    _, [rewrite] = capture(fn, (*inputs, torch.int8))
+    [rejection] = rewrite.report.rejections
+    assert rejection.code is RejectionCode.COMPUTED_WEIGHT
+    assert rejection.detail.endswith("in int8, where it may wrap around: compute it in int32")
+    _, [rewrite] = capture(fn, (*inputs, torch.int32))
+    assert_matches(rewrite)
+
+
 def test_a_model_without_quantization_is_left_alone() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(K, N), torch.nn.GELU(), torch.nn.LayerNorm(N), torch.nn.Linear(N, K)
