@@ -250,9 +250,11 @@ def _decide(
     found = _first_recognition(anchor, candidates, options)
     if found is None:
         return None
-    is_ordinary = isinstance(found, Rejection) and found.code in _UNINFORMATIVE
-    if is_ordinary and site is not None and not site.source:
-        return matrix_products.decline(anchor, site)
+    if isinstance(found, Rejection) and site is not None:
+        # recognizers do not say what the other operand is computed from
+        is_other = found.code is RejectionCode.NOT_QUANTIZED
+        if is_other or (found.code in _UNINFORMATIVE and not site.source):
+            return matrix_products.decline(anchor, site)
     if isinstance(found, RecognizedGemm) and options.numerics == "strict":
         found = _policy(found, module, options) or strictly(found)
     refusal = found if isinstance(found, Rejection) else _policy(found, module, options)

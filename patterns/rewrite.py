@@ -56,7 +56,7 @@ def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -
         call = build(found.op, tuple(map(argument, found.args)), found.kwargs)
         result = call if verify_args is None else build(verify.op, (call, *verify_args))
         if found.shape is not None:
-            result = build(fx_utils.aten.reshape.default, (result, list(found.shape)))
+            result = build(fx_utils.aten.reshape.default, (result, argument(found.shape)))
     _check_same_value(found.end, result)
     found.end.replace_all_uses_with(result)
     for node in reversed(found.interior):

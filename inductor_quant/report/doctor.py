@@ -73,7 +73,7 @@ def _versions() -> list[tuple[str, str]]:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     optional = [f"{name} {v}" for name in _OPTIONAL if (v := _installed(name))]
     return [
-        ("inductor_quant", f"{__version__} at {Path(__file__).parent}"),
+        ("inductor_quant", f"{__version__} at {Path(__file__).parents[1]}"),
         ("python", f"{platform.python_version()} on {platform.platform(terse=True)}"),
         ("torch", f"{torch.__version__} ({cuda}); supported: {expected}"),
         ("triton", triton),

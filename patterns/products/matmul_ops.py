@@ -18,10 +18,11 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 
 from .. import fx_utils
 from ..fx_utils import aten
+from ..match import Derived
 from ..symbolic import At, Reader, arithmetic
 from ..symbolic.expr import FLOAT8, Bits, Expr, Load, Op, digits
 from ..symbolic.index import IndexExpr, Unsupported
-from ..symbolic.reader import sizes
+from ..symbolic.reader import for_any, sizes
 
 prims = torch.ops.prims
 
@@ -45,7 +46,7 @@ class Matmul:
     k: int
     n: int
     bias: fx.Node | None = None
-    shape: tuple[int, ...] | None = None
+    shape: tuple[Any, ...] | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -101,17 +102,22 @@ def _matrix(
     n, k = sizes(w) if transposed else reversed(sizes(w))
     row, column = _axes(reader, k, n)
     place = (column, row) if transposed else (row, column)
-    return Matmul(anchor, x, place, w, reader, k, n, bias, _shape(anchor))
+    return Matmul(anchor, x, place, w, reader, k, n, bias, _shape(anchor, x))
 
 
-def _shape(anchor: fx.Node) -> tuple[int, ...] | None:
+def _shape(anchor: fx.Node, x: fx.Node) -> tuple[Any, ...] | None:
     """The arguments of a reshape to the shape of ``anchor``; None if that is [M, N]."""
     shape = fx_utils.value(anchor).shape
     if len(shape) == 2:
         return None
-    if sum(map(fx_utils.is_symbolic, shape)) > 1:
-        raise Unsupported("a result of several symbolic sizes")
-    return tuple(-1 if fx_utils.is_symbolic(size) else int(size) for size in shape)
+    symbolic = [dim for dim, size in enumerate(shape) if fx_utils.is_symbolic(size)]
+    if len(symbolic) < 2:
+        return tuple(-1 if dim in symbolic else int(size) for dim, size in enumerate(shape))
+    # all dimensions but the last are those of x
+    return tuple(
+        Derived(aten.sym_size.int, (x, dim)) if dim in symbolic else int(size)
+        for dim, size in enumerate(shape)
+    )
 
 
 def _mm(anchor: fx.Node, reader: Reader) -> Matmul | Rejection:
@@ -164,12 +170,15 @@ def _batched(
     """A batch of products that share one weight: one product with a larger M."""
     if not fx_utils.is_tensor_node(x) or not fx_utils.is_tensor_node(w):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
-    batch, k, n = sizes(w)
-    which = reader.space.variable("b", batch)
-    weight = reader.read(w, (which, *_axes(reader, k, n)))
+    batch, k, n = fx_utils.value(w).shape
+    if fx_utils.is_symbolic(k) or fx_utils.is_symbolic(n):
+        raise Unsupported("a symbolic shape")
+    with for_any(batch):
+        which = reader.space.variable("b", sizes(w)[0])
+        weight = reader.read(w, (which, *_axes(reader, k, n)))
     if any(digit.axis == "b" for digit in digits(weight, reader.space)):
         return Rejection(RejectionCode.BATCHED_WEIGHT, "", w.name)
-    return Matmul(anchor, x, weight, w, reader, k, n, bias, _shape(anchor))
+    return Matmul(anchor, x, weight, w, reader, k, n, bias, _shape(anchor, x))
 
 
 def _sum(anchor: fx.Node, reader: Reader) -> Matmul | Rejection | None:
@@ -246,7 +255,7 @@ def _scaled_rows(anchor: fx.Node, reader: Reader, x: Any, w: Any, scale: Any) ->
     dtype = fx_utils.value(x).dtype
     number = arithmetic.cast(reader.read(w, (column, row)), dtype)
     weight = arithmetic.multiply(number, reader.read(scale, at), dtype)
-    return Matmul(anchor, x, weight, w, reader, k, n, shape=_shape(anchor))
+    return Matmul(anchor, x, weight, w, reader, k, n, shape=_shape(anchor, x))
 
 
 def _qbytes_mm(anchor: fx.Node, reader: Reader) -> Matmul | Rejection:

@@ -24,6 +24,7 @@ from .. import fx_utils
 from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands
+from ..matching.value_numbering import Numbering
 from ..symbolic import Reader, attempt
 from ..symbolic.expr import digits
 from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
@@ -104,7 +105,7 @@ def _gathered(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
     if n % choices:
         return None
     which = reader.space.variable(ROW, rows), reader.space.variable(CHOICE, choices)
-    reader.row = which[0] * choices + which[1]
+    reader.row, reader.is_same = which[0] * choices + which[1], Numbering().equal
     row, column = reader.space.variable("k", k), reader.space.variable("n", n // choices)
     column = which[1] * (n // choices) + column
     expr = reader.read(w, (which[0], *((column, row) if is_first else (row, column))))

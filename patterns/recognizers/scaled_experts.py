@@ -25,6 +25,7 @@ from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
+from ..matching.value_numbering import Numbering
 from ..matching.value_range import constant
 from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Op
@@ -164,7 +165,7 @@ class _Reading:
         variable, (rows, *others) = self.reader.space.variable, sizes(w)
         k, n = reversed(others) if is_first else others
         row, column, depth = variable(ROW, rows), variable("n", n), variable("k", k)
-        self.reader.row = row
+        self.reader.row, self.reader.is_same = row, Numbering().equal
         at_x, at_w = ((row, ZERO, depth), (row, depth, column))
         if is_first:
             at_x, at_w = ((row, depth, ZERO), (row, column, depth))

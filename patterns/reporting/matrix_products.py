@@ -172,8 +172,14 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
         name = compat.triton_kernel_name(kernel) if isinstance(kernel, int) else ""
         detail = f"the Triton kernel {name}" if name else f"{node.target}, {_owner(node)}"
         return Rejection(RejectionCode.OPAQUE, detail, node.name, fx_utils.module_path(node), site)
-    code = RejectionCode.NO_PATTERN if site and site.source else RejectionCode.NOT_QUANTIZED
-    detail = f"{node.target} with operands from {site.source} data" if site and site.source else ""
+    source = site.source if site else ""
+    code = RejectionCode.NO_PATTERN if source else RejectionCode.NOT_QUANTIZED
+    detail = f"{node.target} with operands from {source} data" if source else ""
+    if source and (positions := _positions(node)) is not None:
+        second: Any = node.args[positions[1]]
+        if _quantized_source([second]) is None:
+            detail = f"only the first operand is from {source} data"
+            detail += "; a weight is recognized as the second, as in x @ w.t()"
     if code is RejectionCode.NOT_QUANTIZED and (outside := _from_outside(node)):
         detail = f"{outside.name} is no parameter: was it dequantized before a graph break?"
         detail += " TORCH_LOGS=graph_breaks lists them"

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -71,6 +72,7 @@ class Reader:
 
     row   of the product, if each row may select a weight of its own
     ids   the tensor that does; what it selects by is the variable "e", not data
+    is_same   whether two nodes have one value: the ids of the elements and those of the scales
 
     With ``computes``, a position that its digits do not divide is read in digits of its own
     (``divided``), and a table of a digit that is split stays one. With ``stops``, what has such a
@@ -87,6 +89,7 @@ class Reader:
         self.constants: dict[fx.Node, list[int]] = {}  # values of constant tensors
         self.row: IndexExpr | None = None
         self.ids: fx.Node | None = None
+        self.is_same: Callable[[fx.Node, fx.Node], bool] = operator.is_
         self._expert, self._experts = ZERO, 0
         self.known_nodes: set[fx.Node] = set()  # that were read for another weight alike
         self._memo: dict[tuple[fx.Node, At], Expr] = {}
@@ -151,7 +154,7 @@ class Reader:
         if self.ids is None:
             self.ids, self._experts = ids, count
             self._expert = self.space.variable("e", count)
-        if (ids, count) != (self.ids, self._experts):
+        if count != self._experts or not self.is_same(ids, self.ids):
             raise Unsupported("rows that select by several tensors")
         return self._expert
 

@@ -193,7 +193,10 @@ class Reader:
             if tensor is not None:
                 return tensor.cpu()
         if node.op != "call_function" or not _computes_table(node):
-            detail = f"{node.name} has no values when compiling; see Options.read_tables"
+            detail = (
+                f"{node.name} has no values when compiling: of inputs only buffers of modules have"
+            )
+            detail += ", with read_tables"
             raise Unread(detail, node)
         _static_shape(node)
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self.values)

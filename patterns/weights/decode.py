@@ -59,6 +59,7 @@ from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
 from .rounding import Rounding, stripped
 
 MAX_BITS = 8
+_WRAPPING = (fx_utils.aten.add, fx_utils.aten.sub, fx_utils.aten.mul)
 _STEPS: dict[str, DequantOpKind] = {"add": "add", "sub": "sub", "mul": "mul", "div": "div"}
 
 
@@ -288,9 +289,12 @@ class _Decoder:
         elif stored.width > MAX_BITS:
             raise self._blame(stored, f"an element of {stored.width} bits")
         if not fx_utils.is_stored(stored.node):
-            raise _NoWeight(
-                RejectionCode.COMPUTED_WEIGHT, f"{stored.node.target} computes it", stored.node
-            )
+            dtype = str(fx_utils.value(stored.node).dtype).removeprefix("torch.")
+            detail = f"{stored.node.target} computes it in {dtype}"
+            packet = getattr(stored.node.target, "overloadpacket", None)
+            if packet in _WRAPPING and dtype in ("int8", "uint8"):
+                detail += ", where it may wrap around: compute it in int32"
+            raise _NoWeight(RejectionCode.COMPUTED_WEIGHT, detail, stored.node)
 
     def _codes(self, stored: Bits | Load) -> list[Expr]:
         """The elements, one for every (k, n), that index into ``stored``."""

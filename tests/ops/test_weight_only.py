@@ -145,6 +145,7 @@ SPECS = {
     "int8_divisor": "i8/32x1:f32",
     "int8_folded": "u8/32x1:f16 zero=folded",
     "int8_channel": "i8/channel:bf16",
+    "int8_shuffled": "i8/channel:bf16",
     "int8_zero_channel": "i8/channel:f32 zero=int",
     "fp8_row": "e4m3/channel:f32",
     "fp8_block": "e4m3/128x128:f32",

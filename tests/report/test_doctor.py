@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import inductor_quant
 from inductor_quant import __main__, simulate
 from inductor_quant.report import doctor
 
@@ -22,6 +24,7 @@ def test_the_command_prints_versions_devices_and_caches(monkeypatch, capsys):
     output = capsys.readouterr().out
     for word in ("inductor_quant", "torch", "triton", "private symbols", "cache"):
         assert word in output
+    assert output.splitlines()[0].endswith(f"at {Path(inductor_quant.__file__).parent}")
     assert len(output.splitlines()) <= 20
     if not torch.cuda.is_available():
         assert "no CUDA device" in output.splitlines()[-1]

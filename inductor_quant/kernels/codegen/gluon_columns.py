@@ -40,8 +40,17 @@ class Gluon(Dialect):
 
     def lookup(self, table: Sequence[int], index: str) -> str:
         low, bits = min(table), _table_bits(table)
-        shifted = f"({packed_table(table, low, bits)} >> ({index}.to(gl.int64) * {bits}))"
-        return f"({shifted} & {(1 << bits) - 1}).to(gl.int32) + {low}"
+        count = 63 // bits  # entries of one integer
+        starts = range(0, len(table), count)
+        place = f"({index} % {count})" if len(starts) > 1 else index
+        *first, code = [
+            f"({packed_table(table[start : start + count], low, bits)}"
+            f" >> ({place}.to(gl.int64) * {bits}))"
+            for start in starts
+        ]
+        for start, part in reversed([*zip(starts, first, strict=False)]):
+            code = f"gl.where({index} < {start + count}, {part}, {code})"
+        return f"({code} & {(1 << bits) - 1}).to(gl.int32) + {low}"
 
 
 class GluonCodegen(Codegen):

@@ -51,6 +51,11 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("hqq", 9, 64, 128), "16x32x128_w2_s1_g8"),
         (DIRECT, Case("int8_zero_channel", 8, 64, 128), "8x32x64_w1_s1_g8"),
         (DIRECT, Case("int8_folded", 8, 64, 128, f16), "8x16x128_w1_s1_g8"),
+        (
+            DIRECT,
+            Case("int8_shuffled", 8, 128, 128),
+            "8x32x128_w2_s1_g8",
+        ),  # a tile has half a table
         (DIRECT, Case("nf4", 16, 64, 128), "16x32x128_w2_s1_g8"),
         # 5 slices of K for 2 warps of 2 CTAs: some have none
         (DIRECT, Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),

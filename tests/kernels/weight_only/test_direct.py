@@ -108,3 +108,13 @@ def test_a_k_of_one_tile_compiles():
     [(name, source)] = generate_case(Case("awq", 1, 64, 128)).kernels.items()
     assert "partials" in source
     simulate.compile_kernel(name, source)
+
+
+def test_a_long_table_compiles():
+    """More bits than an integer has."""
+    case = Case("int8_shuffled", 1, 256, 256)
+    [(name, source)] = generate_case(
+        case, f"{WEIGHT_ONLY_DIRECT.name} 8x32x256_w4_s1_g8"
+    ).kernels.items()
+    assert "gl.where" in source
+    simulate.compile_kernel(name, source)

@@ -177,6 +177,22 @@ def other_columns(x, q, s, ids):
     return torch.bmm(q.to(bf16)[:, :, ids].permute(2, 1, 0) * s[0], x[:, :4].unsqueeze(2))
 
 
+@pytest.mark.parametrize(
+    "of", [lambda ids: ids.reshape(-1), lambda ids: ids.reshape(-1) - 1], ids=["view", "shifted"]
+)
+def test_ids_may_be_computed_once_for_codes_and_once_for_scales(of):
+    """Also where the experts of a rank are counted from its first one."""
+
+    def fn(x, q, s, ids):
+        return torch.bmm(x[:, None], (q[of(ids)].to(bf16) * s[of(ids)]).transpose(1, 2))
+
+    args = torch.randn(4, 32).to(bf16), q, s, torch.tensor([[1, 3], [2, 1]])
+    got, [rewrite] = capture(fn, args)
+    assert [match.family for match in rewrite.report.matches] == ["experts"]
+    assert not any("aten.index" in str(node.target) for node in rewrite.after.graph.nodes)
+    torch.testing.assert_close(got, fn(*args), rtol=0.02, atol=0.05)
+
+
 MISSES = {
     by_two_tensors: "batched_weight weight_form",
     scaled_by_row: "weight_form batched_weight",

@@ -14,7 +14,7 @@ import torch
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.graphs.post_grad import Float64Epilogue, calls, capture
-from tests.support.spellings.int8 import bf16, f32, f64, gemm, i64, mm, scale
+from tests.support.spellings.int8 import bf16, f32, f64, gemm, i64, integers, mm, scale
 
 B, S, M, N = 2, 3, 6, 24
 Fn = Callable[..., Any]
@@ -314,3 +314,17 @@ def test_a_rejection_names_the_node_that_stopped_the_walk() -> None:
     assert rejection.node in {node.name for node in rewrite.before.graph.nodes}
     assert str(rejection).startswith("scale_axis at ")
     assert not calls(rewrite.after)
+
+
+def test_codes_that_may_wrap_around_are_refused_with_the_remedy() -> None:
+    def fn(x: Any, q: Any, zero: Any, wide: torch.dtype) -> Any:
+        return x @ (q.to(wide) - zero.to(wide)).float().t()
+
+    inputs = torch.randint(-4, 5, (4, 32)).float(), integers(16, 32), integers(16, 1)
+    _, [rewrite] = capture(fn, (*inputs, torch.int8))
+    [rejection] = rewrite.report.rejections
+    assert rejection.code is RejectionCode.COMPUTED_WEIGHT
+    assert rejection.detail.endswith("in int8, where it may wrap around: compute it in int32")
+    got, [rewrite] = capture(fn, (*inputs, torch.int32))
+    assert [match.family for match in rewrite.report.matches] == ["weight_only"]
+    assert torch.equal(got, fn(*inputs, torch.int32))

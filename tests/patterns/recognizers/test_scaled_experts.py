@@ -169,3 +169,15 @@ def test_near_misses_keep_their_value(product):
     got, [rewrite] = capture(lambda *given: product(Given(*given)), copies)
     assert bool(calls(rewrite.after, op.op)) == (product not in MISSES)
     assert (got - want).norm() <= 0.01 * want.norm()
+
+
+def test_ids_may_be_computed_once_for_codes_and_once_for_scales():
+    def fn(x, s, q, t, ids):
+        w = q[ids.flatten()].to(bf16) * t[ids.flatten()].to(bf16)
+        return torch.bmm(dequantized(x, s)[:, None], w.transpose(1, 2))
+
+    args = x[:4], s[:4], q, t, torch.tensor([[2, 3], [0, 2]])
+    got, [rewrite] = capture(fn, args)
+    assert calls(rewrite.after, op.op)
+    want = fn(*args)
+    assert (got - want).norm() <= 0.01 * want.norm()

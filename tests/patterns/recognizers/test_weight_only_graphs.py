@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from inductor_quant.errors import InductorQuantError, RequirementError
 from inductor_quant.options import Options
@@ -387,6 +388,18 @@ def test_any_number_of_rows_is_one_graph() -> None:
     [rewrite] = backend.rewrites
     [match] = rewrite.report.matches
     assert isinstance(match.m, str)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, -1:], lambda x: x[:, 1:], lambda x: x.swapdims(0, 1)]
+)
+def test_a_view_of_any_batch_and_length_is_one_product(view: Any) -> None:
+    """Such an x is not contiguous: Dynamo's linear multiplies each sequence by the same weight."""
+    x, *inputs = small(3, 5, K), ints(N, K), powers(N, 1), small(N)
+    torch._dynamo.mark_dynamic(x, (0, 1))
+    _, [rewrite] = capture(lambda x, q, s, b: F.linear(view(x), q * s, b), (x, *inputs))
+    assert any(node.target == aten.bmm.default for node in rewrite.before.graph.nodes)
+    assert_matches(rewrite)
 
 
 def test_a_model_without_quantization_is_left_alone() -> None:

@@ -7,6 +7,7 @@ import torch._higher_order_ops.triton_kernel_wrap  # defines the op
 
 from inductor_quant.patterns.reporting import matrix_products
 from inductor_quant.spec.decisions import RejectionCode
+from tests.support.graphs.post_grad import capture
 
 aten = torch.ops.aten
 M, K, N = 4, 32, 16
@@ -38,6 +39,16 @@ def test_a_grouped_product_and_a_product_of_bytes_by_another_package_have_rows()
         product = graph.call_function(op, (nodes["a"], nodes["b"]))
         assert matrix_products.is_matrix_product(product)
         assert matrix_products.decline(product, None).code == RejectionCode.OPAQUE
+
+
+def test_a_weight_as_the_first_operand_is_said_to_be_one() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (w * 0.5) @ x.t()
+
+    _, [rewrite] = capture(fn, (small(M, K), ints(N, K)))
+    [rejection] = rewrite.report.rejections
+    assert rejection.code is RejectionCode.NO_PATTERN
+    assert "only the first operand is from i8 data" in rejection.detail
 
 
 def test_a_weight_that_a_kernel_has_repacked_is_opaque() -> None:

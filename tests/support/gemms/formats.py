@@ -22,6 +22,8 @@ from tests.support.gemms.packed import Packed, form
 GROUP = 32
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+# Of rows. As one integer it takes 384 bits, and tiles have parts of it.
+SHUFFLED = tuple((5 * i + 3) % 64 for i in range(64))
 
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -184,6 +186,21 @@ def int8_channel(k: int, n: int) -> Packed:
     format = _whole(k, n, (DequantOp("mul", Field(1, _CHANNEL)),))
     tensors = (("bits", (n, k), i8), ("scale", (n, 1), bf16))
     return Packed("int8_channel", format, tensors, lambda q, s: q.t().double() * s.t().double())
+
+
+def int8_shuffled(k: int, n: int) -> Packed:
+    """int8 [N, K], every 64 rows of which are stored in the order SHUFFLED."""
+    row = AffineIndex(linear=(("n0", 64),), tables=(("n1", SHUFFLED),))
+    scale = DequantOp("mul", Field(1, (form(("n0", 64), ("n1", 1)), AffineIndex())))
+    element = Field(0, (row, form(("k0", 1))))
+    format = WeightFormat((k,), (n // 64, 64), element, (scale,))
+
+    def read(q, scales):  # type: ignore[no-untyped-def]
+        rows = q.unflatten(0, (-1, 64))[:, list(SHUFFLED)].flatten(0, 1)
+        return rows.t().double() * scales.t().double()
+
+    tensors = (("bits", (n, k), i8), ("scale", (n, 1), bf16))
+    return Packed("int8_shuffled", format, tensors, read)
 
 
 def int8_zero_channel(k: int, n: int) -> Packed:
@@ -453,7 +470,16 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     build.__name__: build
     for build in (
         *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
-        *(int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group, nibble_pairs, int4_words),
+        *(
+            int8_shuffled,
+            int8_zero_channel,
+            fp8_row,
+            fp8_block,
+            fp8_words,
+            e5m2_group,
+            nibble_pairs,
+            int4_words,
+        ),
         *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
@@ -462,7 +488,7 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
 def sizes(name: str, k: int, n: int) -> tuple[int, int]:
     """The sizes next to (k, n), not below them, that format ``name`` can have."""
     multiple_k = {"uint3": 10, "int8_channel": 1, "int8_zero_channel": 1, "fp8_row": 1, "uint2": 1}
-    multiple_n = {"gptq": 8, "awq": 8, "act_order": 8, "hqq": 2, "uint2": 4}
+    multiple_n = {"gptq": 8, "awq": 8, "act_order": 8, "hqq": 2, "uint2": 4, "int8_shuffled": 64}
     of_k, of_n = multiple_k.get(name, GROUP), multiple_n.get(name, 1)
     if name == "fp8_block":
         of_k, of_n = min(128, k), min(128, n)

@@ -55,7 +55,8 @@ class DigitStatements(Statements):
         index = self._without_trivial_digits(index)
         terms = self.linear(index)
         for name, table in index.tables:
-            terms.append(self.assign("t", self.dialect.lookup(table, _sum(self.digits[name]))))
+            position = self.assign("d", _sum(self.digits[name]))
+            terms.append(self.assign("t", self.dialect.lookup(table, position)))
         for field, coef in index.fields:
             value = self.field(field)
             terms.append(f"({value.code} + {value.bias}) * {coef}")
