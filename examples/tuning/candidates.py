@@ -121,6 +121,11 @@ SPACES: dict[str, Space] = {
     "fp8_block_split_k": Space(
         (16, 32, 64, 128), (32, 64, 128), (128,), (4, 8), (3, 4, 6), split_k=(1, 2, 3, 4, 8)
     ),
+    "w4a8_mm": Space(
+        *((16, 32, 64, 128), (32, 64, 128), (32, 64, 128), (2, 4, 8), (2, 3, 4, 5)),
+        split_k=_SPLIT_K,
+        is_general=True,
+    ),
     "weight_only_small_m": Space(
         (8, 16, 32),
         (32, 64, 128, 256),

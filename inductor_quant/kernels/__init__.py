@@ -37,6 +37,7 @@ from inductor_quant.kernels.scaled_mm.persistent.kernel import (
 )
 from inductor_quant.kernels.scaled_mm.two_block_sm90.kernel import FP8_BLOCK_TWO_BLOCK_SM90
 from inductor_quant.kernels.w4a8.direct.kernel import W4A8_DIRECT
+from inductor_quant.kernels.w4a8.mm.kernel import W4A8_MM
 from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE
@@ -59,6 +60,7 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_MM,
     W4A8_DIRECT,
     W4A8_MM_SM90,
+    W4A8_MM,
     WEIGHT_ONLY_SMALL_M_SM90,
     WEIGHT_ONLY_LARGE_M_SM90,
     WEIGHT_ONLY_MEDIUM_M_SM90,

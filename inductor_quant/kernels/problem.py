@@ -98,6 +98,8 @@ class Problem:
     needs_spare_row: bool = False
     # Element size of the activation, if the kernel quantizes it; else 0.
     quantized_bytes: int = 0
+    # Up to this M kernels of another family read the packed ``weight``, with x in 16 bits.
+    rows_in_16_bits: int = 0
     # GEMMs of one activation in one horizontal launch; ``n`` is the sum of theirs.
     members: tuple[Problem, ...] = ()
     # Kernels that the horizontal launch adds because what follows each GEMM can no longer be fused

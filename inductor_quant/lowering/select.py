@@ -112,7 +112,8 @@ def lower_gemm(
         extra = kernel.constants(spec, problem, config, device) | constants
         if options.numerics == "strict":
             # a multiply-add rounds once where the graph rounds twice
-            extra["triton_meta"] = {"enable_fp_fusion": False}
+            meta = extra.setdefault("triton_meta", {})
+            meta["enable_fp_fusion"] = False
             extra["FAST_MATH_EPILOGUE"] = False
         scratch = kernel.scratch(spec, problem, config, device)
         if scratch:  # an input more: Inductor times choices of the same inputs only

@@ -1,9 +1,9 @@
 """Lowering of ``inductor_quant::w4a8``: a kernel of the family, else another family's.
 
-Groups, which only a product of floats has, run as ``weight_only``, with the 8-bit activation in
-bf16; so do few rows, where bf16 loses nothing. Else the 8-bit weight is written once, as the graph
-of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose
-sums of the weight are not given.
+Which kernels are chosen when, ``kernels/w4a8`` says. Without one groups, which only a product of
+floats has, run as ``weight_only``, with the 8-bit activation in bf16; so do few rows, where bf16
+loses nothing. Else the 8-bit weight is written once, as the graph of an ``aten._int_mm`` does, and
+``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -17,9 +17,17 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import dispatch
-from inductor_quant.kernels.problem import DECODE_M, Problem
+from inductor_quant.kernels.problem import Problem
+from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.lowering import fp8, w8a8, weight_only
-from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of, report_choice
+from inductor_quant.lowering.select import (
+    Gemm,
+    describe_device,
+    lower_gemm,
+    lowering_of,
+    report_choice,
+)
 from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import w4a8 as op
@@ -28,10 +36,6 @@ from inductor_quant.options import Options
 from inductor_quant.spec.weight_format import WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
-EXACT_IN_FP32 = 1 << 24
-# A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
-# of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
-MAX_M_IN_16_BITS = 128
 
 
 @fallback.lowering(op.op)
@@ -85,21 +89,32 @@ class W4A8Call:
         return bool(self.a.get_dtype() == op.INT8)
 
     @property
+    def _decodes(self) -> bool:
+        """Whether Triton has no e4m3 on the device."""
+        device = self.a.get_device()
+        return bool(compat.runs_triton(device) and decodes(describe_device(device)))
+
+    @property
+    def _zero(self) -> str:
+        """The kind of the activation's zero point, as in a spec."""
+        zero = self.a_zero_point
+        return integers.zero_kind(None if zero is None else zero.get_dtype(), self.a_zero)
+
+    @property
     def has_zero(self) -> bool:
         return self.a_zero_point is not None or self.a_zero != 0
 
     def gemm(self) -> Gemm:
         """The call as kernels see it."""
+        dtypes = [t.get_dtype() for t in self.weight]
         spec = op.make_spec(
             self.parsed,
-            [t.get_dtype() for t in self.weight],
+            dtypes,
             a_scale=w8a8.scale_spec(self.a_scale, (1, -1), dim=0),
             b_scale=w8a8.scale_spec(self.b_scale, (-1, 1), dim=1),
             out_dtype=self.out_dtype,
             bias=self.bias is not None,
-            a_zero=integers.zero_kind(
-                None if self.a_zero_point is None else self.a_zero_point.get_dtype(), self.a_zero
-            ),
+            a_zero=self._zero,
             a_dtype=self.a.get_dtype(),
         )
         [a, *weight] = map(compat.realize, (self.a, *self.weight))
@@ -121,7 +136,12 @@ class W4A8Call:
             "HAS_B_SCALE": self.b_scale is not None,
             "B_SCALE_PER_CHANNEL": w8a8.is_long(self.b_scale, 1),
         }
+        if not self.is_int8 and self._decodes:
+            constants["triton_meta"] = compat.BytePointers()
         problem = describe_packed(a, self.parsed, weight)
+        if self._may_run_in_16_bits(problem):
+            rows = rules.rows_in_16_bits(self.parsed, dtypes, self.a.get_dtype(), self._zero)
+            problem = dataclasses.replace(problem, rows_in_16_bits=rows)
         return Gemm(spec, problem, shared=[a, *shared], own=[*weight, *own], constants=constants)
 
     def inputs(self, gemm: Gemm) -> list[Any]:
@@ -138,29 +158,17 @@ class W4A8Call:
     def is_grouped(self) -> bool:
         return op.split(self.parsed)[1] is not None
 
-    @property
-    def is_exact_in_16_bits(self) -> bool:
-        """Whether ``weight_only`` takes the weight, and fp32 sums of bf16 operands are the sums of
-        the integers."""
-        zero = self.a_zero_point
-        is_strict = (fallback.active_options() or Options()).numerics == "strict"
-        if (
-            is_strict
-            or self.parsed.to_int8
-            or (zero is not None and zero.get_dtype() != torch.int8)
-        ):
-            return False
-        if not self.is_int8:
-            return True  # the matrix unit for e4m3 adds in fewer bits
-        low, high = op.bounds(self.parsed, [t.get_dtype() for t in self.weight]) or (0, 0)
-        most = max(-low, high) * (255 if self.has_zero else 128)
-        return self.parsed.shape[0] * most <= EXACT_IN_FP32
-
     def is_in_16_bits(self, problem: Problem) -> bool:
         """Whether the GEMM, which no kernel of the family takes, runs as ``weight_only``."""
-        most = DECODE_M if self.is_int8 and not self.has_zero else MAX_M_IN_16_BITS
-        is_small = problem.m_is_bounded and problem.m <= most
-        return self.is_grouped or (is_small and self.is_exact_in_16_bits)
+        if self.is_grouped or not self._may_run_in_16_bits(problem):
+            return self.is_grouped
+        dtypes = [t.get_dtype() for t in self.weight]
+        args = self.parsed, dtypes, self.a.get_dtype(), self._zero
+        return problem.m <= rules.exact_rows_in_16_bits(*args)
+
+    def _may_run_in_16_bits(self, problem: Problem) -> bool:
+        is_strict = (fallback.active_options() or Options()).numerics == "strict"
+        return self.is_grouped or (problem.m_is_bounded and not is_strict)
 
     def in_16_bits(self) -> Any:
         """A kernel of ``weight_only``, which reads the packed weight too."""

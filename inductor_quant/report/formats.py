@@ -14,6 +14,7 @@ import torch
 from inductor_quant import options
 from inductor_quant.errors import SpecError
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
+from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.ops import block_sparse, fp8, scaled_experts, w4a8, w8a8, weight_only
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec, dtype_name
 from inductor_quant.spec.weight_format import (
@@ -325,8 +326,10 @@ def packed_int8(name: str, gemm: Gemm) -> tuple[QuantGemmSpec, Problem]:
         bias=gemm.bias,
     )
     problem = dataclasses.replace(gemm.problem(1), weight=Weight(format, tensors))
-    is_aligned = problem.has_aligned_rows
-    return spec, dataclasses.replace(problem, has_weight_descriptors=is_aligned)
+    rows = rules.rows_in_16_bits(format, [tensor.dtype for tensor in tensors], w4a8.INT8)
+    return spec, dataclasses.replace(
+        problem, has_weight_descriptors=problem.has_aligned_rows, rows_in_16_bits=rows
+    )
 
 
 # Shapes of blocks (n, k), of which SHARE are stored.

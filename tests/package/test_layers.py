@@ -70,7 +70,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"},
     "kernels.w4a8": PLAIN
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
-    | {"kernels.shared", "kernels.weight_only"},
+    | {"kernels.scaled_mm", "kernels.shared", "kernels.weight_only"},
     "kernels.experts": PLAIN
     | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"}
     | {"kernels.weight_only"},

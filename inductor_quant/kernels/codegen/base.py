@@ -64,6 +64,10 @@ class Codegen:
     def block(self, axis: str) -> int:
         return {"k": self.block_k, "n": self.block_n, "e": 1}[axis]
 
+    def origin(self, axis: str) -> str:
+        """The first position of the tile."""
+        return {"k": "k", "n": "(pid_n * BLOCK_N).to(tl.int32)", "e": "expert"}[axis]
+
     def resolution(self, *indices: AffineIndex) -> tuple[int, int]:
         """(along K, along N) how many different values of these indices a tile has."""
         digits = frozenset[str]().union(*(index.digits for index in indices))

@@ -80,7 +80,7 @@ class Statements:
         if count % period == 0:
             return spread  # the same in every tile
         unit = self.codegen.unit(axis, count)
-        start = {"k": "k", "n": "(pid_n * BLOCK_N).to(tl.int32)", "e": "expert"}[axis]
+        start = self.codegen.origin(axis)
         position = self.assign("p", f"{start} // {unit}" if unit > 1 else start)
         return self.assign("p", f"{position} + {spread}") if count > 1 else position
 

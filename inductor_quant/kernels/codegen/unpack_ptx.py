@@ -293,6 +293,49 @@ def _bits(value: float, dtype: torch.dtype) -> int:
     return _twice(int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF)
 
 
+def unpack_halves(*, is_flipped: bool, bias: int = 0) -> Assembly:
+    """The lower and the upper halves of bytes plus ``bias``, which must fit in an int8, as bytes;
+    first the highest bit of each is flipped if ``is_flipped``."""
+    # with the sign bits set no byte borrows from the next one
+    flips = (0x08 if is_flipped else 0) | (0x80 if bias < 0 else 0)
+    lines = ["shr.b32 $1, $2, 4;"]
+    for half, source in (("$0", "$2"), ("$1", "$1")):
+        lines.append(f"lop3.b32 {half}, {source}, 0x0f0f0f0f, {_EACH * flips:#010x}, {_XOR};")
+        if bias:
+            lines.append(f"sub.u32 {half}, {half}, {-bias * _EACH & 0xFFFFFFFF:#010x};")
+        if bias < 0:
+            lines.append(f"xor.b32 {half}, {half}, 0x80808080;")
+    return assembly(lines, "t", 1, bits=8, is_early=True, pack=4, count=2)
+
+
+def subtract_bytes() -> Assembly:
+    """Bytes up to 127 less bytes up to 128."""
+    lines = ["lop3.b32 t, $1, 0xffffffff, 0x80808080, 0xea;", "sub.u32 t, t, $2;"]
+    return assembly([*lines, "xor.b32 $0, t, 0x80808080;"], "t", 2, bits=8, pack=4)
+
+
+def round_bytes() -> Assembly:
+    """``(nibble - zero) * scale`` rounded and clamped to int8, for nibbles in bytes, 1024 + zero in
+    fp16, and scales in fp16."""
+    names = {"zero": "$2", "zero_u": "$3", "scale": "$4", "scale_u": "$5"}
+    lines = _SCALED["round"].format(**names).split("\n")
+    return assembly(["mov.b32 t, $1;", *lines], "t, u, c", 5, bits=8, pack=4)
+
+
+def wrap_bytes() -> Assembly:
+    """``nibble * scale + summand`` modulo 256, for nibbles in bytes and words of the others."""
+    lines = [f"shr.u32 t{i}, $1, {8 * i};" for i in (1, 2, 3)]
+    lines += [f"mad.lo.u32 t{i}, {f't{i}' if i else '$1'}, ${2 + i}, ${6 + i};" for i in range(4)]
+    lines += [
+        "prmt.b32 t0, t0, t1, 0x0040;",
+        "prmt.b32 t2, t2, t3, 0x0040;",
+        "prmt.b32 $0, t0, t2, 0x5410;",
+    ]
+    return assembly(lines, "t0, t1, t2, t3", 9, bits=8, pack=4)
+
+
+_EACH = 0x01010101  # byte
+
 # The four bytes of a word that is given four times.
 WORD_AS_BYTES = Assembly("mov.b32 $0, $1;", "=r,r,r,r,r", pack=4)
 
@@ -344,9 +387,9 @@ def unpack_quad(kind: Quad) -> Assembly:
         lines += [f"sub.u32 t, t, ${count + 1};", "xor.b32 $0, t, 0x80808080;"]
         count += 4
     if kind.becomes:
-        lines += (
-            _SCALED[kind.becomes].format(zero=f"${count + 1}", scale=f"${count + 5}").split("\n")
-        )
+        zero, scale = f"${count + 1}", f"${count + 5}"
+        names = {"zero": zero, "zero_u": zero, "scale": scale, "scale_u": scale}
+        lines += _SCALED[kind.becomes].format(**names).split("\n")
         count += 0 if kind.becomes == "e4m3" else 8
     return assembly(lines, "t, u, c", count, pack=4, bits=8)
 
@@ -359,10 +402,10 @@ _SCALED = {
 prmt.b32 u, t, 0x64646464, 0x4342;
 prmt.b32 t, t, 0x64646464, 0x4140;
 sub.rn.f16x2 t, t, {zero};
-sub.rn.f16x2 u, u, {zero};
+sub.rn.f16x2 u, u, {zero_u};
 mov.b32 c, 0x64806480;
 fma.rn.f16x2 t, t, {scale}, c;
-fma.rn.f16x2 u, u, {scale}, c;
+fma.rn.f16x2 u, u, {scale_u}, c;
 mov.b32 c, 0x64006400;
 max.f16x2 t, t, c;
 max.f16x2 u, u, c;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
-from inductor_quant.kernels.codegen.statements import Statements
+from inductor_quant.kernels.codegen.statements import Statements, Value
 from inductor_quant.spec.weight_format import Field
 
 
@@ -20,7 +20,9 @@ class TritonCodegen(Codegen):
 
 
 class WeightCodegen(TritonCodegen):
-    """Dequantizes a tile of any format."""
+    """Dequantizes a tile of any format. ``is_finite``: W never holds an infinity or a NaN."""
+
+    is_finite = False
 
     @property
     def is_even_k(self) -> bool:
@@ -28,19 +30,26 @@ class WeightCodegen(TritonCodegen):
 
     def tile(self, stride: Hook, size: Hook) -> str:
         """Statements in the loop that leave the tile at k in ``w`` [BLOCK_K, BLOCK_N]."""
-        out = Statements(self, stride, size)
-        value = out.field(self.format.element)
-        if self.loop_ops or not self.casts_directly:
-            value = out.apply(out.to_float(value), self.loop_ops)
-        value = out.widen(value, self.block_k, self.block_n)
+        out = self.statements(stride, size)
+        value = out.widen(self.value(out), self.block_k, self.block_n)
         code = f"{value.code}.to({self.x_type})"
         if 1 in (value.rows, value.columns):
             code = f"tl.broadcast_to({code}, [BLOCK_K, BLOCK_N])"
         out.lines.append(f"w = {code}")
-        if not self.is_even_k:
+        if not (self.is_even_k or self.is_finite):
             # x is 0 beyond K, but W wraps around there and may be infinite.
             out.lines.append("w = tl.where((k + tl.arange(0, BLOCK_K))[:, None] < K, w, 0.0)")
         return "\n".join(out.lines)
+
+    def statements(self, stride: Hook, size: Hook) -> Statements:
+        return Statements(self, stride, size)
+
+    def value(self, out: Statements) -> Value:
+        """W at the resolution of its operands, before it becomes x's dtype."""
+        value = out.field(self.format.element)
+        if self.loop_ops or not self.casts_directly:
+            value = out.apply(out.to_float(value), self.loop_ops)
+        return value
 
     def loaded_bytes(self) -> int:
         """Bytes of the weight that one iteration of the loop loads: one pipeline stage."""

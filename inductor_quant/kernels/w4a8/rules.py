@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
@@ -11,7 +14,7 @@ from inductor_quant.kernels.codegen.digits.codegen import is_in_place
 from inductor_quant.kernels.codegen.digits.tile import TilePlan, word_strides
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.problem import DECODE_M, Device, Problem, Weight
 from inductor_quant.kernels.w4a8.quads import (
     MAX_MAGIC_K,
     QUAD,
@@ -27,13 +30,17 @@ from inductor_quant.kernels.weight_only.rules import (
     reject_if_unaligned_rows,
 )
 from inductor_quant.ops import w4a8
+from inductor_quant.ops.weight_only import preferred_rows
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec, dtype_name
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.spec.weight_format import Field, WeightFormat
 
 MIN_ARCH = 80
 MIN_GROUP = 128  # elements along K; smaller ones have not been timed
 EXACT_IN_FP32 = 1 << 24
+# A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
+# of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
+MAX_M_IN_16_BITS = 128
 
 
 class W4A8Kernel(WeightOnlyKernel):
@@ -127,6 +134,34 @@ def _group_rejection(spec: QuantGemmSpec, weight: Weight) -> Rejection | None:
     if min((s for name, s in strides.items() if name[0] == "n"), default=0) == 1:
         return no_kernel("groups of words that are neighbours along N")
     return None
+
+
+def exact_rows_in_16_bits(
+    format: WeightFormat, dtypes: Sequence[torch.dtype], a_dtype: torch.dtype, zero: str = ""
+) -> int:
+    """Up to this M a GEMM without groups, which no kernel of the family takes, runs as
+    ``weight_only``: if that takes the weight, and fp32 sums of bf16 operands are those of the
+    integers. ``zero``: the kind of the activation's zero point, as in a spec."""
+    if format.to_int8 or zero == "float":
+        return 0
+    if a_dtype != w4a8.INT8:
+        return MAX_M_IN_16_BITS  # the matrix unit for e4m3 adds in fewer bits
+    low, high = w4a8.bounds(format, dtypes) or (0, 0)
+    most = max(-low, high) * (255 if zero else 128)
+    if format.shape[0] * most > EXACT_IN_FP32:
+        return 0
+    return MAX_M_IN_16_BITS if zero else DECODE_M
+
+
+def rows_in_16_bits(
+    format: WeightFormat, dtypes: Sequence[torch.dtype], a_dtype: torch.dtype, zero: str = ""
+) -> int:
+    """``Problem.rows_in_16_bits``: up to this M it runs as ``weight_only``, whose kernels read the
+    packed weight."""
+    most = preferred_rows(format, torch.bfloat16, dtypes)
+    if w4a8.split(format)[1] is not None:
+        return most
+    return min(most, exact_rows_in_16_bits(format, dtypes, a_dtype, zero))
 
 
 def is_promoted(spec: QuantGemmSpec) -> bool:

@@ -1,4 +1,4 @@
-"""``w4a8_direct`` and ``w4a8_mm_sm90`` on a GPU, in every configuration, and whole layers."""
+"""The kernels of ``w4a8`` on a GPU, in every configuration, and whole layers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from inductor_quant.kernels.problem import DECODE_M
 from inductor_quant.kernels.w4a8.direct.kernel import W4A8_DIRECT
+from inductor_quant.kernels.w4a8.mm.kernel import CONFIGS, W4A8_MM
 from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
@@ -83,6 +84,57 @@ def test_sums_of_integers_are_exact_bit_for_bit(name, m, to_int8):
     got, report = run(gemm(case), inputs, config)
     assert report.kernels[-1].chosen == config
     assert torch.equal(got, want)
+
+
+MM_CASES = (
+    Case("nibble_pairs", 1, 2051, 4096),
+    Case("gptq", 130, 2056, 1152, zero="float", sums=True),
+    Case("awq", 61, 1032, 1152, groups=False, zero="int", sums=True),
+    Case("int4_words", 300, 2051, 4096, times=16),
+    Case("shift_table", 70, 1029, 1152),
+    Case("nibble_pairs", 200, 515, 1152, layout="every_second"),
+    Case("nibble_pairs", 100, 2051, 4096, a_dtype=torch.float8_e4m3fn),
+    Case("awq", 100, 1032, 4096, groups=False, a_dtype=torch.float8_e4m3fn),
+)
+
+
+def pinned(case):
+    """Every tile of ``w4a8_mm`` that is legal, and one that shares out K."""
+    spec, problem = described(case)
+    split = dataclasses.replace(CONFIGS[0], split_k=2)
+    for config in (*CONFIGS, split):
+        if W4A8_MM.config_rejection(spec, problem, config, device(90)) is None:
+            yield f"{W4A8_MM.name} {config}"
+
+
+@pytest.mark.parametrize("case", MM_CASES, ids=str)
+def test_every_tile_of_the_general_kernel_is_close_to_fp64(case):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cuda")
+    want = reference(case, inputs)
+    for config in pinned(case):
+        got, report = run(gemm(case), inputs, config)
+        assert report.kernels[-1].chosen == config
+        assert_close(got.cpu(), want)
+
+
+@pytest.mark.parametrize(
+    ("name", "to_int8"),
+    [
+        *((name, "") for name in ("nibble_pairs", "gptq", "awq", "int4_words", "shift_table")),
+        *((name, kind) for name in ("nibble_pairs", "gptq", "awq") for kind in ("round", "wrap")),
+    ],
+)
+def test_every_tile_of_the_general_kernel_is_exact(name, to_int8):
+    torch.manual_seed(0)
+    case = Case(name, 150, 1032, 1152, f32, scales=("none", "none"), bias=False)
+    case = dataclasses.replace(case, groups=to_int8 != "", to_int8=to_int8)
+    inputs = make_inputs(case, "cuda")
+    want = gemm(case)(*inputs)
+    for config in pinned(case):
+        got, report = run(gemm(case), inputs, config)
+        assert report.kernels[-1].chosen == config
+        assert torch.equal(got, want), config
 
 
 @pytest.mark.parametrize(

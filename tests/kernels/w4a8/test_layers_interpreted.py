@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -27,19 +29,21 @@ def like(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "m"),
+    ("name", "m", "arch"),
     [
-        ("QQQTorchGroup", 3),
+        ("QQQTorchGroup", 3, 90),
+        ("QQQTorchGroup", 20, 80),  # w4a8_mm
         *(
-            pytest.param(name, m, marks=slow)
-            for name, m in (
-                *(("QQQTorch", 5), ("QQQTorchGroup", 40), ("QQQGroup", 33)),
-                *(("QServe", 1), ("QServe", 20)),
+            pytest.param(name, m, arch, marks=slow)
+            for name, m, arch in (
+                *(("QQQTorch", 5, 90), ("QQQTorchGroup", 40, 90), ("QQQGroup", 33, 90)),
+                *(("QServe", 1, 90), ("QServe", 20, 90)),
+                *((name, 19, 80) for name in LAYERS),
             )
         ),
     ],
 )
-def test_the_layers_weight_is_read_packed_and_exact(name: str, m: int) -> None:
+def test_the_layers_weight_is_read_packed_and_exact(name: str, m: int, arch: int) -> None:
     torch.manual_seed(0)
     layer, x = LAYERS[name](128, 512), torch.randn(m, 512).half()
     _, [rewrite] = capture(layer, [x], read_tables=True)
@@ -55,7 +59,8 @@ def test_the_layers_weight_is_read_packed_and_exact(name: str, m: int) -> None:
     def make(device: str) -> tuple[torch.Tensor, ...]:
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in (a, *weight))
 
-    generated = generate(fn, make)
+    generated = generate(fn, make, arch=arch)
     [chosen] = [choices[0].name for choices in generated.choices]
-    assert "inductor_quant_w4a8_" in chosen
+    expected = "w4a8_direct" if m <= 16 else "w4a8_mm_sm90" if arch == 90 else "w4a8_mm"
+    assert re.search(rf"inductor_quant_{expected}_\d+$", chosen)
     assert torch.equal(simulate.interpret(generated, (a, *weight)), fn(a, *weight))

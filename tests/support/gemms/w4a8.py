@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
+from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.ops import w4a8
 from inductor_quant.simulate import Generated
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
@@ -149,20 +150,27 @@ def generate_case(case: Case, *configs: object, **simulated: Any) -> Generated:
 
 def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
     """(spec, problem) of a case whose operands are aligned."""
+    dtypes = [dtype for _, _, dtype in case.tensors]
+    zero = {"": "", "const": "const", "float": "float"}.get(case.zero, "int")
     spec = w4a8.make_spec(
         case.format,
-        [dtype for _, _, dtype in case.tensors],
+        dtypes,
         a_scale=ScaleSpec(torch.float32, (1, -1)),
         b_scale=ScaleSpec(torch.float32, (-1, 1)),
         out_dtype=case.out_dtype,
         bias=case.bias,
+        a_zero=zero,
         a_dtype=case.a_dtype,
     )
     tensors = tuple(WeightTensor(dtype, shape) for _, shape, dtype in case.tensors)
     k, n = case.format.shape
     weight = Weight(case.format, tensors)
     problem = Problem(
-        case.m, n, k, weight=weight, has_aligned_rows=True, has_weight_descriptors=True
+        *(case.m, n, k),
+        weight=weight,
+        has_aligned_rows=True,
+        has_weight_descriptors=True,
+        rows_in_16_bits=rules.rows_in_16_bits(case.format, dtypes, case.a_dtype, zero),
     )
     return spec, problem
 

@@ -1,0 +1,1 @@
+"""The general kernel: every form of the op, every M."""
