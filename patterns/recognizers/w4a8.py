@@ -42,8 +42,8 @@ from ..matching.fake_quantized import FakeQuantized, Vector
 from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..products.matmul_ops import Matmul
 from ..symbolic import Reader, arithmetic, attempt
-from ..symbolic.expr import Bits, Expr, Load, Op, is_whole
-from ..symbolic.index import Unsupported
+from ..symbolic.expr import INTEGERS, Bits, Expr, Load, Op, is_whole
+from ..symbolic.index import ZERO, Unsupported
 from ..symbolic.reader import broadcast
 from ..weights.decode import Weight, decode
 from ..weights.lookup_table import Source
@@ -302,13 +302,13 @@ _WRAPS = {
 
 
 def int8_of(reader: Reader, element: Expr) -> Int4Weight | None:
-    """The weight whose ``element`` ops round and clamp to int8 (QQQ), or compute in int8, which
-    wraps around (QServe); None: it is none."""
+    """The weight whose ``element`` ops round and clamp to int8 (QQQ), or compute in integers of
+    which int8 is the low byte (QServe, where it wraps around); None: it is none."""
     while isinstance(element, Op) and element.name == "cast":
         (element,) = element.args
     if not isinstance(element, (Bits, Load)) or fx_utils.is_stored(element.node):
         return None
-    if isinstance(element, Bits) and not _is_int8(element):
+    if isinstance(element, Bits) and not _is_low_byte(element):
         return None
     node, index = element.node, element.index
     kind: DequantOpKind = "wrap" if node.target in _WRAPS else "round"
@@ -333,9 +333,10 @@ def int8_of(reader: Reader, element: Expr) -> Int4Weight | None:
     return _pruned(Int4Weight(dataclasses.replace(format, dequant_ops=ops), weight.sources))
 
 
-def _is_int8(element: Bits) -> bool:
-    """Whether it is the value of an int8 element, not a part or another view of it."""
-    return is_whole(element) and element.signed and fx_utils.value(element.node).dtype == torch.int8
+def _is_low_byte(element: Bits) -> bool:
+    """Whether it is an int8 element, or what a cast to int8 keeps of another integer."""
+    is_integer = fx_utils.value(element.node).dtype in INTEGERS
+    return is_integer and (element.offset, element.width, element.signed) == (ZERO, 8, True)
 
 
 def _rounded(node: fx.Node) -> fx.Node | None:
@@ -362,12 +363,13 @@ def _rounded(node: fx.Node) -> fx.Node | None:
 
 
 def _unwrapped(reader: Reader, node: fx.Node, index: Any) -> Expr:
-    """The element of ``node``, sums and products in int8, as if they were exact."""
+    """The element of ``node``, sums and products of integers, as if they were exact: the low byte
+    is the same."""
     found = reader.read(node, index)
     if not isinstance(found, Bits) or found.node.target not in _WRAPS:
         return arithmetic.cast(found, torch.int32)
-    if not _is_int8(found):
-        raise Unsupported("integers that do not wrap around in int8")
+    if not is_whole(found):
+        raise Unsupported("a part of a sum or a product of integers")
     node, index = found.node, found.index
     if len(node.args) > 2 or node.kwargs:
         raise Unsupported("a multiple of the second term")

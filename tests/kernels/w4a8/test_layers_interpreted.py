@@ -37,7 +37,8 @@ def like(value: torch.Tensor) -> torch.Tensor:
             pytest.param(name, m, arch, marks=slow)
             for name, m, arch in (
                 *(("QQQTorch", 5, 90), ("QQQTorchGroup", 40, 90), ("QQQGroup", 33, 90)),
-                *(("QServe", 1, 90), ("QServe", 20, 90)),
+                *(("QServe", 1, 90), ("QServe", 20, 90), ("QServeWide", 20, 90)),
+                *(("QServeBytes", 1, 90), ("QServeBytes", 20, 90)),
                 *((name, 19, 80) for name in LAYERS),
             )
         ),

@@ -11,7 +11,7 @@ from tests.support.producers.w4a8 import LAYERS, QQQGroup, QQQTorch, QServe
 
 W4A8 = torch.ops.inductor_quant.w4a8.default
 slow = pytest.mark.slow
-OFTEN = ("QQQGroup", "QServe", "QQQTorchGroup")
+OFTEN = ("QQQGroup", "QServe", "QServeWide", "QServeBytes", "QQQTorchGroup")
 
 
 @pytest.mark.parametrize(

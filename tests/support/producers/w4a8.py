@@ -87,6 +87,24 @@ class QServe(Layer):
         return w.view(self.n, self.k).t()
 
 
+class QServeWide(QServe):
+    """The same in int32, of which int8 keeps the low byte."""
+
+    def integers(self) -> Tensor:
+        q = self.nibbles().view(self.n, self.k // GROUP, GROUP).to(torch.int32)
+        w = (q - self.zero[..., None]) * self.group_scale[..., None].int()
+        return w.to(torch.int8).view(self.n, self.k).t()
+
+
+class QServeBytes(QServe):
+    """The same in uint8, whose bytes are read as int8."""
+
+    def integers(self) -> Tensor:
+        q = self.nibbles().view(self.n, self.k // GROUP, GROUP)
+        zero, scale = (t[..., None].view(torch.uint8) for t in (self.zero, self.group_scale))
+        return ((q - zero) * scale).view(torch.int8).view(self.n, self.k).t()
+
+
 class QQQTorch(Layer):
     """QQQ's packed layout, unpacked as GPTQModel's ``QQQTorchLinear`` does on a GPU: words of eight
     codes in permuted tiles of 16 x 64, whose permutations are plain attributes."""
@@ -152,5 +170,8 @@ class QQQTorchGroup(QQQTorch):
 
 LAYERS: dict[str, Callable[[int, int], Layer]] = {
     cls.__name__: cls
-    for cls in (QQQChannel, QQQGroup, QQQGroupOfFloats, QServe, QQQTorch, QQQTorchGroup)
+    for cls in (
+        *(QQQChannel, QQQGroup, QQQGroupOfFloats, QServe, QServeWide, QServeBytes),
+        *(QQQTorch, QQQTorchGroup),
+    )
 }
