@@ -54,6 +54,12 @@ for line in sys.stdin:
     print(json.dumps(answers), flush=True)
 """
 
+# One thread; no processes of Inductor's own, and no program of it that tests the vector unit.
+FEW_PROCESSES = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+}
 
 MODULE = """
 import contextlib, io, json, runpy, sys
@@ -84,7 +90,7 @@ class Forks:
     """The process that is forked, as a context. ``environment``: what its own has besides."""
 
     def __init__(self, **environment: str) -> None:
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.environment = {**os.environ, **FEW_PROCESSES, **environment}
 
     def __enter__(self) -> Forks:
         self._server = subprocess.Popen(
