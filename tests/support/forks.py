@@ -19,7 +19,15 @@ from types import TracebackType
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, os, sys, tempfile, traceback
-import torch._inductor.compile_fx
+import torch
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+
+# What a first compilation imports and traces (Inductor's patterns) takes two seconds.
+with config.patch(force_disable_caches=True), torch.no_grad():
+    torch.compile(torch.mm, backend=compile_fx)(torch.ones(8, 8), torch.ones(8, 8))
+torch._dynamo.reset()
+torch._dynamo.utils.counters.clear()
 
 def run(path, program, arguments, environment):
     os.environ.update(environment)
