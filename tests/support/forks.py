@@ -19,7 +19,15 @@ from types import TracebackType
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, os, sys, tempfile, traceback
-import torch._inductor.compile_fx
+import torch
+from torch._inductor import config
+from torch._inductor.compile_fx import compile_fx
+
+# What a first compilation imports and traces (Inductor's patterns) takes two seconds.
+with config.patch(force_disable_caches=True), torch.no_grad():
+    torch.compile(torch.mm, backend=compile_fx)(torch.ones(8, 8), torch.ones(8, 8))
+torch._dynamo.reset()
+torch._dynamo.utils.counters.clear()
 
 def run(path, program, arguments, environment):
     os.environ.update(environment)
@@ -54,6 +62,12 @@ for line in sys.stdin:
     print(json.dumps(answers), flush=True)
 """
 
+# One thread; no processes of Inductor's own, and no program of it that tests the vector unit.
+FEW_PROCESSES = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "1",
+}
 
 MODULE = """
 import contextlib, io, json, runpy, sys
@@ -84,7 +98,7 @@ class Forks:
     """The process that is forked, as a context. ``environment``: what its own has besides."""
 
     def __init__(self, **environment: str) -> None:
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        self.environment = {**os.environ, **FEW_PROCESSES, **environment}
 
     def __enter__(self) -> Forks:
         self._server = subprocess.Popen(

@@ -86,6 +86,7 @@ def test_the_matrix_unit_multiplies_and_nothing_spills(case, arch):
         assert all("e4m3" in opcode or "e5m2" in opcode for opcode in found), found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[5], CASES[6]], ids=str)
 def test_silu_times_up_is_in_the_one_kernel(case):
     def make(device):

@@ -82,6 +82,7 @@ def test_configurations_use_tma_and_wgmma_and_leave_room_for_other_ctas(config):
     assert per_sm * compiled.registers * 32 * config.num_warps <= 65536
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "change",

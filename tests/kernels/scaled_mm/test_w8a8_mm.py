@@ -33,6 +33,7 @@ INSTRUCTION = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gelu_and_residual_are_in_the_one_kernel(arch):
     case = Case(64, 512, 256)
@@ -52,6 +53,7 @@ def test_gelu_and_residual_are_in_the_one_kernel(arch):
     assert "extern_kernels._int_mm" not in generated.wrapper
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_silu_times_up_is_fused(arch):
     case = Case(64, 512, 256, bias=False)

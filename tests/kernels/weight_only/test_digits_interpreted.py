@@ -37,7 +37,7 @@ def generated_by(kernel, fn, make, config):
     return generated
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("kernel", "case", "config"),
     [

@@ -114,6 +114,7 @@ def test_a_tile_that_dequantizes_too_much_is_rejected():
     assert rejection.code == RejectionCode.SHARED_MEMORY
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", ARCHS)
 def test_gelu_and_residual_are_in_the_one_kernel(arch):
@@ -134,7 +135,7 @@ def test_gelu_and_residual_are_in_the_one_kernel(arch):
     assert "extern_kernels.mm" not in generated.wrapper
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("layout", ["columns", "every_second"])

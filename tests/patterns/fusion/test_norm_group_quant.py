@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everything_is_written_in_the_shape_of_the_rows(case):
     torch.manual_seed(0)
@@ -209,14 +210,14 @@ def drawn(seed):
     return fn, (torch.randn(4, 128).to(bf16), torch.rand(128).to(bf16), torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("part", sampled(range(4), every=4))
+@pytest.mark.parametrize("part", sampled(range(8), every=8))
 def test_random_quantizations_behind_a_norm_keep_their_values(part):
     joined = 0
-    for seed in range(part * 40, part * 40 + 40):
+    for seed in range(part * 20, part * 20 + 20):
         _, found, wanted, got = rewritten(*drawn(seed))
         joined += found
         assert_same(got, wanted)
-    assert joined > 10
+    assert joined > 4
 
 
 def mxfp8(x, weight):

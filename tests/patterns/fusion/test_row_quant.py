@@ -51,6 +51,7 @@ def compiled(fn, m, k, **kwargs):
     return generate(fn, lambda d: make(m, k, d), **kwargs)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("fn", "m"),

@@ -96,6 +96,7 @@ def rewritten(fn, make=make):
     return rewrite.after
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fn", TAKEN, ids=lambda fn: fn.__name__)
 def test_rounding_clamp_and_cast_are_one_op(fn):
     after = rewritten(fn)

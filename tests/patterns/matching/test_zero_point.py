@@ -62,6 +62,7 @@ TAKEN: dict[str, tuple[Fn, str, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_zero_point_is_taken(name: str) -> None:
     fn, kind, is_sum = TAKEN[name]

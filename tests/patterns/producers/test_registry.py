@@ -144,6 +144,7 @@ def leads(producer: Producer) -> list[tuple[int, ...]]:
 # what the layers compute
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("producer", sampled(PRODUCERS.values(), 3, str))
 def test_the_eager_layer_multiplies_by_the_dense_weight(producer: Producer) -> None:
     need(producer)
@@ -193,7 +194,7 @@ def test_a_group_has_as_many_values_as_its_bits_can_tell_and_two_groups_more(
 # the graphs (what they have in common: recognizers/test_weight_only.py)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @given
 def test_the_graph_is_that_of_the_producer_itself(producer: Producer) -> None:
     need(producer)
@@ -201,7 +202,7 @@ def test_the_graph_is_that_of_the_producer_itself(producer: Producer) -> None:
     assert signature(capture(producer.make(k=K, n=N), x)) == GRAPHS[producer.name].split()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @given
 def test_rows_and_dtype_change_no_op_of_the_weight(producer: Producer) -> None:
     """Except reshapes, and AWQ's casts of the activation."""
@@ -215,7 +216,7 @@ def test_rows_and_dtype_change_no_op_of_the_weight(producer: Producer) -> None:
         assert ops(signature(graph)) == usual
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @given
 def test_without_a_bias_nothing_is_added(producer: Producer) -> None:
     need(producer)

@@ -144,6 +144,7 @@ def test_where_the_dense_product_is_faster_the_graph_stays() -> None:
 SAME, OTHER = Exactness.SAME_WEIGHT_ROUNDING, Exactness.REASSOCIATED
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "scale", "exactness"),
     [

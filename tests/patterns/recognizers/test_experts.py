@@ -71,7 +71,7 @@ def test_every_form(format, form):
     check(format, form, 6)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("form", ["transformers_grouped", "gather_first"])
 @pytest.mark.parametrize("format", [name for name in FORMATS if name not in ("int8", "mxfp4")])
 def test_every_format(format, form):

@@ -106,7 +106,7 @@ def decoded(rewrite: Rewrite) -> tuple[WeightFormat, fx.Node, dict[fx.Node, Any]
 # what is computed
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @every
 def test_a_layer_becomes_one_gemm_that_is_as_exact(
     producer: Producer, dtype: torch.dtype, lead: tuple[int, ...], bias: bool
@@ -131,6 +131,7 @@ def test_a_layer_becomes_one_gemm_that_is_as_exact(
     assert (result.double() - want).norm() <= limit * (eager.double() - want).norm()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("producer", sampled(PRODUCERS.values(), 2, str))
 def test_the_graph_has_one_product_and_its_bias_where_it_should_be(producer: Producer) -> None:
     """Of the registry: the graph that the tests above are about is that of the layer."""
