@@ -41,7 +41,9 @@ class Row:
     @property
     def is_near_miss(self) -> bool:
         """A product of quantized data that was not matched: what a user most wants to know."""
-        return isinstance(self.decision, Rejection) and bool(self.site.source)
+        if not isinstance(self.decision, Rejection):
+            return False
+        return bool(self.site.source) and self.decision.code is not RejectionCode.NOT_QUANTIZED
 
     @property
     def status(self) -> str:

@@ -175,9 +175,11 @@ def decline(node: fx.Node, site: Site | None) -> Rejection:
     source = site.source if site else ""
     code = RejectionCode.NO_PATTERN if source else RejectionCode.NOT_QUANTIZED
     detail = f"{node.target} with operands from {source} data" if source else ""
-    if source and (positions := _positions(node)) is not None:
-        second: Any = node.args[positions[1]]
-        if _quantized_source([second]) is None:
+    second = _second_factor(node)
+    if source and second is not None and _quantized_source([second]) is None:
+        if _is_owned(_origin(second)):  # x is from quantized data, an embedding for example
+            code, detail = RejectionCode.NOT_QUANTIZED, ""
+        else:
             detail = f"only the first operand is from {source} data"
             detail += "; a weight is recognized as the second, as in x @ w.t()"
     if code is RejectionCode.NOT_QUANTIZED and (outside := _from_outside(node)):
@@ -193,13 +195,29 @@ def _owner(node: fx.Node) -> str:
 
 def _from_outside(node: fx.Node) -> Any:
     """The input that is the product's second factor, if it belongs to no module."""
+    factor = _second_factor(node)
+    if factor is None or fx_utils.value(factor).dim() != 2:
+        return None
+    origin = _origin(factor)
+    return origin if origin.op == "placeholder" and not _is_owned(origin) else None
+
+
+def _second_factor(node: fx.Node) -> fx.Node | None:
     positions = _positions(node)
     factor: Any = node.args[positions[1]] if positions is not None and len(node.args) > 1 else None
-    if not fx_utils.is_tensor_node(factor) or fx_utils.value(factor).dim() != 2:
-        return None
-    while factor.op == "call_function" and len(factor.all_input_nodes) == 1:  # a view, a cast
+    return factor if fx_utils.is_tensor_node(factor) else None
+
+
+def _origin(factor: fx.Node) -> fx.Node:
+    """What the factor is a view or a cast of."""
+    while factor.op == "call_function" and len(factor.all_input_nodes) == 1:
         (factor,) = factor.all_input_nodes
-    return factor if factor.op == "placeholder" and not compat.is_parameter(factor) else None
+    return factor
+
+
+def _is_owned(node: fx.Node) -> bool:
+    """Whether it is a tensor of a module, or a constant."""
+    return node.op == "get_attr" or (node.op == "placeholder" and compat.is_parameter(node))
 
 
 def _quantized_source(factors: list[fx.Node]) -> torch.dtype | None:

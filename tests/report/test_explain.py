@@ -241,16 +241,17 @@ def test_products_inside_a_subgraph_are_listed():
 
 
 def test_a_product_behind_a_quantized_one_is_no_near_miss():
-    """What feeds it is the int8 product's real result."""
-    layer = Int8Linear(64, 64)
+    """What feeds it is the int8 product's real result. Nor is a dense layer that int8 data feed."""
+    layer, dense = Int8Linear(64, 64), nn.Linear(64, 64)
 
-    def model(x):
+    def model(x, table):
         x = layer(x)
-        return x @ x.t()
+        return x @ x.t(), dense(table * 0.5)
 
+    args = torch.randn(20, 64), torch.ones(8, 64, dtype=torch.int8)
     with torch.no_grad():
-        explanation = inductor_quant.explain(model, torch.randn(20, 64), verbose=False)
-    assert [row.is_near_miss for row in explanation.rows] == [True, False]
+        explanation = inductor_quant.explain(model, *args, verbose=False)
+    assert [row.is_near_miss for row in explanation.rows] == [True, False, False]
 
 
 def test_brackets_in_a_reason_are_printed(capsys):

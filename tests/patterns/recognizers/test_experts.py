@@ -186,11 +186,13 @@ def test_ids_may_be_computed_once_for_codes_and_once_for_scales(of):
     def fn(x, q, s, ids):
         return torch.bmm(x[:, None], (q[of(ids)].to(bf16) * s[of(ids)]).transpose(1, 2))
 
+    torch.manual_seed(0)
     args = torch.randn(4, 32).to(bf16), q, s, torch.tensor([[1, 3], [2, 1]])
     got, [rewrite] = capture(fn, args)
+    want = fn(*args)
     assert [match.family for match in rewrite.report.matches] == ["experts"]
     assert not any("aten.index" in str(node.target) for node in rewrite.after.graph.nodes)
-    torch.testing.assert_close(got, fn(*args), rtol=0.02, atol=0.05)
+    assert (got - want).norm() <= 0.02 * want.norm()  # the weight is not rounded
 
 
 MISSES = {

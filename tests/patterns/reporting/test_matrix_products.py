@@ -51,6 +51,22 @@ def test_a_weight_as_the_first_operand_is_said_to_be_one() -> None:
     assert "only the first operand is from i8 data" in rejection.detail
 
 
+def test_a_dense_layer_behind_a_quantized_embedding_is_not_quantized() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", ints(8, K))
+            self.linear = torch.nn.Linear(K, N)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.table[ids] * 0.5)
+
+    _, [rewrite] = capture(Model(), (torch.randint(0, 8, (M,)),))
+    assert rewrite.report.rejections == []
+    [decision] = rewrite.report.decisions
+    assert decision.code is RejectionCode.NOT_QUANTIZED
+
+
 def test_a_weight_that_a_kernel_has_repacked_is_opaque() -> None:
     graph = torch.fx.Graph()
     x, w, scales = (graph.placeholder(name) for name in ("x", "w", "scales"))
