@@ -94,7 +94,7 @@ class Dialect:
             f'    "{assembly.constraints}",',
             f"    [{', '.join(arguments)}],",
             f"    dtype={f'({out},) * {assembly.count}' if assembly.count > 1 else out},",
-            "    is_pure=True,",
+            f"    is_pure={assembly.is_pure},",
             f"    pack={assembly.pack},",
             ")",
         ]

@@ -24,12 +24,13 @@ _OR, _XOR = "0xea", "0x6a"
 @dataclasses.dataclass(frozen=True)
 class Assembly:
     """Arguments of ``tl.inline_asm_elementwise``: ``count`` outputs per element, ``pack`` elements
-    at a time."""
+    at a time. ``is_pure``: it may be moved, and left out if no output is used."""
 
     text: str
     constraints: str
     pack: int
     count: int = 1
+    is_pure: bool = True
 
 
 # (a & b) ^ c: without it ptxas makes two instructions of two constants.
@@ -43,6 +44,7 @@ def assembly(
     *,
     bits: int = 16,
     is_early: bool = False,
+    is_pure: bool = True,
     **sizes: int,
 ) -> Assembly:
     """Of ``lines`` in a scope that declares ``registers``, each output (of values of ``bits``) and
@@ -50,7 +52,9 @@ def assembly(
     text = "\n".join(["{", f".reg .b32 {registers};", *lines, "}"])
     outputs = sizes["pack"] * sizes.get("count", 1) * bits // 32
     output = "=&r" if is_early else "=r"
-    return Assembly(text, ",".join([output] * outputs + ["r"] * inputs), **sizes)
+    clobbered = [] if is_pure else ["~{memory}"]
+    constraints = ",".join([output] * outputs + ["r"] * inputs + clobbered)
+    return Assembly(text, constraints, is_pure=is_pure, **sizes)
 
 
 def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:

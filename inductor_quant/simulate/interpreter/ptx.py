@@ -2,7 +2,8 @@
 
 Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
 ``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32, rounding to a signed
-byte, and pairs of e4m3 to fp16. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a
+byte, pairs of e4m3 to fp16, loads and stores of shared memory, of which there is one allocation.
+Every lane has number 0. As in ``tl.inline_asm_elementwise``, a
 call takes ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which
 elements those are; here they are neighbours.
 """
@@ -20,6 +21,8 @@ import triton.language as tl
 from .floats import Array, decode, encode
 
 Registers = dict[str, Array]
+_SHARED = np.zeros(1 << 14, np.uint32)  # from address 0
+_LOADS = ("ld.shared.b32", "ld.shared.v2.b32")
 
 
 def run(
@@ -29,7 +32,7 @@ def run(
 
     Raises NotImplementedError for any other instruction.
     """
-    shape = inputs[0].shape
+    shape = inputs[0].shape if inputs else (1,)
     types = [np.dtype(f"u{np.dtype(output).itemsize}") for output in outputs]
     counts = [_registers(dtype, pack) for dtype in types]
     registers: Registers = {}
@@ -39,19 +42,37 @@ def run(
             registers[f"${sum(counts) + len(registers)}"] = column
     for statement in re.sub(r"[{}]", "", asm).split(";"):
         name, _, operands = statement.strip().partition(" ")
-        if not name or name == ".reg":
+        if not name or name in (".reg", ".shared"):
             continue
-        target, *sources = (part.strip() for part in operands.split(","))
+        parts = [part.strip() for part in operands.split(",")]
+        if name in _LOADS:
+            *targets, address = parts
+            places = _words(registers, address, len(targets))
+            registers.update((to, _SHARED[at]) for to, at in zip(targets, places, strict=True))
+            continue
+        if name == "st.shared.b32":
+            address, source = parts
+            [at] = _words(registers, address, 1)
+            _SHARED[at] = _operand(registers, source)
+            continue
+        target, *sources = parts
         run_one = _INSTRUCTIONS.get(name)
         if run_one is None:
             raise NotImplementedError(f"no emulation of the PTX instruction {name}")
         registers[target] = run_one(*(_operand(registers, source) for source in sources))
     results, first = [], 0
     for dtype, count in zip(types, counts, strict=True):
-        words = np.stack([registers[f"${first + i}"] for i in range(count)], 1)
+        words = np.stack([np.atleast_1d(registers[f"${first + i}"]) for i in range(count)], 1)
         results.append(np.ascontiguousarray(words).view(dtype)[:, :pack].reshape(shape))
         first += count
     return results
+
+
+def _words(registers: Registers, address: str, count: int) -> list[Array]:
+    """Where ``count`` words from ``[register+offset]`` on lie in ``_SHARED``."""
+    register, _, offset = address.strip("[]").partition("+")
+    first = (_operand(registers, register) + np.uint32(int(offset or 0))) // np.uint32(4)
+    return [first + np.uint32(i) for i in range(count)]
 
 
 def _registers(dtype: np.dtype[Any], pack: int) -> int:
@@ -67,13 +88,15 @@ def _pack(bits: Array) -> Array:
 
 
 _OF_LANE_0 = {"%laneid": 0, "%lanemask_eq": 1, "%lanemask_lt": 0}
+_SYMBOLS = {"entries": 0}  # addresses
 
 
 def _operand(registers: Registers, text: str) -> Array:
     if text in registers:
         return registers[text]
-    if text in _OF_LANE_0:
-        return np.asarray(_OF_LANE_0[text], np.uint32)
+    for known in (_OF_LANE_0, _SYMBOLS):
+        if text in known:
+            return np.asarray(known[text], np.uint32)
     return np.asarray(int(text, 0) & 0xFFFFFFFF, dtype=np.uint32)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits import table_lookup
+from inductor_quant.kernels.codegen.digits import pair_lookup, table_lookup
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
@@ -125,6 +125,9 @@ class Uses(DigitStatements):
         element, codegen = self.format.element, self.codegen
         if codegen.table and codegen.places:
             return table_lookup.looked_up(self, codegen.table, codegen.plan, codegen.places)
+        if codegen.table and codegen.pair_places:
+            [pair] = codegen.plan.low
+            return pair_lookup.looked_up(self, codegen.table, pair, self.offset_of("0"))
         if not self.codegen.loop_ops and self.codegen.dtypes[element.source].is_floating_point:
             return f"({self.field(element).code}).to({self.codegen.x_type})"
         if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
@@ -211,7 +214,7 @@ class Uses(DigitStatements):
         position along each of ``low``."""
         digits = self.codegen.digits("d_", "n", which)
         out = DigitStatements(self.codegen, self.stride, self.size, f"h{which}_", digits)
-        code = out.index(self.format.element.offset)
+        code = out.index(self.format.code.offset)
         self.lines += out.lines
         return code
 
@@ -289,11 +292,13 @@ def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
-    unknown_zero  a variable that is 0 and that the compiler cannot fold: a multiply-add with two
-                  constants would copy one of them to a register each time
+    looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` is called
+    unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
+                    constants would copy one of them to a register each time
     """
 
     unknown_zero = ""
+    looks_up_pairs = False
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
@@ -318,7 +323,10 @@ class DigitCodegen(Codegen):
         self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
         self.places = table_lookup.places_of(tile.weight, plan)
-        if self.table and not self.places:
+        self.pair_places = pair_lookup.places_of(tile.weight, plan) if self.looks_up_pairs else None
+        if self.pair_places:
+            self.layouts["ENTRIES"] = pair_lookup.layout_of_entries(self.warps)
+        elif self.table and not self.places:
             lanes = bits("e", TABLE)
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
@@ -402,12 +410,18 @@ class DigitCodegen(Codegen):
                 out.lines.append(f"at{i} = {out.pointer(field)[0]}")
         if self.table and self.places:
             out.lines += table_lookup.start(self, self.table, self.plan, stride)
-        elif self.table:
+        elif self.table and not self.pair_places:
             source = self.sources[self.table.source]
             out.lines.append(
                 f"table = gl.load({source} + gl.arange(0, {TABLE}, TABLE) * {stride(source, 0)})"
             )
         return "\n".join([*lines, *out.lines])
+
+    def start_of_cta(self, stride: Hook) -> str:
+        """Statements before the first tile."""
+        if not self.table or not self.pair_places:
+            return ""
+        return "\n".join(pair_lookup.start(self, self.table, self.pair_places, stride))
 
     def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0) -> str:
         """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if

@@ -123,8 +123,7 @@ def planes(dtype: torch.dtype, *, is_uniform: bool = False) -> Assembly:
     if is_uniform:
         lines += ["mov.u32 a, %lanemask_lt;", "mov.u32 b, %lanemask_eq;", "and.b32 a, a, b;"]
         lines += [f"xor.b32 ${i}, ${i}, a;" for i in range(PLANES)]
-    sizes = {"pack": 1, "count": PLANES, "bits": 32}
-    return assembly(lines, "a, b", ENTRIES, is_early=True, **sizes)
+    return assembly(lines, "a, b", ENTRIES, bits=32, is_early=True, pack=1, count=PLANES)
 
 
 def look_up(places: Sequence[int], dtype: torch.dtype, *, is_scaled: bool) -> Assembly:

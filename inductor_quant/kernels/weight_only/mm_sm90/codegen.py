@@ -10,6 +10,7 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
 from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
@@ -26,7 +27,7 @@ class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``."""
 
     box: WordBox
-    x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
+    x, acc_type, unknown_zero, looks_up_pairs = "X", "gl.float32", "unknown_zero", True
 
     def __init__(
         self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
@@ -156,6 +157,11 @@ class MMSm90Codegen(DigitCodegen):
     def is_in_16_bits(self) -> bool:
         """Whether W is dequantized in 16 bits: about half as many instructions."""
         return bool(Uses(self, _no_hook, _no_hook).in_16_bits())
+
+    def is_looked_up_in_16_bits(self) -> bool:
+        return self.pair_places is not None and not pair_lookup.is_in_fp32(
+            self, self.format.element
+        )
 
 
 def _no_hook(name: str, dim: int) -> str:

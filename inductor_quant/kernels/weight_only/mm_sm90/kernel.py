@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
@@ -36,6 +37,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import Field
 
 WARPGROUP = 4
 MAX_ACCUMULATORS = 128  # per thread
@@ -67,7 +69,7 @@ _BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 64
-LOOKED_UP = 1.4  # times as many cycles if values come from a table
+LOOKED_UP = 1.4  # times as many cycles if values of a table are looked up one by one
 LONG_M, SLOWED = 4 * MEDIUM_M, 1.15  # so many above this M, where power limits the clock
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
@@ -91,6 +93,16 @@ def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNRO
     """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
     turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
     return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
+
+
+def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
+    """The scales of small groups of a table's values take the registers that large tiles need."""
+    format = rules.weight_of(problem).format
+    is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    smallest = min((format.block(field)[0] for field in operands), default=0)
+    is_small = 0 < smallest < config.block_k and format.element != format.code
+    return UNROLLED[-1:] if is_full and is_small else UNROLLED
 
 
 def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
@@ -135,7 +147,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
         ctas, together = ctas_per_sm(config), loaded_together(problem, config)
-        return constants_of(problem, config, device, ctas, together=together)
+        offered = _unrolls(problem, config)
+        return constants_of(problem, config, device, ctas, offered, together=together)
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -151,14 +164,22 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     ) -> _Costs:
         codegen = self.codegen(spec, problem, config)
         is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
-        return _Costs(problem, device, is_float8 or codegen.is_in_16_bits())
+        is_narrow = is_float8 or codegen.is_in_16_bits() or codegen.is_looked_up_in_16_bits()
+        return _Costs(problem, device, is_narrow, 1 if codegen.pair_places else LOOKED_UP)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         weight = rules.weight_of(problem)
+        found, ctas = boxed(weight, config), ctas_per_sm(config)
+        is_looked_up = found and pair_lookup.places_of(as_words(weight).weight, found[0])
+        table = pair_lookup.MEMORY if is_looked_up else 0
         return tile_misfit(
-            problem, config, device, boxed(weight, config), x_bytes=2, ctas=ctas_per_sm(config)
+            *(problem, config, device, found),
+            x_bytes=2,
+            ctas=ctas,
+            table=table,
+            offered=_unrolls(problem, config),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -193,10 +214,12 @@ def tile_misfit(
     x_bytes: int,
     ctas: int,
     sums: int = 1,
+    table: int = 0,
     offered: Sequence[int] = UNROLLED,
 ) -> Rejection | None:
     """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
-    accumulators for each output; ``offered``: K iterations in the loop's body."""
+    accumulators for each output; ``table``: bytes of it in shared memory; ``offered``: K iterations
+    in the loop's body."""
     if not unrolled(problem, config, offered):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
@@ -216,7 +239,7 @@ def tile_misfit(
         config,
         device,
         element_bytes=2,
-        shared_bytes=ctas * (config.num_stages * stage + BARRIERS),
+        shared_bytes=ctas * (config.num_stages * stage + BARRIERS + table),
     )
 
 
@@ -260,6 +283,7 @@ class _Costs:
     problem: Problem
     device: Device
     is_narrow: bool  # W is dequantized in 16 bits
+    looked_up: float  # ``LOOKED_UP``, or 1 for pairs
 
     def listed(self, config: GemmConfig) -> Cycles | None:
         found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
@@ -270,7 +294,7 @@ class _Costs:
         # A pinned tile that is not in the list costs next to nothing, so it is not shared.
         alone, paired = self.listed(config) or (1, 1)
         format = rules.weight_of(self.problem).format
-        factor = LOOKED_UP if format.element != format.code else 1
+        factor = self.looked_up if format.element != format.code else 1
         factor *= SLOWED if self.problem.m > LONG_M else 1
         return alone * factor, paired * factor
 
@@ -293,7 +317,7 @@ class _Costs:
         """If all CTAs have the same number of K iterations."""
         most = ctas_per_sm(config)
         tiles, ctas = self._tiles(config), most * self.device.num_sms
-        turn = unrolled(self.problem, config)
+        turn = unrolled(self.problem, config, _unrolls(self.problem, config))
         turns = tiles * self.problem.k // (turn * config.block_k)
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
