@@ -58,12 +58,19 @@ def test_a_failure_with_this_package_alone_is_ours_to_explain():
             lines, is_ours = verdict(again, without)
             assert is_ours
             states = f"failed with, {again[0]} when run again, {without[0]} without"
-            assert lines[0] == f"b: {states}\nwhy\n"
+            assert lines[:2] == [f"b: {states}\nwhy\n", "1 of them: why"]
     assert upstream.verdict(["b"], {"b": failed}, {}, {})[1], "not known how it is without"
     lines, is_ours = verdict(failed, failed, "abcde")
     assert is_ours
     assert lines[0] == "2 of 5 were not run, from d on"
     assert upstream.verdict([], {}, {}, {})[1], "nothing ran"
+
+
+def test_each_reason_is_counted_once_however_many_tests_give_it():
+    raised = "test_x.py:3: in test\n    check()\nE   AssertionError: 0 != 1\nE   torch's advice\n"
+    ours = dict.fromkeys("ab", ("failed", raised, 1)) | {"c": ("failed", "crashed\n", 0)}
+    lines, _ = upstream.verdict(list("abc"), ours, {}, {})
+    assert lines[3:5] == ["2 of them: AssertionError: 0 != 1", "1 of them: crashed"]
 
 
 @pytest.mark.slow
@@ -72,7 +79,8 @@ def test_what_fails_runs_again_with_and_without(tmp_path, arguments, capsys):
     """Tests that fail always, with us only, once only, and never."""
     (tmp_path / "test_theirs.py").write_text(
         "import inductor_quant.backend, pathlib, pytest\n"
-        "def test_a(): assert inductor_quant.backend._process_options is None, 'enabled'\n"
+        "def test_a():\n    options = inductor_quant.backend._process_options\n"
+        "    assert options is None, f'enabled, {options.max_choices}'\n"
         "def test_b(): pass\n"
         "@pytest.mark.skip\ndef test_c(): pass\n"
         "def test_d(): assert False\n"
@@ -80,7 +88,8 @@ def test_what_fails_runs_again_with_and_without(tmp_path, arguments, capsys):
         "    assert path.exists() or path.write_text('x') is None\n"
     )
     out = tmp_path / "out"
-    command = [str(tmp_path), "--tests", "test_theirs.py", "--out", str(out), "--", *arguments]
+    command = [str(tmp_path), "--tests", "test_theirs.py", "--out", str(out), "--max-choices", "3"]
+    command += ["--", *arguments]
     assert upstream.main(command) == 1
     found = {
         run: {name[-1]: outcome for name, (outcome, _, _) in upstream.outcomes(out, run).items()}
@@ -90,7 +99,7 @@ def test_what_fails_runs_again_with_and_without(tmp_path, arguments, capsys):
     assert found["with"] == {"a": failed, "b": passed, "c": "skipped", "d": failed, "e": failed}
     assert found["again"] == {"a": failed, "d": failed, "e": passed}
     assert found["without"] == {"a": passed, "d": failed, "e": passed}
-    assert "enabled" in upstream.outcomes(out, "with")["test_theirs.py::test_a"][1]
+    assert "enabled, 3" in upstream.outcomes(out, "with")["test_theirs.py::test_a"][1]
     assert {path.name for path in out.glob("*.xml")} == {f"{run}.xml" for run in found}
     printed = capsys.readouterr().out
     assert "test_e: failed with, passed when run again, passed without" in printed

@@ -5,11 +5,13 @@
     python -m tests.support.upstream DIR --tests test/inductor/test_fp8.py -- -k rowwise
 
 The tag must be that of the installed version. What follows ``--`` is for pytest. Each test that
-fails with this package and passes without it is printed with its message; at the end, how many
-tests had a product that was rewritten. Exit code 1 if there is such a test, if a test that was
-collected has no outcome, or if none ran. Also the pytest plugin of each run.
+fails with this package and passes without it is printed with its message; at the end, how often
+each reason occurs, and how many tests had a product that was rewritten. Exit code 1 if there is
+such a test, if a test that was collected has no outcome, or if none ran. Also the pytest plugin of
+each run.
 
-``--out`` keeps, for each run, the log, JUnit XML and a JSON line for each test."""
+``--out`` keeps, for each run, the log, JUnit XML and a JSON line for each test. ``--max-choices``
+limits what max-autotune compiles for a product of ours."""
 
 from __future__ import annotations
 
@@ -49,6 +51,7 @@ ROOT = Path(__file__).parents[2]
 WITH, AGAIN, WITHOUT = "with", "again", "without"
 SECOND_ROUND = 0.25  # of the budget
 _RUN, _FOLDER = "INDUCTOR_QUANT_UPSTREAM_RUN", "INDUCTOR_QUANT_UPSTREAM_FOLDER"
+_OPTIONS = "INDUCTOR_QUANT_UPSTREAM_OPTIONS"
 _WORKER = "PYTEST_XDIST_WORKER"
 Outcome = tuple[str, str, int]  # passed, failed or skipped; the message; how many matches
 MISSING: Outcome = ("not run", "", 0)
@@ -57,7 +60,7 @@ MISSING: Outcome = ("not run", "", 0)
 def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest then writes what it has
     if os.environ.get(_RUN) in (WITH, AGAIN):
-        inductor_quant.enable(on_error="raise")
+        inductor_quant.enable(on_error="raise", **json.loads(os.environ[_OPTIONS]))
 
 
 @pytest.hookimpl(trylast=True)
@@ -93,14 +96,19 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         print(json.dumps([report.nodeid, report.outcome, report.longreprtext, matches]), file=file)
 
 
-def start(run: str, checkout: Path, folder: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
-    """pytest in ``checkout``; its outcomes go to ``folder``, with caches of its own."""
+def start(
+    run: str, checkout: Path, folder: Path, arguments: list[str], options: dict[str, int]
+) -> subprocess.Popen[bytes]:
+    """pytest in ``checkout``; its outcomes go to ``folder``, with caches of its own.
+
+    ``options`` are fields of ``inductor_quant.Options``."""
     for name in (f"{run}.jsonl", f"{run}.collected", f"{run}.xml"):
         (folder / name).unlink(missing_ok=True)
     environment = {
         **os.environ,
         _RUN: run,
         _FOLDER: str(folder),
+        _OPTIONS: json.dumps(options),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / run / "inductor"),
         "TRITON_CACHE_DIR": str(folder / run / "triton"),
@@ -149,6 +157,12 @@ def is_failure(outcome: Outcome) -> bool:
     return outcome[0] == "failed"
 
 
+def reason(message: str) -> str:
+    """What was raised, in one line: pytest marks it by ``E``, followed by what torch adds."""
+    lines = message.splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("E ")), "".join(lines[-1:]))
+
+
 def verdict(
     names: list[str],
     ours: dict[str, Outcome],
@@ -163,6 +177,8 @@ def verdict(
         lines.append(
             f"{name}: failed with, {second} when run again, {before} without\n{ours[name][1]}"
         )
+    reasons = Counter(reason(ours[name][1]) for name in to_explain)
+    lines += [f"{count} of them: {text}" for text, count in reasons.most_common()]
     not_run = [name for name in names if name not in ours]
     if not_run:
         lines.append(f"{len(not_run)} of {len(names)} were not run, from {not_run[0]} on")
@@ -184,6 +200,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--budget", type=float, help="seconds in all; a quarter is kept for the tests that fail"
     )
+    parser.add_argument("--max-choices", type=int, help="of inductor_quant.Options")
     split = argv.index("--") if "--" in argv else len(argv)
     options = parser.parse_args(argv[:split])
     tests = [*SUITES.get(options.suite, ()), *options.tests]
@@ -192,12 +209,14 @@ def main(argv: list[str]) -> int:
     folder = options.out or Path(tempfile.mkdtemp(prefix="inductor_quant_upstream_"))
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
+    ours_set = {} if options.max_choices is None else {"max_choices": options.max_choices}
     begun = time.monotonic()
 
     def together(runs: tuple[str, ...], share: float) -> list[dict[str, Outcome]]:
         deadline = None if options.budget is None else begun + share * options.budget
         arguments = [*tests, *argv[split + 1 :]]
-        for process in [start(run, options.checkout, folder, arguments) for run in runs]:
+        started = [start(run, options.checkout, folder, arguments, ours_set) for run in runs]
+        for process in started:
             finish(process, deadline)
         found = [outcomes(folder, run) for run in runs]
         for run, each in zip(runs, found, strict=True):
