@@ -93,16 +93,18 @@ def test_results_are_close_to_fp64(kernel, case, config):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("ctas", [3, 5, 16])
-def test_ctas_that_share_tiles_add_what_others_leave_them(ctas, monkeypatch):
-    """6 tiles of 4 turns: a CTA has two tiles, or a tile has up to four CTAs."""
+@pytest.mark.parametrize(
+    ("name", "ctas"), [("gptq", 2), ("gptq", 3), ("gptq", 5), ("gptq", 16), ("nf4", 2), ("nf4", 5)]
+)
+def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatch):
+    """6 tiles of 4 turns: a CTA has one or two for itself, or a tile has up to four CTAs."""
     kernel, constants = type(WEIGHT_ONLY_MM_SM90), WEIGHT_ONLY_MM_SM90.own_constants
     monkeypatch.setattr(kernel, "scratch", lambda *_: ctas * (32 * 64 + 2))
     monkeypatch.setattr(
         kernel, "own_constants", lambda _, *given: constants(*given) | {"NUM_CTAS": ctas}
     )
     torch.manual_seed(0)
-    case = Case("gptq", 40, 192, 1024, f16, bias=True)
+    case = Case(name, 40, 192, 1024, f16, bias=True)
     inputs = make_inputs(case, "cpu")
     config = "32x64x64_w4_s4_g8"
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)

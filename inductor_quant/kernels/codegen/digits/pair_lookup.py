@@ -67,15 +67,15 @@ def layout_of_entries(warps: int) -> Layout:
 
 
 def start(codegen: Codegen, table: Field, places: Places, stride: Hook) -> list[str]:
-    """Statements that write the table, once a CTA: ``copy`` is the address of the lane's copy."""
+    """Statements that write the table, once a CTA; ``entries`` is the address of a lane's copy."""
     source, dialect = codegen.sources[table.source], codegen.dialect
     is_wide = is_in_fp32(codegen, table)
-    lines = dialect.inline_asm(_allocate(is_wide), ["copy"], [], torch.int32)
+    lines = dialect.inline_asm(_allocate(is_wide), ["entries"], [], torch.int32)
     lines.append(f"entry = gl.arange(0, {ENTRIES}, ENTRIES)")
-    for name, place in zip(("first", "second"), places, strict=True):
+    for name, place in zip(("value_0", "value_1"), places, strict=True):
         at = f"(entry >> {place} & {(1 << WIDTH) - 1})"
         lines.append(f"{name} = gl.load({source} + {at} * {stride(source, 0)}).to(gl.float32)")
-    arguments = [f"copy + entry * {ROW}", "first", "second"]
+    arguments = [f"entries + entry * {ROW}", "value_0", "value_1"]
     store = _store(codegen.x_dtype, is_wide)
     return [
         *lines,
@@ -90,7 +90,11 @@ def looked_up(out: Statements, table: Field, pair: TileDigit, offset: str) -> st
     codegen, code = out.codegen, out.format.code
     none = out.assign("a", f"d_{pair.name} * 0")  # for each of two values that share a word
     byte = out.assign("a", f"0x4440 | ({offset}) >> 3 & 3")
-    arguments = [f"{out.read(code)[0]}.to(gl.int32) + {none}", f"{byte} + {none}", f"copy + {none}"]
+    arguments = [
+        f"{out.read(code)[0]}.to(gl.int32) + {none}",
+        f"{byte} + {none}",
+        f"entries + {none}",
+    ]
     arguments = [out.assign("a", argument) for argument in arguments]
     if is_in_fp32(codegen, table):
         assembly = look_up_fp32()

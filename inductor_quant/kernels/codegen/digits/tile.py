@@ -248,6 +248,8 @@ def _assigned(
     for first in firsts:
         if first in rest and not take(first, to_lane=False):
             return None
+    if not warp_bits and axes["n"][0] in rest:  # neighbours along n are stored together
+        take(axes["n"][0], to_lane=False)
     # Lanes with different words come before those that would share one.
     for bit in sorted(rest, key=lambda bit: bit.apart == 0):
         take(bit, to_lane=True)

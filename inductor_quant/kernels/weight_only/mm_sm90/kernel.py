@@ -314,16 +314,21 @@ class _Costs:
         return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
 
     def shared(self, config: GemmConfig) -> float:
-        """If all CTAs have the same number of K iterations."""
+        """If all CTAs have the same number of K iterations: of tiles of their own, and of those
+        that they share."""
         most = ctas_per_sm(config)
         tiles, ctas = self._tiles(config), most * self.device.num_sms
+        whole = max(tiles // ctas - 1, 0)
+        shared_tiles = tiles - whole * ctas
         turn = unrolled(self.problem, config, _unrolls(self.problem, config))
-        turns = tiles * self.problem.k // (turn * config.block_k)
+        turns = shared_tiles * self.problem.k // (turn * config.block_k)
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
+        cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
-        loop = turn * math.ceil(turns / ctas) * self._cycles(config)[most - 1] * apart
-        sums = math.ceil(ctas / tiles) * config.block_m * config.block_n
+        loop = turn * math.ceil(turns / ctas) * cycles * apart
+        loop += whole * (self.problem.k / config.block_k * cycles + _of_tile(config))
+        sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
         return START_CYCLES + loop + _of_tile(config) + shared
 
