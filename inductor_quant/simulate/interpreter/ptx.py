@@ -62,7 +62,9 @@ def run(
         registers[target] = run_one(*(_operand(registers, source) for source in sources))
     results, first = [], 0
     for dtype, count in zip(types, counts, strict=True):
+        elements = np.prod(shape, dtype=int) // pack, count
         words = np.stack([np.atleast_1d(registers[f"${first + i}"]) for i in range(count)], 1)
+        words = np.broadcast_to(words, elements)
         results.append(np.ascontiguousarray(words).view(dtype)[:, :pack].reshape(shape))
         first += count
     return results
