@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -364,11 +365,20 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
         )
     if collectives.is_overlapped(found.anchor):
         return Rejection(RejectionCode.COLLECTIVE, f"{found.family} {found.spec}")
+    if (names := compat.choice_filter()) is not None and not _names_ours(names, found.family):
+        return Rejection(RejectionCode.CHOICE_FILTER, f"{names!r}; {found.family} {found.spec}")
     if not options.untuned and stock.is_left_to_it(found):
         return Rejection(RejectionCode.UNTUNED, f"{found.family} {found.spec}")
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None
+
+
+def _names_ours(names: str, family: str) -> bool:
+    """Whether a regular expression matches, or spells out, the names of the family's choices. If it
+    matches none, the canonical op cannot be lowered."""
+    prefix = "inductor_quant_"  # of Kernel.template_name
+    return prefix in names or re.search(names, f"triton_{prefix}{family}_") is not None
 
 
 def _warn_of_filters(modules: set[str], options: Options) -> None:

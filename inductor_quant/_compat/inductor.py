@@ -53,6 +53,11 @@ def uses_max_autotune() -> bool:
     return bool(_setting("max_autotune") or _setting("max_autotune_gemm"))
 
 
+def choice_filter() -> Any:
+    """The regular expression that the name of a choice has to match, as text; None: any may."""
+    return _setting("test_configs.autotune_choice_name_regex")
+
+
 def is_exporting() -> bool:
     """Whether the current compilation is AOTInductor's, for another process."""
     return bool(getattr(symbol("torch._inductor.virtualized:V"), "aot_compilation", False))
@@ -61,8 +66,7 @@ def is_exporting() -> bool:
 def keeps_roundings() -> bool:
     """Whether Inductor rounds to bf16 and fp16 where eager mode does, without fused multiply-adds.
 
-    It holds for Inductor's own kernels; templates need ``triton_meta``.
-    """
+    It holds for Inductor's own kernels; templates need ``triton_meta``."""
     return bool(_setting("emulate_precision_casts"))
 
 

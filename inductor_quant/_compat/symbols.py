@@ -98,7 +98,7 @@ _add("inductor", _CONFIG, "freezing", "cpu_backend", "cpp_wrapper", "combo_kerne
 _add("inductor", _CONFIG, "joint_custom_pre_pass", "post_grad_custom_pre_pass")
 _add("inductor", _CONFIG, "triton.autotune_at_compile_time")
 _add("inductor", _CONFIG, "triton.persistent_reductions", "triton.dense_indexing", "_config")
-_add("inductor", _CONFIG, "_micro_pipeline_tp")
+_add("inductor", _CONFIG, "_micro_pipeline_tp", "test_configs.autotune_choice_name_regex")
 _add("inductor", _CONFIG, "aot_inductor.use_runtime_constant_folding")
 _add("inductor", _CONFIG, "_hash_dirty_var", since="2.13")
 _add("inductor", "torch.utils._config_module", "_UNSET_SENTINEL", since="2.13")

@@ -42,6 +42,7 @@ class RejectionCode(enum.StrEnum):
     MANY_ROWS = "many_rows"
     UNTUNED = "untuned"
     COLLECTIVE = "collective"
+    CHOICE_FILTER = "choice_filter"
     INTERNAL_ERROR = "internal_error"
     # kernels
     NO_KERNEL = "no_kernel"
@@ -76,6 +77,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.MANY_ROWS: "M is so large that the graph is faster unchanged",
     RejectionCode.UNTUNED: "nothing was tuned for this card, and a library computes the product",
     RejectionCode.COLLECTIVE: "_micro_pipeline_tp overlaps the product with a collective",
+    RejectionCode.CHOICE_FILTER: "test_configs.autotune_choice_name_regex excludes our kernels",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it unchanged",
     RejectionCode.NO_KERNEL: "no kernel supports this GEMM, or this kernel does not",
     RejectionCode.BLOCK_SHAPE: "a tile size that the kernel or the matrix unit does not support",

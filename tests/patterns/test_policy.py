@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,36 @@ def test_a_scale_on_the_cpu_is_refused_on_a_gpu() -> None:
     assert not report.matches
     assert "w8a8" not in generated.wrapper
     assert "extern_kernels._int_mm" in generated.wrapper
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("names", "is_ours"),
+    [
+        ("^triton_mm", False),
+        ("scaled_mm|fp8|triton_mm", False),
+        ("w8a8|^triton_mm", True),
+        (r"^triton_inductor_quant_w8a8_mm_\d+$", True),
+    ],
+)
+def test_a_filter_of_choices_that_excludes_ours_leaves_the_graph_to_stock(
+    names: str, is_ours: bool
+) -> None:
+    """Inductor drops the choices whose names do not match: none would be left for our op."""
+
+    def make_inputs(device: str) -> tuple[torch.Tensor, ...]:
+        return integers(M, K, device), integers(K, N, device), torch.ones(N, device=device)
+
+    setting = {"test_configs.autotune_choice_name_regex": names}
+    stock = {"max_autotune": True, "max_autotune_gemm_backends": "TRITON"}
+    with collect() as report:
+        generated = generate(scaled, make_inputs, config=setting | stock)
+    assert [rejection.code.value for rejection in report.rejections] == ["choice_filter"][is_ours:]
+    [kernel] = generated.kernels
+    assert ("w8a8" in kernel) == is_ours
+    assert ("_int_mm" in kernel) != is_ours
+    [choices] = generated.choices
+    assert any(re.search(names, choice.name) for choice in choices)
 
 
 def test_a_cpu_without_triton_is_reported_and_left_alone() -> None:
