@@ -107,6 +107,24 @@ def test_what_fails_runs_again_with_and_without(tmp_path, arguments, capsys):
 
 
 @pytest.mark.slow
+def test_files_are_tested_beside_each_other_as_if_alone(tmp_path):
+    """One allows TF32 when it is imported; max-autotune is limited in all."""
+    check = "def test(): assert torch.get_float32_matmul_precision() == {!r}\n"
+    (tmp_path / "test_a.py").write_text(
+        f"import torch\ntorch.set_float32_matmul_precision('high')\n{check.format('high')}"
+    )
+    (tmp_path / "test_b.py").write_text(
+        f"import torch\nimport torch._inductor.config as config\n{check.format('highest')}"
+        "def test_limit(): assert config.test_configs.max_mm_configs == 3\n"
+    )
+    out = tmp_path / "out"
+    files = ["test_a.py", "test_b.py"]
+    command = [str(tmp_path), "--tests", *files, "--out", str(out), "--max-choices", "3"]
+    assert upstream.main(command) == 0, (out / "with.log").read_text()
+    assert {name for name, _, _ in upstream.outcomes(out, "with").values()} == {"passed"}
+
+
+@pytest.mark.slow
 def test_a_budget_that_is_spent_leaves_what_has_run(tmp_path, capsys):
     (tmp_path / "test_theirs.py").write_text(
         "import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)\n"
