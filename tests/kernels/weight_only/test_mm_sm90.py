@@ -41,14 +41,14 @@ def aligned(case):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 1024)),
-        ("nibble_pairs", (17, 1024)),
+        ("awq", (17, 4096)),
+        ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
         ("int8_group", (17, 1024)),
-        ("int8_channel", (17, 1024)),
-        ("nf4", (17, 256)),
-        ("uint2", (17, 1024)),
-        ("fp8_row", (17, 1024)),
+        ("int8_channel", (17, 4096)),
+        ("nf4", (17, 1024)),
+        ("uint2", (17, 4096)),
+        ("fp8_row", (17, 4096)),
         ("fp8_block", (17, 1024)),
         ("e5m2_group", (17, 1024)),
         ("act_order", None),  # the group of each k is data
