@@ -101,7 +101,7 @@ def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
         (256, 11008, 4096, True),  # 86 tiles
         (256, 16896, 4096, False),  # 132
         (256, 16384, 1024, False),  # 128
-        (4096, 11008, 4096, False),
+        (4096, 11008, 4096, True),  # 1376, ten rounds and a half
     ],
 )
 def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, large_groups):

@@ -51,27 +51,27 @@ Cycles = tuple[int, int]
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
 _BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
-    ((32, 64, 64, 4, 8), (325, 510), (510, 560)),
+    ((32, 64, 64, 4, 8), (335, 510), (545, 560)),
     ((32, 64, 128, 4, 4), (575, 855), (760, 1080)),
-    ((32, 128, 64, 4, 8), (380, 885), (800, 1120)),
-    ((64, 64, 64, 4, 8), (360, 650), (435, 860)),
-    ((64, 64, 128, 4, 4), (640, 1180), (740, 1380)),
-    ((64, 128, 64, 4, 4), (605, 1060), (765, 1310)),
-    ((64, 128, 64, 8, 8), (550, 0), (695, 0)),
-    ((64, 128, 128, 8, 4), (1090, 0), (1240, 0)),
-    ((64, 256, 64, 8, 4), (960, 0), None),
-    ((128, 64, 64, 4, 4), (475, 930), (515, 990)),
-    ((128, 128, 64, 8, 8), (705, 0), (885, 0)),
-    ((128, 128, 128, 8, 4), (1370, 0), None),
-    ((256, 64, 64, 4, 4), (725, 0), (780, 0)),
-    ((256, 128, 64, 8, 4), (1150, 0), (1300, 0)),
+    ((32, 128, 64, 4, 8), (360, 900), (800, 1260)),
+    ((64, 64, 64, 4, 8), (365, 660), (430, 850)),
+    ((64, 64, 128, 4, 4), (635, 1180), (730, 1400)),
+    ((64, 128, 64, 4, 4), (615, 1110), (760, 1360)),
+    ((64, 128, 64, 8, 8), (555, 0), (705, 0)),
+    ((64, 128, 128, 8, 4), (1110, 0), (1270, 0)),
+    ((64, 256, 64, 8, 4), (950, 0), None),
+    ((128, 64, 64, 4, 4), (485, 905), (515, 975)),
+    ((128, 128, 64, 8, 8), (715, 0), (875, 0)),
+    ((128, 128, 128, 8, 4), (1360, 0), None),
+    ((256, 64, 64, 4, 4), (680, 0), (775, 0)),
+    ((256, 128, 64, 8, 4), (1140, 0), (1300, 0)),
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 64
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
-LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.09
-LONG_M, SLOWED = 4 * MEDIUM_M, 1.05  # so many above this M, where power limits the clock
+LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.06
+LONG_M, SLOWED = 4 * MEDIUM_M, 1.06  # so many above this M, where power limits the clock
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 300  # stored here and added by the lowering's kernel
@@ -79,9 +79,9 @@ START_CYCLES = 4000  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1000, 0.073  # of a tile, and for each sum that is stored
 SPLIT_CYCLES = 3500  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
-# iteration takes longer for each BLOCK_M of M, since CTAs that read the same W do so at different
-# times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4900, 8.4, 0.043
+# iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W do
+# so at different times.
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4900, 11.5, 0.11
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
@@ -328,7 +328,7 @@ class _Costs:
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         cycles = self._cycles(config)[most - 1]
-        apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
+        apart = 1 + APART * config.block_m / config.block_n
         loop = turn * math.ceil(turns / ctas) * cycles * apart
         loop += whole * (self.problem.k / config.block_k * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
