@@ -79,8 +79,8 @@ START_CYCLES = 4000  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1000, 0.073  # of a tile, and for each sum that is stored
 SPLIT_CYCLES = 3500  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
-# iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W do
-# so at different times.
+# iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
+# do so at different times.
 SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4900, 11.5, 0.11
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
