@@ -61,6 +61,7 @@ def chosen_at(arch, **case):
         (90, {"name": "nibble_pairs"}, None),
         (90, {"name": "nibble_pairs", "a_dtype": E4M3}, None),
         (90, {"name": "shift_table", "to_int8": "round"}, (1, 16)),
+        (90, {"name": "nibble_pairs", "to_int8": "round"}, (512, 512)),
     ],
     ids=str,
 )

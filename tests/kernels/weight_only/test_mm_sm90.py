@@ -41,14 +41,14 @@ def aligned(case):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 1024)),
-        ("nibble_pairs", (17, 1024)),
+        ("awq", (17, 4096)),
+        ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
         ("int8_group", (17, 1024)),
-        ("int8_channel", (17, 1024)),
-        ("nf4", (17, 256)),
-        ("uint2", (17, 1024)),
-        ("fp8_row", (17, 1024)),
+        ("int8_channel", (17, 4096)),
+        ("nf4", (17, 1024)),
+        ("uint2", (17, 4096)),
+        ("fp8_row", (17, 4096)),
         ("fp8_block", (17, 1024)),
         ("e5m2_group", (17, 1024)),
         ("act_order", None),  # the group of each k is data
@@ -101,7 +101,7 @@ def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
         (256, 11008, 4096, True),  # 86 tiles
         (256, 16896, 4096, False),  # 132
         (256, 16384, 1024, False),  # 128
-        (4096, 11008, 4096, False),
+        (4096, 11008, 4096, True),  # 1376, ten rounds and a half
     ],
 )
 def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, large_groups):

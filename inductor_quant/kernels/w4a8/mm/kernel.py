@@ -44,7 +44,7 @@ MAX_VALUES, MAX_OTHER_VALUES = 64, 32
 TCGEN05_ARCH, MAX_ACCUMULATORS_TCGEN05 = 100, 32
 # By compute capability: the largest M for weights of channels, for those that are made int8, which
 # takes more instructions, and for those of groups. README.md has the model. On sm_90 it is one tile
-# of rows: then either way unpacks the weight once.
+# of rows: then either way unpacks the weight once; ROUNDED_M_SM90 was timed.
 MAX_M: dict[int, tuple[int, int, int]] = {
     80: (1024, 512, 1024),
     86: (1024, 512, 1024),
@@ -53,6 +53,7 @@ MAX_M: dict[int, tuple[int, int, int]] = {
     100: (128, 64, 0),
     120: (1024, 512, 1024),
 }
+ROUNDED_M_SM90 = 512  # of weights that are rounded to int8
 # The model of a tile: a CTA alone on its SM multiplies so many pairs a cycle, and unpacks a weight
 # in the time of its products with so many rows; a sum of partials, and the bytes of these a cycle.
 PAIRS_PER_CYCLE, UNPACK_ROWS = 1024, 48
@@ -201,6 +202,9 @@ def is_preferred(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
     channels, made_int8, groups = MAX_M.get(arch, (0, 0, 0))
     if spec.group_size:
         return problem.m <= groups
+    is_rounded = weight.format.to_int8 == "round" and not weight.format.code.offset.is_data
+    if arch == 90 and is_rounded:
+        return problem.m <= ROUNDED_M_SM90
     return problem.m <= (made_int8 if weight.format.to_int8 else channels)
 
 

@@ -51,36 +51,37 @@ Cycles = tuple[int, int]
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
 _BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
-    ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
-    ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
-    ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
-    ((64, 64, 64, 4, 8), (403, 815), (480, 790)),
-    ((64, 64, 128, 4, 4), (620, 1200), (850, 1450)),
-    ((64, 128, 64, 4, 4), (560, 1000), (800, 1440)),
-    ((64, 128, 64, 8, 8), (525, 0), (913, 0)),
-    ((64, 128, 128, 8, 4), (1030, 0), (1400, 0)),
-    ((64, 256, 64, 8, 4), (1030, 0), None),
-    ((128, 64, 64, 4, 4), (430, 740), (560, 1000)),
-    ((128, 128, 64, 8, 8), (660, 0), (950, 0)),
-    ((128, 128, 128, 8, 4), (1260, 0), None),
-    ((256, 64, 64, 4, 4), (740, 0), (950, 0)),
-    ((256, 128, 64, 8, 4), (1130, 0), (1260, 0)),
+    ((32, 64, 64, 4, 8), (335, 510), (545, 560)),
+    ((32, 64, 128, 4, 4), (575, 855), (760, 1080)),
+    ((32, 128, 64, 4, 8), (360, 900), (800, 1260)),
+    ((64, 64, 64, 4, 8), (365, 660), (430, 850)),
+    ((64, 64, 128, 4, 4), (635, 1180), (730, 1400)),
+    ((64, 128, 64, 4, 4), (615, 1110), (760, 1360)),
+    ((64, 128, 64, 8, 8), (555, 0), (705, 0)),
+    ((64, 128, 128, 8, 4), (1110, 0), (1270, 0)),
+    ((64, 256, 64, 8, 4), (950, 0), None),
+    ((128, 64, 64, 4, 4), (485, 905), (515, 975)),
+    ((128, 128, 64, 8, 8), (715, 0), (875, 0)),
+    ((128, 128, 128, 8, 4), (1360, 0), None),
+    ((256, 64, 64, 4, 4), (680, 0), (775, 0)),
+    ((256, 128, 64, 8, 4), (1140, 0), (1300, 0)),
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 64
-LOOKED_UP = 1.4  # times as many cycles if values of a table are looked up one by one
-LONG_M, SLOWED = 4 * MEDIUM_M, 1.15  # so many above this M, where power limits the clock
+# Times as many cycles if the values of a table are looked up one by one, and by pairs.
+LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.06
+LONG_M, SLOWED = 4 * MEDIUM_M, 1.06  # so many above this M, where power limits the clock
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
-PARTIALS_PER_CYCLE = 200  # stored here and added by the lowering's kernel
-START_CYCLES = 4900  # of the launch
-TILE_CYCLES, SUM_CYCLES = 1700, 0.22  # of a tile, and for each sum that is stored
-SPLIT_CYCLES = 1800  # of partials, beside what grows with them
+PARTIALS_PER_CYCLE = 300  # stored here and added by the lowering's kernel
+START_CYCLES = 4000  # of the launch
+TILE_CYCLES, SUM_CYCLES = 1000, 0.073  # of a tile, and for each sum that is stored
+SPLIT_CYCLES = 3500  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
-# iteration takes longer for each BLOCK_M of M, since CTAs that read the same W do so at different
-# times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 7000, 9, 0.04
+# iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
+# do so at different times.
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4900, 11.5, 0.11
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 # Up to this M other kernels are the alternative. Above, W written once and a library's product:
 # bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
@@ -165,7 +166,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         codegen = self.codegen(spec, problem, config)
         is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
         is_narrow = is_float8 or codegen.is_in_16_bits() or codegen.is_looked_up_in_16_bits()
-        return _Costs(problem, device, is_narrow, 1 if codegen.pair_places else LOOKED_UP)
+        return _Costs(
+            problem, device, is_narrow, LOOKED_UP_IN_PAIRS if codegen.pair_places else LOOKED_UP
+        )
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -283,7 +286,7 @@ class _Costs:
     problem: Problem
     device: Device
     is_narrow: bool  # W is dequantized in 16 bits
-    looked_up: float  # ``LOOKED_UP``, or 1 for pairs
+    looked_up: float  # times as many cycles if values come from a table
 
     def listed(self, config: GemmConfig) -> Cycles | None:
         found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
@@ -325,7 +328,7 @@ class _Costs:
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         cycles = self._cycles(config)[most - 1]
-        apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
+        apart = 1 + APART * config.block_m / config.block_n
         loop = turn * math.ceil(turns / ctas) * cycles * apart
         loop += whole * (self.problem.k / config.block_k * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
