@@ -108,6 +108,7 @@ _EIGHT_BIT = functools.partial(
 # The Gluon kernels of 8-bit operands have no space: a sweep takes the configurations they offer.
 SPACES: dict[str, Space] = {
     "w8a8_mm": _EIGHT_BIT(is_sensible=is_sensible),
+    "w8a8_swap_ab": Space((16, 32, 64), (64, 128), (128, 256), (4,), (4, 6, 8)),
     "w8a8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),
     "fp8_mm": _EIGHT_BIT(is_sensible=is_sensible),
     "fp8_persistent": _EIGHT_BIT(is_sensible=is_sensible_persistent),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from inductor_quant._compat import padding
 from inductor_quant._compat.symbols import SYMBOLS, config_module, has, symbol
 
 # name here -> name in SYMBOLS; resolved on first use, so that this module imports on any torch
@@ -353,8 +354,9 @@ def realize(node: Any) -> Any:
     The strides are frozen: kernels are chosen by them, and Inductor may otherwise still reorder a
     buffer that it computes, to match its inputs (``quantize(x.t())``).
     """
-    buffer = symbol("torch._inductor.ir:ExternKernel.realize_input")(node)
-    buffer.freeze_layout()
+    with padding.of_rows_only(node):
+        buffer = symbol("torch._inductor.ir:ExternKernel.realize_input")(node)
+        buffer.freeze_layout()
     return buffer
 
 

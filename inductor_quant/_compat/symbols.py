@@ -95,6 +95,8 @@ _add("inductor", "torch._subclasses.fake_tensor", "FakeTensorMode", "unset_fake_
 _CONFIG = "torch._inductor.config"
 _add("inductor", _CONFIG, "max_autotune", "max_autotune_gemm", "emulate_precision_casts")
 _add("inductor", _CONFIG, "freezing", "cpu_backend", "cpp_wrapper", "combo_kernels")
+_add("inductor", _CONFIG, "comprehensive_padding", "padding_alignment_bytes")
+_add("inductor", _CONFIG, "padding_stride_threshold")
 _add("inductor", _CONFIG, "joint_custom_pre_pass", "post_grad_custom_pre_pass")
 _add("inductor", _CONFIG, "triton.autotune_at_compile_time")
 _add("inductor", _CONFIG, "triton.persistent_reductions", "triton.dense_indexing", "_config")

@@ -29,6 +29,7 @@ from inductor_quant.kernels.scaled_mm.mm.kernel import (
     FP8_MM,
     FP8_SPLIT_K,
     W8A8_MM,
+    W8A8_SWAP_AB,
 )
 from inductor_quant.kernels.scaled_mm.persistent.kernel import (
     FP8_BLOCK_PERSISTENT,
@@ -57,6 +58,7 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_DECODE,
     W8A8_LARGE_M_SM90,
     W8A8_PERSISTENT,
+    W8A8_SWAP_AB,
     W8A8_MM,
     W4A8_DIRECT,
     W4A8_MM_SM90,

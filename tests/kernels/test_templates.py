@@ -100,9 +100,11 @@ def test_every_combination_parses_and_uses_what_it_declares(alpha):
         constants = {**flags, **zeros, **UNGROUPED, "ALPHA": alpha, "A_ZERO": number}
         constants["LOADS_EARLY"] = is_early = flags["EVEN_K"]
         constants["IS_INTEGER"] = True
+        constants["SWAP_AB"] = swaps = flags["MASK_M"]
         text, declared = render(kernel.source(), **constants)
         names = names_in(text)
         assert set(declared) <= names
+        assert ("b.T, a.T" in text) == (swaps and kernel is W8A8_MM)
         assert ("ALPHA" in names) == (alpha != 1.0)
         assert ("BIAS" in declared) == flags["HAS_BIAS"]
         assert ("B_SUM" in declared) == zeros["HAS_B_SUM"]

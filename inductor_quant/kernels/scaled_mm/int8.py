@@ -44,6 +44,7 @@ class Int8Kernel(ScaledMm):
             "SUM_B": problem.needs_spare_row,
             "LOADS_EARLY": accumulators <= MAX_ACCUMULATORS_EARLY_LOADS,
             "IS_INTEGER": True,
+            "SWAP_AB": False,
             "BLOCK_SCALED": False,
             "PROMOTE": 0,
             **horizontal.constants(problem, config, shared=("A", "A_SCALE")),

@@ -93,6 +93,11 @@ class Table:
         distance, row = min(near, key=lambda item: item[0])
         return self.configs[row.config].config if distance <= math.log(NEIGHBOUR_FACTOR) else None
 
+    def predict(self, config: GemmConfig, problem: Problem, device: Device) -> float:
+        """Microseconds of a configuration of the table."""
+        [found] = [each for each in self.configs if each.config == config]
+        return found.predict(problem, device.num_sms)
+
     def rank(self, problem: Problem, device: Device, *, element_bytes: int) -> list[GemmConfig]:
         """All legal configurations of the table, best guess first."""
         usable = [

@@ -92,7 +92,13 @@ class Builder(InterpreterBuilder):
         return _round_to_bf16(result) if _is_bf16(arg) else result
 
     def create_fma(self, x: Any, y: Any, z: Any) -> Any:
-        result = super().create_fma(_widen(x), _widen(y), _widen(z))
+        """The product of two fp32 is exact in fp64; upstream rounds it to fp32."""
+        factors = (_widen(x), _widen(y))
+        if all(factor.data.dtype == np.float32 for factor in factors):
+            exact = factors[0].data.astype(np.float64) * factors[1].data + _widen(z).data
+            result = TensorHandle(exact.astype(np.float32), tl.float32)
+        else:
+            result = super().create_fma(*factors, _widen(z))
         return _round_to_bf16(result) if _is_bf16(z) else result
 
     def create_dot(

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 
 from inductor_quant import explain
+from inductor_quant.kernels.scaled_mm.mm.kernel import SWAPPED
 from inductor_quant.kernels.tuning import cost_model
 from inductor_quant.report.events import collect
 from tests.support.gemms.w8a8 import Case, assert_close, gemm, make_inputs, reference
@@ -69,6 +70,16 @@ def test_result_is_close_to_fp64(case):
     "config", [c.config for c in cost_model.load("w8a8_mm", 90).configs], ids=str
 )
 def test_integers_are_exact_with_every_configuration(config):
+    integers_are_exact("w8a8_mm", config)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("config", SWAPPED, ids=str)
+def test_integers_are_exact_with_every_transposed_tile(config):
+    integers_are_exact("w8a8_swap_ab", config)
+
+
+def integers_are_exact(kernel, config):
     """Scales that are powers of two and sums below 2**24: fp32 holds every result exactly."""
     m, n, k = 193, 321, 1000
     torch.manual_seed(0)
@@ -76,7 +87,7 @@ def test_integers_are_exact_with_every_configuration(config):
     a_scale = 2.0 ** torch.randint(-3, 4, (m, 1), device="cuda")
     b_scale = 2.0 ** torch.randint(-3, 4, (n,), device="cuda")
     fn = gemm(Case(m, n, k, out_dtype=f32))
-    options = {**OPTIONS, "inductor_quant.configs": (str(config),)}
+    options = {**OPTIONS, "inductor_quant.configs": (f"{kernel} {config}",)}
     run = torch.compile(fn, backend="inductor_quant", options=options)
     got, (code,) = run_and_get_code(run, a, w, a_scale, b_scale, None)
     assert f"BLOCK_K : tl.constexpr = {config.block_k}" in code

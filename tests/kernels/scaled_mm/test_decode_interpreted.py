@@ -198,6 +198,21 @@ def test_e4m3_has_the_bits_of_eager_mode(scale_ops, scale_dtype):
     assert want[2].isnan().all() == (scale_ops == FLOAT_ROUNDED)  # 0 / 0
 
 
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("largest", [3.0, 1e30, 2e-37, float("inf"), float("nan")])
+def test_e4m3_by_a_product_has_the_bits_of_a_division(largest):
+    """Row 0 within the bounds of the product; row 1 moves the CTA out of them, except the first."""
+    torch.manual_seed(0)
+    case = Case(2, 256, 256, FLOAT_ROUNDED, has_bias=False, element=E4M3)
+    x = torch.randn(2, 256, dtype=torch.bfloat16)
+    x[0] = torch.arange(256) / 512
+    x[0, 0], x[0, 1], x[1, 0], x[1, 1:] = 196, 1e-36, largest, x[1, 1:] * min(largest, 1.0)
+    inputs = (x, torch.eye(256).to(E4M3), None, torch.ones(1, 256), None)
+    got = quantized(case, CONFIGS[3], inputs)
+    want = case.meaning(inputs).to(x.dtype)
+    assert torch.equal(got.nan_to_num(77.0), want.nan_to_num(77.0))
+
+
 def test_x_may_be_read_twice(monkeypatch):
     monkeypatch.setattr(decode.W8A8DecodeQuantize, "max_registers", lambda *_: decode.FEW_REGISTERS)
     torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,7 +181,33 @@ def test_an_activation_is_quantized_to_e4m3_by_the_gemm(m):
         generated = generate(float_layer, lambda device: make(device, m))
     assert [choice.chosen.partition(" ")[0] for choice in report.kernels] == ["fp8_decode_quantize"]
     [source] = generated.kernels.values()
-    assert "gl.div_rn(x0.to(gl.float32), scale[:, None])" in source
+    assert "gl.div_rn(x0.to(gl.float32), scale[:, None])" in source  # beyond the product's bounds
+    assert "gl.fma(gl.fma(near, minus_scale, real), inv_scale, near)" in source
+
+
+@pytest.mark.parametrize("bits", [8, 11], ids=["bf16", "fp16"])
+def test_a_product_and_its_correction_are_the_rounded_quotient(bits):
+    """Every significand of x by some of the scale. All 2**23 were tried once, in C."""
+    source = np.random.default_rng(bits)
+    scale = source.integers(0, 1 << 23, 2000)
+    scale[:64] = [*range(32), *range((1 << 23) - 32, 1 << 23)]
+    scale = (1 + scale / (1 << 23)).astype(np.float32)
+    x = (1 + np.arange(1 << (bits - 1)) / (1 << (bits - 1))).astype(np.float32)[:, None]
+    inverse = np.float32(1) / scale
+
+    def fma(a, b, c):
+        """Rounded once: the sum in fp64, to odd where it is inexact, is rounded to fp32."""
+        product, c = a.astype(np.float64) * b, c.astype(np.float64)
+        total = product + c
+        above = total - c
+        lost = (c - (total - above)) + (product - above)
+        is_even = total.view(np.int64) % 2 == 0
+        nudged = np.nextafter(total, np.copysign(np.inf, lost))
+        return np.where((lost != 0) & is_even, nudged, total).astype(np.float32)
+
+    near = x * inverse
+    assert (near != x / scale).mean() > 0.1
+    assert np.array_equal(fma(fma(near, -scale, x), inverse, near), x / scale)
 
 
 @needs_gluon

@@ -199,8 +199,11 @@ def test_tiles_of_rows(spec, m, n, k, tile):
     ("config", "problem", "is_taken"),
     [
         ("16x64x128_w4_s6_g8", Problem(32, 4096, 4096), True),
-        ("16x64x128_w4_s6_g8", Problem(33, 4096, 4096), False),
+        ("16x64x128_w4_s6_g8", Problem(33, 4096, 4096), False),  # 192 tiles
         ("64x64x128_w4_s6_g8", Problem(33, 4096, 4096), True),
+        ("16x64x128_w4_s6_g8", Problem(96, 1280, 1280), True),  # 120 tiles of 132 SMs
+        ("16x64x128_w4_s6_g8", Problem(96, 1536, 1280), False),
+        ("32x64x128_w4_s6_g8_k4", Problem(96, 768, 8192), False),
         ("128x64x128_w4_s6_g8", Problem(33, 4096, 4096), False),
         ("64x64x128_w4_s6_g8_k2", Problem(64, 4096, 1024), True),
         ("64x64x128_w4_s6_g8_k2", Problem(64, 4096, 896), False),  # parts of four steps

@@ -8,10 +8,12 @@ come from one table, measured on sm_90: its cost model accounts for the shape an
 ``config_rejection`` for the registers and shared memory of the device. FP8 takes the table of int8,
 whose operands have the same size and rate.
 
-``fp8_split_k`` and ``fp8_block_split_k`` are variants for small M on sm_90, where whole tiles leave
-SMs idle: up to 8 CTAs share a tile, each with a part of K, and the lowering adds their fp32
-partials. With M below 64 the tile is computed as its transpose (swap_ab). ``fp8_split_k`` has a
-table of its own, and mostly needs no split: its tiles are small, its pipelines deep.
+``w8a8_swap_ab`` is the variant for few tiles of few rows on sm_90: a tile is computed as its
+transpose, so that it may have 16 or 32 rows. ``fp8_split_k`` and ``fp8_block_split_k`` are variants
+for small M on sm_90, where whole tiles leave SMs idle: up to 8 CTAs share a tile, each with a part
+of K, and the lowering adds their fp32 partials. With M below 64 the tile is computed as its
+transpose (swap_ab). ``fp8_split_k`` has a table of its own, and mostly needs no split: its tiles
+are small, its pipelines deep.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig, shortened
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.kernels.scaled_mm.base import WGMMA_ARCHS, count_tiles
+from inductor_quant.kernels.scaled_mm.base import (
+    WGMMA_ARCHS,
+    count_tiles,
+    unlisted_rejection,
+)
 from inductor_quant.kernels.scaled_mm.fp8 import (
     Fp8Kernel,
     accumulators,
@@ -29,7 +35,7 @@ from inductor_quant.kernels.scaled_mm.fp8 import (
     is_block_scaled,
     max_block_k,
 )
-from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
+from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel, reject_if_only_mm
 from inductor_quant.kernels.shared.grids import tile_grid
 from inductor_quant.kernels.shared.split_k import reject_if_unbounded, same_split
 from inductor_quant.kernels.tuning import cost_model
@@ -40,6 +46,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 ASYNC_BYTES = 4
 # For loaded bytes and sums, of 255: with more, tiles of 64 x 64 x 128 with 4 warps spill 500 bytes.
 MAX_UNALIGNED_REGISTERS = 90
+# Of w8a8_swap_ab: of the time of w8a8_mm, both predicted, by tables of different sweeps.
+MAX_TIME = 0.92
+MAX_SWAPPED_ROWS = 128
 
 
 def table_configs(problem: Problem, device: Device, *, max_block_k: int) -> list[GemmConfig]:
@@ -89,6 +98,53 @@ class W8A8Mm(Int8Kernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         group = spec.group_size
         return table_configs(problem, device, max_block_k=group & -group)
+
+
+class W8A8SwapAb(Int8Kernel):
+    """Few tiles: those of ``fp8_split_k``, whose operands have the same size and rate, without a
+    split of K."""
+
+    name = "w8a8_swap_ab"
+    template = "scaled_mm/mm/int8"
+    is_horizontal = True
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device) or reject_if_only_mm(spec, problem):
+            return found
+        if device.arch not in WGMMA_ARCHS:
+            detail = f"its tiles are those of sm_90, this is sm_{device.arch}"
+            return Rejection(RejectionCode.NO_KERNEL, detail)
+        if outside := problem.rows_outside(0, MAX_M):
+            return Rejection(RejectionCode.NO_KERNEL, outside)
+        return None
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        return super().constants(spec, problem, config, device) | {"SWAP_AB": True}
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """None unless it is clearly faster than w8a8_mm by the models of both tables. That of
+        w8a8_mm predicts too much for its tiles of 16 rows, and beyond MAX_SWAPPED_ROWS."""
+        others = cost_model.load("w8a8_mm", 90)
+        best = others.rank(problem, device, element_bytes=1)[0]
+        is_known = others.neighbour(problem) is not None or best.block_m == 16
+        if is_known or loads_bytes(problem) or problem.m > MAX_SWAPPED_ROWS:
+            return []
+        table = cost_model.load("fp8_split_k", 90)
+        own = [
+            config
+            for config in table.rank(problem, device, element_bytes=1)
+            if config in SWAPPED and is_covered(config, problem, device)
+        ]
+        limit = MAX_TIME * others.predict(best, problem, device)
+        return own if own and table.predict(own[0], problem, device) <= limit else []
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        found = unlisted_rejection(config, SWAPPED)
+        return found or super().config_rejection(spec, problem, config, device)
 
 
 class Fp8Mm(Fp8Kernel):
@@ -164,9 +220,8 @@ class Fp8SplitK(SplitK):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        # wgmma takes 64 rows and 8 to 256 columns: a small M fits the columns, 64 fits the rows.
-        swaps = config.block_n == 64 or config.block_m < 64 < config.block_n
-        return super().constants(spec, problem, config, device) | {"SWAP_AB": swaps}
+        found = super().constants(spec, problem, config, device)
+        return found | {"SWAP_AB": is_swapped(config)}
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         table = cost_model.load("fp8_split_k" if spec.fast_accum else "fp8_split_k_precise", 90)
@@ -174,11 +229,20 @@ class Fp8SplitK(SplitK):
         return same_split([config for config in ranked if is_covered(config, problem, device)])
 
 
+def is_swapped(config: GemmConfig) -> bool:
+    """Whether the tile is computed as its transpose: wgmma takes 64 rows and 8 to 256 columns, so a
+    small M fits the columns, 64 fits the rows."""
+    return config.block_n == 64 or config.block_m < 64 < config.block_n
+
+
 def is_covered(config: GemmConfig, problem: Problem, device: Device) -> bool:
     """Whether the measurements of the tables of ``fp8_split_k`` cover ``config`` at these sizes: no
-    more than half of a tile is empty, and K is split only if that occupies idle SMs."""
+    more than half of a tile is empty, and K is split only if that occupies idle SMs. Smaller tiles
+    were not measured; while each has an SM of its own, a CTA does what it does for a small M."""
     rows = min(max(16, 1 << (problem.m - 1).bit_length()), 128)
     tiles = count_tiles(problem, config.block_m, config.block_n)
+    if config.split_k == 1 and tiles <= device.num_sms and 2 * config.block_m < rows:
+        return True
     is_split_well = (
         4 * tiles <= 3 * device.num_sms
         and tiles * config.split_k <= 2.2 * device.num_sms
@@ -228,7 +292,15 @@ def _split_k(problem: Problem, block_m: int, tiles: int, steps: int, device: Dev
     return 3 if split == 2 and block_m <= SMALL_M and is_long else split
 
 
+# Without a split of K: of all tiles that ``w8a8_swap_ab`` takes.
+SWAPPED = tuple(
+    each.config
+    for each in cost_model.load("fp8_split_k", 90).configs
+    if each.config.split_k == 1 and is_swapped(each.config)
+)
+
 W8A8_MM = W8A8Mm()
+W8A8_SWAP_AB = W8A8SwapAb()
 FP8_MM = Fp8Mm()
 FP8_BLOCK_MM = Fp8BlockMm()
 FP8_SPLIT_K = Fp8SplitK()
