@@ -65,8 +65,7 @@ def test_the_tile_by_rows_ctas_and_the_longest_row_of_blocks(m, n, longest, conf
     spec, problem = described(Case(m, n, 4096, (32, 32), 0.8))
     blocks = dataclasses.replace(spec.b.blocks, longest=longest)
     spec = dataclasses.replace(spec, b=dataclasses.replace(spec.b, blocks=blocks))
-    _, chosen = next(candidates("block_sparse", spec, problem, device(90)))
-    assert str(chosen) == config
+    assert str(BLOCK_SPARSE_MM.configs(spec, problem, device(90))[0]) == config
 
 
 CASES = [
@@ -88,7 +87,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_configuration_spills(case, arch):
     spec, problem = described(case)
-    kernel = next(candidates("block_sparse", spec, problem, device(arch)))[0]
+    of_tma = BLOCK_SPARSE_MM_TMA.rejection(spec, problem, device(arch)) is None
+    kernel = BLOCK_SPARSE_MM_TMA if of_tma else BLOCK_SPARSE_MM
     for config in hardest(kernel.configs(spec, problem, device(arch)), 2):
         pin = f"{kernel.name} {config}"
         [item] = generate(

@@ -1,0 +1,123 @@
+"""``block_sparse_direct``: x [M, K] times a block-sparse W for few rows, in Gluon.
+
+Chosen for M <= 16 and blocks of 32 to 128 columns whose rows are aligned, on sm_80, 86, 89 and 90.
+
+A row of blocks has few of them, so the time is that of one chain of loads: where the row begins,
+its columns, x. All blocks of a row are in flight at once: the warps of a CTA share them, and each
+lane loads what it multiplies, straight to registers. Two int8 are converted there by two
+instructions and a half. The scale of a block multiplies its sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from inductor_quant.kernels.block_sparse.direct.codegen import UNIT, BlockSparseDirectCodegen
+from inductor_quant.kernels.block_sparse.mm.kernel import FP8_ARCH, blocks_of
+from inductor_quant.kernels.config import GemmConfig, reject_if_split, tile_rejection
+from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem
+from inductor_quant.kernels.shared import split_k
+from inductor_quant.spec.decisions import Rejection, RejectionCode
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)
+DTYPES = (torch.bfloat16, torch.float16)
+FEW_ROWS = 8  # the N of one mma.sync
+MAX_WARPS = 16  # of an SM at once, by their registers
+# Of W that a thread holds at once; half, where 16 warps hold two tiles of sums.
+MAX_VALUES = 128
+LONGEST = 1.5  # the longest row of blocks, of the mean, at random places
+MAX_CONFIGS = 6
+
+
+class BlockSparseDirect(Kernel):
+    name = "block_sparse_direct"
+    family = "block_sparse"
+    template = "block_sparse/direct/template"
+    is_gluon = True
+
+    grid = staticmethod(split_k.grid)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        block, detail = blocks_of(spec), problem.rows_outside(0, DECODE_M)
+        if device.arch not in ARCHS:
+            detail = f"never run on sm_{device.arch}"
+        elif spec.a.dtype not in DTYPES:
+            detail = "integer sums"
+        elif spec.b.dtype == torch.float8_e4m3fn and 0 < device.arch < FP8_ARCH:
+            detail = f"sm_{device.arch} does not convert e4m3"
+        elif block.rows > 1 or block.k < UNIT:
+            detail = f"blocks of {block.k} columns, {block.rows} rows of them together"
+        elif not problem.has_weight_descriptors:
+            detail = "rows of x or of blocks are not contiguous or aligned"
+        return Rejection(RejectionCode.NO_KERNEL, detail) if detail else None
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        block, scale = blocks_of(spec), spec.b.scale
+        scaled = scale.block if scale is not None else (0, 0)
+        return {
+            "CODEGEN": BlockSparseDirectCodegen(config, spec.a.dtype, spec.b.dtype),
+            "N": problem.n,
+            "BN": block.n,
+            "BK": block.k,
+            "UNIT": UNIT,
+            # Otherwise all CTAs run at once, in whichever order.
+            "TAKES_TURNS": _ctas(problem, config) * config.num_warps > MAX_WARPS * device.num_sms,
+            "SCALED_ROWS": scaled == (-1, 1),
+            "SCALED_BLOCKS": scaled[0] > 0,
+            "ROWS_OF_BLOCKS": scaled == (block.k, 1),
+            "HAS_BIAS": spec.bias,
+            "ACC_TYPE": "tl.float32",
+        }
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        block, warps, detail = blocks_of(spec), config.num_warps, ""
+        most = MAX_VALUES // 2 if warps > 8 and config.block_m > FEW_ROWS else MAX_VALUES
+        if config.block_m not in (FEW_ROWS, DECODE_M):
+            detail = f"{config}: BLOCK_M is {FEW_ROWS} or {DECODE_M}"
+        elif config.block_n < 16 or block.n % config.block_n:
+            detail = f"{config}: BLOCK_N must divide the {block.n} rows of a block"
+        elif config.block_k % (UNIT * warps) or config.num_stages > 1:
+            detail = f"{config}: one stage, and for each warp a multiple of {UNIT} columns"
+        elif config.block_n * config.block_k > most * 32 * warps:
+            detail = f"{config}: a thread holds {most} values at most"
+        if detail:
+            return Rejection(RejectionCode.BLOCK_SHAPE, detail)
+        return reject_if_split(config) or tile_rejection(
+            GemmConfig(16, config.block_n, UNIT, warps, 1),
+            device,
+            element_bytes=2,
+            shared_bytes=config.block_m * (4 * warps * config.block_n + 2 * config.block_k),
+        )
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Best guess first. A step should have all units of a row; few CTAs have more warps."""
+        block = blocks_of(spec)
+        block_m = FEW_ROWS if problem.m <= FEW_ROWS else DECODE_M
+        mean = block.count / max(1, problem.n // block.n)
+        units = (block.longest or math.ceil(LONGEST * mean)) * block.k // UNIT
+        listed = []
+        for height in dict.fromkeys((min(block.n, 32), 16)):
+            ctas = problem.n // height
+            few = 16 if ctas <= device.num_sms else 8 if ctas <= 2 * device.num_sms else 4
+            for warps in (few, few // 2, 2 * few):
+                for each in (4, 2, 1):  # units of a warp
+                    if each == 1 or (each // 2) * warps < units:
+                        listed.append(GemmConfig(block_m, height, UNIT * warps * each, warps, 1))
+        fit = [c for c in listed if not self.config_rejection(spec, problem, c, device)]
+        return fit[:MAX_CONFIGS]
+
+
+def _ctas(problem: Problem, config: GemmConfig) -> int:
+    return math.ceil(problem.m / config.block_m) * (problem.n // config.block_n)
+
+
+BLOCK_SPARSE_DIRECT = BlockSparseDirect()
