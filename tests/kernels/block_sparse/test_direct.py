@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from inductor_quant import simulate
+from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.block_sparse.direct.kernel import BLOCK_SPARSE_DIRECT
 from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.report.events import collect
 from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs
 from tests.support.gemms.generated import device, generate, hardest
 from tests.support.in_flight import machine_code
@@ -66,6 +68,19 @@ def test_values_at_an_odd_address_too():
     generated = generate(fn, lambda device: offset_by_one(case, device))
     assert any("block_sparse" in name for name in generated.kernels)
     assert not any("@gluon.jit" in source for source in generated.kernels.values())
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_package_has_the_general_kernel(monkeypatch, is_package):
+    """Gluon is not for the C++ wrapper."""
+    monkeypatch.setattr(compat, "uses_cpp_wrapper", lambda: is_package)
+    case = Case(3, 256, 256)
+    with collect() as report:
+        generate(gemm(case), lambda device: make_inputs(case, device))
+    [choice] = report.kernels
+    name = "block_sparse_mm" if is_package else "block_sparse_direct"
+    assert choice.chosen.startswith(f"{name} ")
 
 
 @pytest.mark.parametrize(
