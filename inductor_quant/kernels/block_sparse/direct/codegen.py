@@ -109,7 +109,7 @@ class BlockSparseDirectCodegen:
         if dtype != self.x_dtype:
             lines.append(f"w = w.to(gl.float32).to({self.dialect.type(self.x_dtype)})")
         whole = f"gl.reshape(w, [{self.units}, {self.block_n}, {UNIT}])"
-        return "\n".join([*lines, f"w = gl.convert_layout({whole}, W_MMA, assert_trivial=True)"])
+        return "\n".join([*lines, f"w = {whole}"])
 
 
 def _float8_word() -> Assembly:

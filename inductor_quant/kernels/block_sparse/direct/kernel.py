@@ -26,6 +26,8 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)
 DTYPES = (torch.bfloat16, torch.float16)
+MAX_M = DECODE_M
+ROWS = (8, 16, 32)
 FEW_ROWS = 8  # the N of one mma.sync
 MAX_WARPS = 16  # of an SM at once, by their registers
 # Of W that a thread holds at once; half, where 16 warps hold two tiles of sums.
@@ -43,7 +45,7 @@ class BlockSparseDirect(Kernel):
     grid = staticmethod(split_k.grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        block, detail = blocks_of(spec), problem.rows_outside(0, DECODE_M)
+        block, detail = blocks_of(spec), problem.rows_outside(0, MAX_M)
         if device.arch not in ARCHS:
             detail = f"never run on sm_{device.arch}"
         elif spec.a.dtype not in DTYPES:
@@ -81,8 +83,8 @@ class BlockSparseDirect(Kernel):
     ) -> Rejection | None:
         block, warps, detail = blocks_of(spec), config.num_warps, ""
         most = MAX_VALUES // 2 if warps > 8 and config.block_m > FEW_ROWS else MAX_VALUES
-        if config.block_m not in (FEW_ROWS, DECODE_M):
-            detail = f"{config}: BLOCK_M is {FEW_ROWS} or {DECODE_M}"
+        if config.block_m not in ROWS:
+            detail = f"{config}: BLOCK_M is none of {ROWS}"
         elif config.block_n < 16 or block.n % config.block_n:
             detail = f"{config}: BLOCK_N must divide the {block.n} rows of a block"
         elif config.block_k % (UNIT * warps) or config.num_stages > 1:
