@@ -105,13 +105,21 @@ def test_result_is_close_to_fp64(case):
 @pytest.mark.parametrize("size", [32, 64, 128])
 def test_every_configuration(size, stored, kernel, m, monkeypatch):
     monkeypatch.setattr(mm_kernel, "MIN_TMA_TILES", {})
-    case = Case(m, 2048, 512, (size, size), 0.8, stored=stored, scale="blocks" if stored else "")
+    case = Case(m, 1024, 512, (size, size), 0.8, stored=stored, scale="blocks" if stored else "")
     device = describe_device(torch.device("cuda"))
     spec, problem = described(case)
     if kernel.rejection(spec, problem, device):
         pytest.skip(f"{kernel.name} does not take this size")
     for config in kernel.configs(spec, problem, device):
         check(case, kernel, config)
+
+
+@pytest.mark.parametrize("m", [1, 40, 300])
+def test_rows_of_blocks_in_their_order(m, monkeypatch):
+    """As where not all CTAs run at once."""
+    monkeypatch.setattr(mm_kernel, "MAX_WARPS", 0)
+    monkeypatch.setattr(mm_kernel, "MIN_TMA_TILES", {})
+    check(Case(m, 1024, 512, zeros=0.8, bias=True, order=True))
 
 
 class SparseLinear(nn.Module):

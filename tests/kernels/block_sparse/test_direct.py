@@ -13,6 +13,7 @@ from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.block_sparse.direct.kernel import BLOCK_SPARSE_DIRECT
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.report.events import collect
+from inductor_quant.spec import row_ranges
 from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs
 from tests.support.gemms.generated import device, generate, hardest
 from tests.support.in_flight import machine_code
@@ -33,6 +34,11 @@ def first(case, arch=90):
         (Case(16, 4096, 4096, zeros=0.8, stored=e4m3), 89, "block_sparse_direct"),
         (Case(16, 4096, 4096, zeros=0.8, stored=e4m3), 80, "block_sparse_mm"),
         (Case(17, 4096, 4096, zeros=0.8), 90, "block_sparse_mm"),
+        (Case(17, 2048, 4096, zeros=0.8), 90, "block_sparse_direct"),
+        (Case(17, 2048, 4096, (16, 64), zeros=0.8), 90, "block_sparse_mm"),
+        (Case(64, 1024, 1024, (64, 64), zeros=0.8), 90, "block_sparse_direct"),
+        (Case(64, 1024, 1024, zeros=0.8), 80, "block_sparse_mm"),
+        (Case(65, 512, 1024, zeros=0.8), 90, "block_sparse_mm"),
         (Case(16, 4096, 4096, (32, 16), 0.8), 90, "block_sparse_mm"),
         (Case(16, 4096, 4096, zeros=0.8, rows=2), 90, "block_sparse_mm"),
         (Case(16, 4096, 4096, zeros=0.8, dtype=i8), 90, "block_sparse_mm"),
@@ -40,8 +46,15 @@ def first(case, arch=90):
     ],
     ids=str,
 )
-def test_few_rows_and_blocks_of_at_least_32_columns(case, arch, name):
+def test_few_rows_or_tiles_and_blocks_of_at_least_32_columns(case, arch, name):
     assert first(case, arch) == name
+
+
+@pytest.mark.parametrize("n", [1024, 1408, 2048])
+def test_a_range_of_rows_has_the_kernel_of_each(n):
+    for m in range(17, 65):
+        _, most = row_ranges.range_of(m, row_ranges.tops(["block_sparse"]))
+        assert first(Case(m, n, 256)) == first(Case(most, n, 256))
 
 
 def test_unaligned_rows_are_left_to_the_general_kernel():
@@ -84,23 +97,43 @@ def test_a_package_has_the_general_kernel(monkeypatch, is_package):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "longest", "config"),
+    ("m", "n", "k", "longest", "config"),
     [
-        (1, 4096, 0, "8x32x2048_w16_s1_g8"),
-        (16, 4096, 0, "16x32x1024_w16_s1_g8"),
-        (16, 4096, 16, "16x32x512_w16_s1_g8"),
-        (16, 14336, 0, "16x32x512_w4_s1_g8"),
+        (1, 4096, 4096, 0, "8x32x2048_w16_s1_g8"),
+        (1, 14336, 4096, 0, "8x32x512_w4_s1_g8"),
+        (16, 14336, 4096, 0, "16x32x256_w4_s1_g8"),
+        (16, 8192, 4096, 0, "16x32x512_w8_s1_g8"),
+        # a row in several steps, in one
+        (16, 4096, 4096, 0, "16x32x512_w8_s1_g8"),
+        (16, 4096, 4096, 20, "16x32x1024_w16_s1_g8"),
+        (16, 1024, 1024, 10, "16x32x512_w8_s1_g8"),
+        (64, 1024, 1024, 10, "16x32x512_w8_s1_g8"),
+        (64, 1024, 1024, 5, "16x32x256_w4_s1_g8"),
+        (16, 1024, 1024, 2, "16x32x128_w4_s1_g8"),
     ],
 )
-def test_the_warps_by_ctas_and_the_step_by_the_longest_row(m, n, longest, config):
-    spec, problem = described(Case(m, n, 4096, zeros=0.8))
+def test_the_warps_by_ctas_and_the_step_by_the_longest_row(m, n, k, longest, config):
+    spec, problem = described(Case(m, n, k, zeros=0.8))
     blocks = dataclasses.replace(spec.b.blocks, longest=longest)
     spec = dataclasses.replace(spec, b=dataclasses.replace(spec.b, blocks=blocks))
     assert str(BLOCK_SPARSE_DIRECT.configs(spec, problem, device(90))[0]) == config
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("n", "config", "is_read"),
+    [(14336, "16x32x256_w4_s1_g8", False), (14336, "16x32x512_w8_s1_g8", True)],
+)
+def test_the_order_of_rows_is_read_if_not_all_ctas_run_at_once(n, config, is_read):
+    case = Case(16, n, 512, zeros=0.8, order=True)
+    pin = f"block_sparse_direct {config}"
+    [source] = generate(gemm(case), lambda d: make_inputs(case, d), pin).kernels.values()
+    assert ("gl.load(ORDER" in source) == is_read
+
+
 CASES = [
     Case(16, 4096, 4096, zeros=0.8),
+    Case(64, 1024, 1024, zeros=0.8, dtype=f16),
     Case(1, 4096, 4096, zeros=0.8, stored=i8, scale="blocks"),
     pytest.param(
         Case(16, 4096, 4096, zeros=0.8, stored=i8, scale="rows_of_blocks"), marks=pytest.mark.slow

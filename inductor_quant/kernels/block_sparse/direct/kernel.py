@@ -1,6 +1,7 @@
 """``block_sparse_direct``: x [M, K] times a block-sparse W for few rows, in Gluon.
 
-Chosen for M <= 16 and blocks of 32 to 128 columns whose rows are aligned, on sm_80, 86, 89 and 90.
+Chosen for M <= 16, and M <= 64 while each tile of 16 rows has an SM for itself; for blocks of 32 to
+128 columns whose rows are aligned, on sm_80, 86, 89 and 90.
 
 A row of blocks has few of them, so the time is that of one chain of loads: where the row begins,
 its columns, x. All blocks of a row are in flight at once: the warps of a CTA share them, and each
@@ -16,20 +17,21 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.block_sparse.direct.codegen import UNIT, BlockSparseDirectCodegen
-from inductor_quant.kernels.block_sparse.mm.kernel import FP8_ARCH, blocks_of
+from inductor_quant.kernels.block_sparse.mm.kernel import FP8_ARCH, blocks_of, takes_turns, tiles
 from inductor_quant.kernels.config import GemmConfig, reject_if_split, tile_rejection
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.spec.decisions import Rejection, RejectionCode
-from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.gemm import BlockSpec, QuantGemmSpec
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)
 DTYPES = (torch.bfloat16, torch.float16)
-MAX_M = DECODE_M
+MAX_M = 64  # beyond DECODE_M for one tile an SM
 ROWS = (8, 16, 32)
 FEW_ROWS = 8  # the N of one mma.sync
-MAX_WARPS = 16  # of an SM at once, by their registers
+MAX_HEIGHT = 32  # of a tile
+FEWEST_WARPS, MOST_WARPS = 4, 16
 # Of W that a thread holds at once; half, where 16 warps hold two tiles of sums.
 MAX_VALUES = 128
 LONGEST = 1.5  # the longest row of blocks, of the mean, at random places
@@ -54,6 +56,8 @@ class BlockSparseDirect(Kernel):
             detail = f"sm_{device.arch} does not convert e4m3"
         elif block.rows > 1 or block.k < UNIT:
             detail = f"blocks of {block.k} columns, {block.rows} rows of them together"
+        elif problem.m > DECODE_M and _tiles_an_sm(block, problem, DECODE_M, device) > 1:
+            detail = f"M = {problem.m}: more than one tile of {DECODE_M} rows an SM"
         elif not problem.has_weight_descriptors:
             detail = "rows of x or of blocks are not contiguous or aligned"
         return Rejection(RejectionCode.NO_KERNEL, detail) if detail else None
@@ -69,8 +73,7 @@ class BlockSparseDirect(Kernel):
             "BN": block.n,
             "BK": block.k,
             "UNIT": UNIT,
-            # Otherwise all CTAs run at once, in whichever order.
-            "TAKES_TURNS": _ctas(problem, config) * config.num_warps > MAX_WARPS * device.num_sms,
+            "TAKES_TURNS": takes_turns(problem, config, device, _shared_bytes(config)),
             "SCALED_ROWS": scaled == (-1, 1),
             "SCALED_BLOCKS": scaled[0] > 0,
             "ROWS_OF_BLOCKS": scaled == (block.k, 1),
@@ -97,29 +100,45 @@ class BlockSparseDirect(Kernel):
             GemmConfig(16, config.block_n, UNIT, warps, 1),
             device,
             element_bytes=2,
-            shared_bytes=config.block_m * (4 * warps * config.block_n + 2 * config.block_k),
+            shared_bytes=_shared_bytes(config),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        """Best guess first. A step should have all units of a row; few CTAs have more warps."""
+        """Best guess first. A step should have all units of a row, two or four a warp; where CTAs
+        share an SM, or a row takes several steps, fewer warps wait for each other less."""
         block = blocks_of(spec)
-        block_m = FEW_ROWS if problem.m <= FEW_ROWS else DECODE_M
+        block_m, most_units = (FEW_ROWS, 4) if problem.m <= FEW_ROWS else (DECODE_M, 2)
         mean = block.count / max(1, problem.n // block.n)
         units = (block.longest or math.ceil(LONGEST * mean)) * block.k // UNIT
-        listed = []
-        for height in dict.fromkeys((min(block.n, 32), 16)):
-            ctas = problem.n // height
-            few = 16 if ctas <= device.num_sms else 8 if ctas <= 2 * device.num_sms else 4
-            for warps in (few, few // 2, 2 * few):
-                for each in (4, 2, 1):  # units of a warp
-                    if each == 1 or (each // 2) * warps < units:
-                        listed.append(GemmConfig(block_m, height, UNIT * warps * each, warps, 1))
+        share = _tiles_an_sm(block, problem, block_m, device)
+        most = MOST_WARPS if share <= 1 else MOST_WARPS // 2 if share <= 2 else FEWEST_WARPS
+        if block_m > FEW_ROWS and units > MOST_WARPS * most_units:
+            most = min(most, MOST_WARPS // 2)
+        each = min(most_units, _power_of_two(units / FEWEST_WARPS))
+        warps = min(most, max(FEWEST_WARPS, _power_of_two(units / each)))
+        listed = [
+            GemmConfig(block_m, height, UNIT * w * u, w, 1)
+            for height in dict.fromkeys((min(block.n, MAX_HEIGHT), 16))
+            for w, u in ((warps, each), (warps // 2, 2 * each), (2 * warps, each), (warps, 1))
+            if w <= MOST_WARPS
+        ]
+        listed = list(dict.fromkeys(listed))
         fit = [c for c in listed if not self.config_rejection(spec, problem, c, device)]
         return fit[:MAX_CONFIGS]
 
 
-def _ctas(problem: Problem, config: GemmConfig) -> int:
-    return math.ceil(problem.m / config.block_m) * (problem.n // config.block_n)
+def _tiles_an_sm(block: BlockSpec, problem: Problem, block_m: int, device: Device) -> float:
+    tile = GemmConfig(block_m, min(block.n, MAX_HEIGHT), UNIT, 1, 1)
+    return tiles(problem, tile) / device.num_sms
+
+
+def _shared_bytes(config: GemmConfig) -> int:
+    """The sums of each warp, and x."""
+    return config.block_m * (4 * config.num_warps * config.block_n + 2 * config.block_k)
+
+
+def _power_of_two(least: float) -> int:
+    return 1 << (math.ceil(least) - 1).bit_length() if least > 1 else 1
 
 
 BLOCK_SPARSE_DIRECT = BlockSparseDirect()
