@@ -36,7 +36,7 @@ MAX_SHARE = {
     128: (0.65, 0.45, 0.42, 0.65),
 }
 
-MAX_QUANTIZED_SHARE = 0.5  # int8 and e4m3 take longer to cast than to read
+MAX_QUANTIZED_SHARE = 0.5  # by block_sparse_mm: casting int8 and e4m3 takes longer than reading
 # How many rows of blocks share a list of columns, by the rows of a block: from MIN_RESULT elements
 # of the result on, if the lists have at most MAX_LISTED places for each stored block.
 TOGETHER = {32: 2}
