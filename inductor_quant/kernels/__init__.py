@@ -3,6 +3,7 @@
 This package knows nothing of producers or FX graphs. ``README.md`` has the dispatch table.
 """
 
+from inductor_quant.kernels.block_sparse.direct.kernel import BLOCK_SPARSE_DIRECT
 from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
@@ -86,6 +87,7 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_BLOCK_PERSISTENT,
     FP8_BLOCK_MM,
+    BLOCK_SPARSE_DIRECT,
     BLOCK_SPARSE_MM_TMA,
     BLOCK_SPARSE_MM,
     EXPERTS_DIRECT,

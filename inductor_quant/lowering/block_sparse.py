@@ -79,15 +79,20 @@ def lower(
             longest=longest,
         )
         hint_m, hint_k = compat.size_hints((m, k))
+        *outer, column = map(compat.known_int, given[1].get_stride())
+        has_lines = column == 1 and compat.is_aligned(given[1])
+        for stride in outer:
+            has_lines &= stride is not None and stride * values.get_dtype().itemsize % 16 == 0
+        has_rows = compat.has_aligned_rows(given[0], 0)
         problem = Problem(
             hint_m,
             n,
             hint_k,
             m_is_static=compat.known_int(m) is not None,
             m_is_bounded=compat.limit(m) is not None,
-            has_aligned_rows=compat.may_make_descriptors() and compat.has_aligned_rows(given[0], 0),
+            has_aligned_rows=compat.may_make_descriptors() and has_rows,
+            has_weight_descriptors=has_rows and has_lines,
         )
-        *outer, column = map(compat.known_int, given[1].get_stride())
         constants: dict[str, Any] = {
             "HAS_PLACE": place is not None,
             "HAS_ORDER": order is not None,

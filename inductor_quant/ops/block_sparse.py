@@ -36,7 +36,7 @@ MAX_SHARE = {
     128: (0.65, 0.45, 0.42, 0.65),
 }
 
-MAX_QUANTIZED_SHARE = 0.5  # int8 and e4m3 take longer to cast than to read
+MAX_QUANTIZED_SHARE = 0.5  # by block_sparse_mm: casting int8 and e4m3 takes longer than reading
 # How many rows of blocks share a list of columns, by the rows of a block: from MIN_RESULT elements
 # of the result on, if the lists have at most MAX_LISTED places for each stored block.
 TOGETHER = {32: 2}
@@ -84,10 +84,11 @@ def reference(
     columns of the longest list (0: unknown), is for the choice of a kernel.
 
     Sums and bias are fp32, rounded once (the reference adds in fp64). With a scale of blocks
-    ``value * scale`` is computed in fp32 and rounded to x's dtype. A row without blocks is the
-    bias. What is not stored takes no part: an infinity of x at a column without blocks is not seen,
-    where the dense product has a NaN. A column that is listed twice in a row counts twice. Indices
-    that are out of range, or descend in ``crow``, are undefined behaviour.
+    ``value * scale`` is computed in fp32 and rounded to x's dtype; a kernel may multiply the sums
+    of a block by its scale instead. A row without blocks is the bias. What is not stored takes no
+    part: an infinity of x at a column without blocks is not seen, where the dense product has a
+    NaN. A column that is listed twice in a row counts twice. Indices that are out of range, or
+    descend in ``crow``, are undefined behaviour.
 
     Raises SpecError for other shapes or dtypes.
     """

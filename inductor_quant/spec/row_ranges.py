@@ -30,8 +30,8 @@ TOPS: dict[str, tuple[int, ...]] = {
     "fp8": (*_DECODE, 4, 32, 192, 256, *_MEASURED),
     # 64 and 128 by themselves: a kernel for whole tiles. 64 and 256: the library beyond.
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
-    # 64: TMA beyond. Then taller tiles.
-    "block_sparse": (*_DECODE, 64, 128, 256, 512, 1024, 2048),
+    # 32, 48, 64: tiles of 16 rows, if each has an SM. Then taller tiles; 256: TMA beyond.
+    "block_sparse": (*_DECODE, 32, 48, 64, 128, 256, 512, 1024, 2048),
     # 32: one launch for several GEMMs. 128: beyond it the library competes. 192 and 448: beyond,
     # most rows of a tile of 256 are used. Then tiles of 64, 128 and 256 rows.
     "weight_only": (

@@ -363,7 +363,9 @@ def _tables_of(node: fx.Node) -> list[fx.Node]:
     given = {aten.scatter.src: 2, aten.where.self: 0}.get(node.target, 1)
     tables = args[given] if isinstance(args[given], (list, tuple)) else [args[given]]
     found = [table for table in tables if table is not None]
-    return found if all(map(_is_table, found)) else []
+    is_index = node.target != aten.where.self
+    is_read = all(_is_table(table) or (is_index and _is_one_index(table)) for table in found)
+    return found if is_read else []
 
 
 def _scaling(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -437,6 +439,11 @@ def _is_table(node: fx.Node) -> bool:
         seen.update(inputs)
         todo += inputs
     return is_table and not todo
+
+
+def _is_one_index(node: fx.Node) -> bool:
+    """Whether ``node`` is one index, or the same several times: Inductor fills such a table."""
+    return node.target in _FILLS and fx_utils.value(node).dtype in (torch.int32, torch.int64)
 
 
 def _is_mask(table: fx.Node) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 from torch._inductor import config
 
 from inductor_quant.patterns import graph_pass
@@ -35,3 +36,19 @@ def test_a_package_runs_in_a_process_without_the_plugin_with_other_constants_too
     assert matched == ["layers.act_order", "layers.zero"]
     run = Program(GIVEN + exported.RUN, ("folded", "cpu", str(package)), str(tmp_path))
     assert forks.run(run) == ["equal, then equal"]
+
+
+@pytest.mark.slow
+def test_a_package_of_frozen_blocks(tmp_path, monkeypatch):
+    """Their tables are constants of the package. (A CPU calls the op: this process has it.)"""
+    package = tmp_path / "blocks.pt2"
+    monkeypatch.setenv("CXX", exported.compiler())
+    monkeypatch.setattr(graph_pass, "_policy", lambda *_: None)
+    with config.patch(force_disable_caches=True):
+        matched = exported.export(exported.layers(("blocks",)), package, 17, "cpu", "frozen")
+    assert matched == ["layers.blocks"]
+    (x, [want]), *_ = torch.load(package.with_suffix(".pt"))
+    loaded = torch._inductor.aoti_load_package(str(package))
+    [got] = loaded(x)
+    assert torch.equal(got, want)
+    assert sum("int32" in name for name in loaded.get_constant_fqns()) == 3  # crow, col, order

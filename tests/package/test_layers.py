@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.scaled_mm", "kernels.shared", "kernels.tuning"},
     "kernels.block_sparse": PLAIN
-    | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"},
+    | {"kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"},
     "kernels.w4a8": PLAIN
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.scaled_mm", "kernels.shared", "kernels.weight_only"},

@@ -65,8 +65,47 @@ def test_the_tile_by_rows_ctas_and_the_longest_row_of_blocks(m, n, longest, conf
     spec, problem = described(Case(m, n, 4096, (32, 32), 0.8))
     blocks = dataclasses.replace(spec.b.blocks, longest=longest)
     spec = dataclasses.replace(spec, b=dataclasses.replace(spec.b, blocks=blocks))
-    _, chosen = next(candidates("block_sparse", spec, problem, device(90)))
-    assert str(chosen) == config
+    assert str(BLOCK_SPARSE_MM.configs(spec, problem, device(90))[0]) == config
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "block", "dtype", "group"),
+    [
+        (4096, 4096, 4096, 32, f16, 4),
+        (4096, 2048, 1024, 32, f16, 16),
+        (4096, 4096, 14336, 32, f16, 1),
+        (4096, 4096, 65536, 32, f16, 1),
+        (4096, 4096, 4096, 32, i8, 8),
+        (4096, 4096, 4096, 128, f16, 8),
+    ],
+)
+def test_tiles_of_8_mib_of_x_are_walked_together(m, n, k, block, dtype, group):
+    spec, problem = described(Case(m, n, k, (block, block), 0.8, dtype))
+    assert BLOCK_SPARSE_MM_TMA.configs(spec, problem, device(90))[0].group_m == group
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("m", "n", "pin", "is_read"),
+    [
+        (64, 4096, "block_sparse_mm 64x32x128_w4_s5_g8", False),
+        (4096, 1024, "block_sparse_mm_tma 256x32x32_w4_s5_g16", False),
+        (4096, 2048, "block_sparse_mm_tma 256x32x32_w4_s5_g16", True),  # registers
+        (4096, 1024, "block_sparse_mm_tma 256x32x32_w4_s7_g16", True),  # shared memory
+    ],
+)
+def test_the_order_of_rows_is_read_if_not_all_ctas_run_at_once(m, n, pin, is_read):
+    case = Case(m, n, 1024, zeros=0.8, order=True)
+    [source] = generate(gemm(case), lambda d: make_inputs(case, d), pin).kernels.values()
+    assert ("tl.load(ORDER" in source) == is_read
+
+
+def test_rows_without_a_bound_may_take_turns():
+    case = Case(64, 4096, 4096, zeros=0.8)
+    spec, problem = described(case)
+    problem = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
+    config = BLOCK_SPARSE_MM.configs(spec, problem, device(90))[0]
+    assert BLOCK_SPARSE_MM.constants(spec, problem, config, device(90))["TAKES_TURNS"]
 
 
 CASES = [
@@ -88,7 +127,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_configuration_spills(case, arch):
     spec, problem = described(case)
-    kernel = next(candidates("block_sparse", spec, problem, device(arch)))[0]
+    of_tma = BLOCK_SPARSE_MM_TMA.rejection(spec, problem, device(arch)) is None
+    kernel = BLOCK_SPARSE_MM_TMA if of_tma else BLOCK_SPARSE_MM
     for config in hardest(kernel.configs(spec, problem, device(arch)), 2):
         pin = f"{kernel.name} {config}"
         [item] = generate(

@@ -8,8 +8,8 @@ import torch
 from inductor_quant import simulate
 from inductor_quant.kernels.block_sparse.mm import kernel
 from inductor_quant.kernels.config import GemmConfig
-from tests.support.gemms.block_sparse import Case, gemm, make_inputs, reference
-from tests.support.gemms.generated import generate
+from tests.support.gemms.block_sparse import Case, described, gemm, make_inputs, reference
+from tests.support.gemms.generated import device, generate
 from tests.support.gemms.weight_only import assert_close
 
 pytestmark = pytest.mark.interp
@@ -22,7 +22,8 @@ SWAPPED = GemmConfig(256, 64, 64, 4, 5)
 TMA = f"block_sparse_mm_tma {GemmConfig(64, 16, 32, 4, 3)}"
 
 CASES = [
-    # several blocks a step, and parts of one; M within a tile and beyond
+    # several blocks a step, and parts of one; M within a tile and beyond (None: the first choice
+    # of block_sparse_mm)
     (Case(17, 96, 128, bias=True), None),
     (Case(40, 96, 128, values="placed", order=True, dtype=f16), WIDE),
     (Case(40, 192, 128, (64, 64), values="in_place", index_dtype=i64), PART),
@@ -87,11 +88,16 @@ def test_result_is_close_to_fp64(case, config, monkeypatch):
     if "_tma" in str(config):
         monkeypatch.setattr(kernel, "MIN_TMA_M", 1)
         monkeypatch.setattr(kernel, "MIN_TMA_TILES", {})
+    if case.order:  # which few CTAs do not read
+        monkeypatch.setattr(kernel, "MAX_WARPS", 0)
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
-    configs = [] if config is None else [config]
+    spec, problem = described(case)
+    mine = kernel.BLOCK_SPARSE_MM.configs(spec, problem, device(90))
+    configs = [f"block_sparse_mm {mine[0]}"] if config is None else [config]
     generated = generate(gemm(case), lambda device: make_inputs(case, device), *configs)
     assert any("block_sparse" in name for name in generated.kernels)
+    assert any("tl.load(ORDER" in text for text in generated.kernels.values()) == case.order
     got, want = simulate.interpret(generated, inputs), reference(case, inputs)
     if case.dtype == i8:
         assert torch.equal(got.double(), want)

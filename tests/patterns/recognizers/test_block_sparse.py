@@ -94,6 +94,20 @@ def test_a_weight_in_blocks_is_one_product(spelling: Callable[[], Sparse]) -> No
     assert not kept & {"index_put.default", "mm.default", "scatter.src", "mul.Tensor"}
 
 
+@pytest.mark.parametrize("spelling", [Sparse, Scatter, IndexCopy, Gathered])
+def test_a_weight_of_one_block(spelling) -> None:
+    """Its tables have one element, which Inductor makes a constant."""
+    module = spelling()
+    for name in ("values", "row", "col", "flat"):
+        setattr(module, name, getattr(module, name)[:1])
+    module.table = torch.where(module.table == 0, 0, 1)
+    x = torch.randn(5, K).to(f16)
+    result, rewrite = rewritten(module, x)
+    [match] = rewrite.report.matches
+    assert match.spec.b.blocks.count == 1
+    is_right(module, x, result)
+
+
 @pytest.mark.parametrize(
     ("spelling", "block"),
     [

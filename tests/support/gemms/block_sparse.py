@@ -139,15 +139,16 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
         rows=case.rows,
         scale=ScaleSpec(torch.float32, shared[case.scale]) if case.scale else None,
     )
-    return spec, Problem(case.m, case.n, case.k, has_aligned_rows=True)
+    return spec, Problem(case.m, case.n, case.k, has_aligned_rows=True, has_weight_descriptors=True)
 
 
-def dense(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
-    """W [N, K] in fp64 on the CPU, block by block; rounded where the op rounds."""
+def dense(case: Case, inputs: tuple[Any, ...], *, rounds: bool = True) -> torch.Tensor:
+    """W [N, K] in fp64 on the CPU, block by block; ``rounds``: where the op rounds."""
     x, values, *_, scale, _ = (None if t is None else t.cpu() for t in inputs)
     block_n, block_k = case.block
     if scale is not None and scale.dim() == 2:
-        values = (values.float() * scale[:, :, None]).to(x.dtype)
+        scaled = (values.float() * scale[:, :, None]).to(x.dtype)
+        values = scaled if rounds else values.double() * scale[:, :, None].double()
     w = torch.zeros(case.n, case.k, dtype=torch.float64)
     for p, (r, c) in zip(case.numbers, case.blocks, strict=True):
         block = values[r, c] if values.dim() == 4 else values[p]
@@ -155,7 +156,7 @@ def dense(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     return w if scale is None or scale.dim() == 2 else w * scale.double()[:, None]
 
 
-def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
+def reference(case: Case, inputs: tuple[Any, ...], *, rounds: bool = True) -> torch.Tensor:
     """The product in fp64 on the CPU."""
-    out = inputs[0].cpu().double() @ dense(case, inputs).t()
+    out = inputs[0].cpu().double() @ dense(case, inputs, rounds=rounds).t()
     return out if inputs[-1] is None else out + inputs[-1].cpu().double()

@@ -55,6 +55,7 @@ GEMMS: dict[str, Any] = {
     "fp8_block_large_m_sm90": fp8.Case(4095, 2111, 1552, BLOCK),
     "fp8_block_persistent": fp8.Case(4091, 4097, 528, (64, 64)),
     "fp8_block_mm": fp8.Case(401, 509, 517, BLOCK),
+    "block_sparse_direct": block_sparse.Case(15, 512, 576, order=True, bias=True),
     "block_sparse_mm_tma": block_sparse.Case(299, 512, 640, (128, 128), bias=True),
     "block_sparse_mm": block_sparse.Case(15, 512, 576, values="placed", layout="every_second"),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 515, 1152),

@@ -17,7 +17,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from inductor_quant.kernels.config import GemmConfig, shared_memory, tile_rejection
+from inductor_quant.kernels.config import (
+    RESERVED_SHARED_MEMORY,
+    GemmConfig,
+    shared_memory,
+    tile_rejection,
+)
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, MEDIUM_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
@@ -34,9 +39,11 @@ MIN_TMA_BLOCK = 32
 MIN_TMA_M = 257
 MIN_TMA_TILES = {32: 2, 64: 4}
 MAX_TMA_K = 64  # 128 bytes, the longest row of a box
+GROUP_BYTES = 2**23  # of x: the tiles of it that are walked together stay in L2
 MAX_M_OF_64 = 64  # up to so many rows a tile has 64
 # CTAs share a row of blocks with at least LONG columns and UNEVEN times the mean.
 LONG, UNEVEN = 2048, 3
+MAX_WARPS = 16  # of an SM at once, by their registers
 
 
 class BlockSparseMM(Kernel):
@@ -66,6 +73,7 @@ class BlockSparseMM(Kernel):
             "BK": block.k,
             "ROWS": block.rows,
             "SPLIT_K": config.split_k,
+            "TAKES_TURNS": takes_turns(problem, config, device, _shared_bytes(config)),
             "STAGES": config.num_stages,
             "X_BY_TMA": self.x_by_tma,
             "SWAP_AB": device.arch in TMA_ARCHS and swaps(config),
@@ -93,13 +101,12 @@ class BlockSparseMM(Kernel):
             return Rejection(RejectionCode.BLOCK_SHAPE, detail)
         if config.split_k > 1 and spec.a.dtype == torch.int8:
             return Rejection(RejectionCode.BLOCK_SHAPE, f"{config}: partials of int8 are not exact")
-        # x and W wait for their columns: Triton gives half of the stages to loads of these.
-        buffers = dataclasses.replace(config, num_stages=(config.num_stages + 1) // 2 + 1)
+        one_more = dataclasses.replace(config, num_stages=config.num_stages + 2)
         return split_k.reject_if_unbounded(problem, config) or tile_rejection(
             config,
             device,
             element_bytes=spec.a.dtype.itemsize,
-            shared_bytes=shared_memory(buffers, 2),
+            shared_bytes=_shared_bytes(one_more),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -185,8 +192,31 @@ class BlockSparseMMTma(BlockSparseMM):
         step = min(block.k, MAX_TMA_K)
         listed = [tall, GemmConfig(128, min(block.n, 64), step, 4, 5)]
         listed.append(dataclasses.replace(listed[1], block_m=64, num_stages=7))
-        listed = list(dict.fromkeys(listed))
+        listed = [
+            dataclasses.replace(c, group_m=_group(spec, problem, c)) for c in dict.fromkeys(listed)
+        ]
         return [c for c in listed if not self.config_rejection(spec, problem, c, device)]
+
+
+def _group(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> int:
+    """How many tiles of x are walked together: those of GROUP_BYTES."""
+    return max(1, GROUP_BYTES // (config.block_m * problem.k * spec.a.dtype.itemsize))
+
+
+def _shared_bytes(config: GemmConfig) -> int:
+    """Of 16-bit tiles. Triton gives half of the stages to loads of columns, which come first."""
+    buffers = dataclasses.replace(config, num_stages=(config.num_stages + 1) // 2)
+    return shared_memory(buffers, 2)
+
+
+def takes_turns(problem: Problem, config: GemmConfig, device: Device, shared_bytes: int) -> bool:
+    """Whether some CTAs begin when others end, so that the longest rows should come first."""
+    at_once = min(
+        MAX_WARPS // config.num_warps,
+        device.shared_memory // (shared_bytes + RESERVED_SHARED_MEMORY),
+    )
+    ctas = tiles(problem, config) * config.split_k
+    return not problem.m_is_bounded or ctas > at_once * device.num_sms
 
 
 def _tall(block: BlockSpec) -> GemmConfig:

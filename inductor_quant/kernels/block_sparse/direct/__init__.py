@@ -1,0 +1,1 @@
+"""The kernel for few rows of x: blocks go from memory to the registers that multiply them."""
