@@ -20,6 +20,7 @@ is JSON: first the compilations (``compile_s`` at each size, ``ranges``), then t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -120,19 +121,25 @@ class System:
                 torch._dynamo.mark_dynamic(table, 0)  # noqa: TID251
         return call(model, *inputs)
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Sizes that are met within the block are dynamic ones."""
+        self._is_compiling = True
+        yield
+        self._is_compiling = False
+
     def compile(self, trace: Trace) -> None:
         """Each size of the trace once."""
-        before, self._is_compiling = counters["stats"]["unique_graphs"], True
+        before = counters["stats"]["unique_graphs"]
         device = self.model.cos.device
         sizes = [(1, length) for length in dict.fromkeys(trace.prompts)]
         sizes += [(batch, 1) for batch in dict.fromkeys(trace.batches)]
-        with inductor_quant.collect() as report:
+        with self.compiling(), inductor_quant.collect() as report:
             for batch, length in sizes:
                 ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
                 cache, start = self.model.cache(batch), self._now()
                 self(ids, cache, None if length > 1 else torch.zeros_like(ids[:, 0]))
                 self.compile_s[f"{batch}x{length}"] = self._now() - start
-        self._is_compiling = False
         self.ranges = [(bucket.rows, round(bucket.seconds, 2)) for bucket in report.buckets]
         self.dynamo_graphs = counters["stats"]["unique_graphs"] - before
 
