@@ -13,8 +13,9 @@ many sequences. A layer is compiled, and serves all layers. A line of JSON for e
   compile_s, rows         of the dynamic compilation ([dynamic, static] seconds), the range that
                           this size was the first of; null: an earlier size compiled it
 
-``--compile`` (ours: the dynamic one, or oracle: static ones) compiles and does not time. A second
-process with the caches of the first (``TORCHINDUCTOR_CACHE_DIR``) shows what warm ones take.
+``--compile`` (ours: the dynamic one, ahead: with all ranges in the first call, oracle: static ones)
+compiles and does not time. A second process with the caches of the first
+(``TORCHINDUCTOR_CACHE_DIR``) shows what warm ones take.
 Formats may run in processes beside each other: with ``--lock FILE`` each waits until all have
 compiled, and is timed alone. ``--tiny`` tries the script, also without a GPU."""
 
@@ -42,6 +43,7 @@ from examples.benchmarks.workers.quantizers import replace
 from examples.benchmarks.workers.serving import ServedLlama, served_llama
 
 Size = tuple[int, int]  # sequences, tokens of each
+AHEAD = {"inductor_quant.compile_buckets": "ahead"}
 FIRST = 16  # tokens of the first call, which the dynamic compilation begins with
 
 
@@ -52,7 +54,12 @@ class Comparison:
         self, model: ServedLlama, sizes: list[Size], names: tuple[str, ...] = ("ours", "oracle")
     ) -> None:
         self.model = model
-        self.systems = [System(name, model, is_whole=False) for name in names]
+        self.systems = [
+            System("ours", model, is_whole=False, options=AHEAD)
+            if name == "ahead"
+            else System(name, model, is_whole=False)
+            for name in names
+        ]
         self.compile_s: dict[Size, list[float]] = {size: [] for size in sizes}
         self.ranges: dict[Size, list[str]] = {size: [] for size in sizes}
         for system in self.systems:
@@ -115,7 +122,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--lock", type=Path)
-    parser.add_argument("--compile", choices=("ours", "oracle"))
+    parser.add_argument("--compile", choices=("ours", "ahead", "oracle"))
     parser.add_argument("--json", type=Path, help="append each line to this file")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()

@@ -80,8 +80,15 @@ def run_model(model: ServedLlama, ids: Tensor, *others: Any) -> Tensor:
 class System:
     """The compiled model of one system, and what its compilations took."""
 
-    def __init__(self, name: str, model: ServedLlama, *, is_whole: bool) -> None:
-        self.name, self.model, self.is_whole = name, model, is_whole
+    def __init__(
+        self,
+        name: str,
+        model: ServedLlama,
+        *,
+        is_whole: bool,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.model, self.is_whole, self.options = name, model, is_whole, options
         self.is_static = name == "oracle"
         self._calls: dict[Any, Callable[..., Tensor]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -95,7 +102,8 @@ class System:
         key = ids.shape if self.is_static else None
         if key not in self._calls:
             fn = run_model if self.is_whole else run_layer
-            how = {"dynamic": False} if self.is_static else {}
+            how: dict[str, Any] = {"dynamic": False} if self.is_static else {}
+            how["options"] = self.options
             self._calls[key] = torch.compile(copied(fn), backend=SYSTEMS[self.name], **how)
         call = self._calls[key]
         if self._is_compiling and not self.is_static:
