@@ -15,6 +15,7 @@ MAX_VARIANTS, a variant that failed) runs the general variant.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -32,7 +33,7 @@ from torch import fx
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant._compat import variants
+from inductor_quant._compat import later_kernels, variants
 from inductor_quant.errors import InductorQuantError
 from inductor_quant.options import Options
 from inductor_quant.report import events
@@ -195,6 +196,8 @@ class RowBuckets:
         self._variants: dict[Bucket, variants.Variant | None] = {}  # None: it failed, or is pending
         self._pending: set[Bucket] = set()  # in the background
         self._pending_lock = threading.Lock()
+        # Of the ranges that are compiled ahead, until all are.
+        self._later: dict[Bucket, later_kernels.Later] | None = None
         if options.compile_buckets == "ahead":
             self._compile_ahead()
 
@@ -357,7 +360,11 @@ class RowBuckets:
             numbers, ranges = numbers | {each: low}, {}
         name = self._name(bucket)
         try:
-            with fallback.once(), events.bucket(name):
+            with contextlib.ExitStack() as stack:
+                if self._later is not None:
+                    self._later[bucket] = stack.enter_context(later_kernels.later())
+                stack.enter_context(fallback.once())
+                stack.enter_context(events.bucket(name))
                 compiled = self._graph.compile(numbers, ranges, {each: bucket.hint})
         except Exception as error:
             self._variants[bucket] = None
@@ -393,7 +400,25 @@ class RowBuckets:
         return name if bucket.step == 1 else f"{name} by {rows(low + bucket.step) - rows(low)}"
 
     def _compile_ahead(self) -> None:
-        """All ranges that the largest symbol of the first call may have, the others as there."""
+        """All ranges that the largest symbol of the first call may have, the others as there.
+
+        Their kernels are compiled beside each other, while code is generated for the next range. A
+        range with a kernel that fails is compiled again, by itself."""
+        kernels: dict[Bucket, later_kernels.Later] = {}
+        self._later = kernels
+        try:
+            self._generate_ahead()
+        finally:
+            self._later = None
+        known: dict[int, tuple[Any, Any]] = {}
+        for bucket, later in kernels.items():
+            try:
+                later.wait(known)
+            except Exception:
+                log.info("a kernel failed for M %s", self._name(bucket), exc_info=True)
+                self._compile(bucket)
+
+    def _generate_ahead(self) -> None:
         sizes = self._graph.first
         each, _, _ = self._free(sizes)
         if each is None:

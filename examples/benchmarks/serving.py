@@ -20,6 +20,7 @@ is JSON: first the compilations (``compile_s`` at each size, ``ranges``), then t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -79,8 +80,15 @@ def run_model(model: ServedLlama, ids: Tensor, *others: Any) -> Tensor:
 class System:
     """The compiled model of one system, and what its compilations took."""
 
-    def __init__(self, name: str, model: ServedLlama, *, is_whole: bool) -> None:
-        self.name, self.model, self.is_whole = name, model, is_whole
+    def __init__(
+        self,
+        name: str,
+        model: ServedLlama,
+        *,
+        is_whole: bool,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.name, self.model, self.is_whole, self.options = name, model, is_whole, options
         self.is_static = name == "oracle"
         self._calls: dict[Any, Callable[..., Tensor]] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -94,7 +102,8 @@ class System:
         key = ids.shape if self.is_static else None
         if key not in self._calls:
             fn = run_model if self.is_whole else run_layer
-            how = {"dynamic": False} if self.is_static else {}
+            how: dict[str, Any] = {"dynamic": False} if self.is_static else {}
+            how["options"] = self.options
             self._calls[key] = torch.compile(copied(fn), backend=SYSTEMS[self.name], **how)
         call = self._calls[key]
         if self._is_compiling and not self.is_static:
@@ -120,19 +129,25 @@ class System:
                 torch._dynamo.mark_dynamic(table, 0)  # noqa: TID251
         return call(model, *inputs)
 
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Sizes that are met within the block are dynamic ones."""
+        self._is_compiling = True
+        yield
+        self._is_compiling = False
+
     def compile(self, trace: Trace) -> None:
         """Each size of the trace once."""
-        before, self._is_compiling = counters["stats"]["unique_graphs"], True
+        before = counters["stats"]["unique_graphs"]
         device = self.model.cos.device
         sizes = [(1, length) for length in dict.fromkeys(trace.prompts)]
         sizes += [(batch, 1) for batch in dict.fromkeys(trace.batches)]
-        with inductor_quant.collect() as report:
+        with self.compiling(), inductor_quant.collect() as report:
             for batch, length in sizes:
                 ids = torch.zeros(batch, length, dtype=torch.int64, device=device)
                 cache, start = self.model.cache(batch), self._now()
                 self(ids, cache, None if length > 1 else torch.zeros_like(ids[:, 0]))
                 self.compile_s[f"{batch}x{length}"] = self._now() - start
-        self._is_compiling = False
         self.ranges = [(bucket.rows, round(bucket.seconds, 2)) for bucket in report.buckets]
         self.dynamo_graphs = counters["stats"]["unique_graphs"] - before
 

@@ -91,6 +91,16 @@ _add(
 _add("inductor", "torch._inductor.compile_fx", "", "compile_fx_inner")
 _add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
+_add("inductor", "torch._inductor.async_compile", "AsyncCompile")
+_add("inductor", "torch._inductor.async_compile", "AsyncCompile.wait", is_patched=True)
+_add("inductor", "torch._inductor.codecache", "CodeCacheFuture")
+_add("inductor", "torch._inductor.codegen.triton", "TritonScheduling")
+_add("inductor", "torch._inductor.utils", "Placeholder.KERNEL_NAME")
+_add(
+    *("inductor", "torch._inductor.codegen.triton", "TritonScheduling.define_kernel"),
+    parameters=("src_code", "node_schedule", "kernel"),
+    is_patched=True,
+)
 _add("inductor", "torch._subclasses.fake_tensor", "FakeTensorMode", "unset_fake_temporarily")
 _CONFIG = "torch._inductor.config"
 _add("inductor", _CONFIG, "max_autotune", "max_autotune_gemm", "emulate_precision_casts")

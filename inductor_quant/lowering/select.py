@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from inductor_quant import fallback
-from inductor_quant._compat import gluon
+from inductor_quant._compat import gluon, kernel_names
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
@@ -240,11 +240,12 @@ def _template(kernel: Kernel) -> Any:
     with _templates_lock:
         if kernel.name not in _templates:
             template = gluon.template_type() if kernel.is_gluon else compat.TritonTemplate
-            _templates[kernel.name] = template(
+            made = template(
                 name=kernel.template_name,
                 grid=compat.SymbolicGridFn(kernel.grid),
                 source=kernel.source(),
             )
+            _templates[kernel.name] = kernel_names.own_names(made, kernel.name)
         return _templates[kernel.name]
 
 
