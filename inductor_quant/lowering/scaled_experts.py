@@ -10,6 +10,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.lowering.fusion_lookahead import is_narrowed
 from inductor_quant.lowering.select import describe_device, lower_gemm, lowering_of
 from inductor_quant.ops import scaled_experts as op
 
@@ -56,6 +57,10 @@ def lower(
             m_is_static=compat.known_int(rows) is not None,
             m_is_bounded=compat.limit(rows) is not None,
             groups=Groups(experts, is_sorted=ids is None),
+            is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
+            has_aligned_rows=compat.may_make_descriptors()
+            and compat.has_aligned_rows(inputs[0], 0)
+            and compat.has_aligned_stack(inputs[1]),
         )
         has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
         result = lower_gemm(

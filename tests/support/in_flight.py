@@ -33,6 +33,20 @@ def products(code: Code) -> int:
     return sum(_operand(instruction) is not None for _, instruction in code)
 
 
+def spills(code: Code) -> list[str]:
+    """The accesses to local memory between products, those where a result is stored left out."""
+    found: list[str] = []
+    waiting: list[str] | None = None  # None: no product yet
+    for address, instruction in code:
+        if "GMMA" in instruction:
+            found, waiting = found + (waiting or []), []
+        elif re.search(r"\bSTG\b", instruction):
+            waiting = None
+        elif waiting is not None and re.search(r"\b(LDL|STL)\b", instruction):
+            waiting.append(f"{address:#x} {instruction}")
+    return found
+
+
 def overwritten(code: Code) -> list[str]:
     """The instructions that write to a register of a product in flight, in two rounds of each loop
     with products."""
