@@ -57,13 +57,34 @@ def test_a_tile_lies_within_a_block_of_k():
     assert config.block_k == 32
 
 
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+def test_tiles_are_taller_for_more_rows(arch):
+    def rows_of(mean, dtype=i8, block=(0, 1)):
+        return first(mean * E, dtype, block, arch=arch, has_aligned_rows=False)[1].block_m
+
+    assert [rows_of(mean) for mean in (16, 17, 128, 129)] == [16, 64, 64, 128]
+    # a second accumulator
+    assert rows_of(129, e4m3, (128, 128)) == 64
+
+
 @pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, None), (i8, None)])
-@pytest.mark.parametrize("mean", [2, 64, 256])
-def test_next_to_nothing_spills(dtype, block, mean):
-    case = Case((mean, 0) * (E // 2), 512, 2048, dtype, block)
-    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+@pytest.mark.parametrize(
+    ("mean", "arch"), [(1, 90), (32, 90), (128, 90), (300, 80), (300, 89), (300, 90), (300, 120)]
+)
+def test_next_to_nothing_spills(dtype, block, mean, arch):
+    case = Case((2 * mean, 0) * (E // 2), 512, 2048, dtype, block)
+    name = "scaled_experts_int8_mm" if dtype == i8 else "scaled_experts_mm"
+
+    def make(device):  # a stack that TMA does not read
+        a, _, *others = make_inputs(case, device)
+        wide = torch.empty(E, 520, 2048, dtype=dtype, device=device)
+        return a, wide[:, :512].transpose(1, 2), *others
+
+    with collect() as report:
+        generated = generate(gemm(case), make, arch=arch)
+    assert report.kernels[0].chosen.startswith(f"{name} ")
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
     assert compiled.spill_stores <= 16  # once a tile, not in its loop

@@ -12,6 +12,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.scaled_experts.large_m_sm90 import kernel as large_m_sm90
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import tile
+from inductor_quant.simulate.interpreter import gluon as interpreter
 from tests.support.gemms.generated import generate
 from tests.support.gemms.scaled_experts import Case, gemm, make_inputs, reference
 from tests.support.sampling import sampled
@@ -65,3 +66,20 @@ CASES = [
 @pytest.mark.parametrize(("case", "columns"), sampled(CASES, 4), ids=str)
 def test_rows_of_an_expert_are_close_to_fp64(case, columns):
     check(case, columns)
+
+
+def test_a_warpgroup_without_rows_multiplies_nothing(monkeypatch):
+    products = []
+
+    def counted(*args, **kwargs):
+        products.append(args)
+        return multiply(*args, **kwargs)
+
+    multiply = interpreter._multiply
+    monkeypatch.setattr(interpreter, "_multiply", counted)
+    gluon.runtime.cache_clear()
+    try:
+        check(Case((64, 65, 3), 64, 256, i8), 64)
+    finally:
+        gluon.runtime.cache_clear()
+    assert len(products) == (1 + 2 + 1) * 2  # warpgroups with rows, steps along K
