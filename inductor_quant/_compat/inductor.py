@@ -403,23 +403,6 @@ def has_aligned_rows(node: Any, dim: int) -> bool:
     )
 
 
-def has_aligned_stack(node: Any) -> bool:
-    """Whether the columns of the matrices ``node`` [E, K, N], of all after one another, are the
-    rows of a matrix for which ``has_aligned_rows`` holds."""
-    (count, _, n), strides = node.get_size(), node.get_stride()
-    n = known_int(n)
-    between, inside, distance = (known_int(stride) for stride in strides)
-    return (
-        is_aligned(node)
-        and n is not None
-        and inside == 1
-        and distance is not None
-        and distance * node.get_dtype().itemsize % 16 == 0
-        and distance != 0
-        and (between == n * distance or known_int(count) == 1)
-    )
-
-
 def is_aligned(node: Any) -> bool:
     """Whether ``node``, a buffer, starts at a multiple of 16 bytes, for certain."""
     offset = known_int(node.get_layout().offset)
