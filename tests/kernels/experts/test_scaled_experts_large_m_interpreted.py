@@ -68,6 +68,19 @@ def test_rows_of_an_expert_are_close_to_fp64(case, columns):
     check(case, columns)
 
 
+@pytest.mark.parametrize("offsets", [(-5, 2, 900), (7, 3, 1), (2**31 - 1, -(2**31), 5)])
+def test_arbitrary_offsets_leave_the_rows_they_miss(offsets):
+    """Autotuning runs on them: nothing beyond the tensors is read or written."""
+    case = Case((2, 3, 5), 72, 256, i8)
+    a, b, _, a_scale, b_scale = make_inputs(case, "cpu")
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    scales = torch.full((30, 1), float("nan"))
+    scales[10:20] = a_scale
+    route = torch.tensor(offsets, dtype=torch.int32)
+    got = simulate.interpret(generated, (a, b, route, scales[10:20], b_scale))
+    assert got.shape == (10, 72)
+
+
 def test_a_warpgroup_without_rows_multiplies_nothing(monkeypatch):
     products = []
 

@@ -18,8 +18,10 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.experts.rules import (
     NO_ZERO_POINTS,
     TilesOfExperts,
+    expected_tiles,
     groups_of,
     mean_rows,
+    walking_grid,
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import unlisted_rejection
@@ -32,18 +34,12 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # With fewer, half of the tile's 128 rows are another expert's.
 MIN_MEAN_ROWS = 64
 MIN_FILL = 0.6  # of the SMs, that have a tile
-BLOCK_M = 128
 
 
 class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
     family = "scaled_experts"
 
-    @staticmethod
-    def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
-        """``NUM_CTAS``, or as many as there may be tiles."""
-        m, n, meta = sizes
-        tiles = (m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, meta["BLOCK_N"])
-        return (min(tiles, meta["NUM_CTAS"]), 1, 1)
+    grid = staticmethod(walking_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if found := super().rejection(spec, problem, device):
@@ -54,10 +50,8 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
             detail = "rows are not sorted by expert"
         elif (mean := mean_rows(problem)) <= MIN_MEAN_ROWS:
             detail = f"{mean:.0f} rows an expert are few"
-        elif self._tiles(self.configs(spec, problem, device)[0], problem) < (
-            MIN_FILL * device.num_sms
-        ):
-            detail = "too few tiles for the SMs"
+        elif (filled := self._filled(spec, problem, device)) < MIN_FILL:
+            detail = f"{filled:.0%} of the SMs have a tile"
         else:
             return None
         return Rejection(RejectionCode.NO_KERNEL, detail)
@@ -67,7 +61,7 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
         as many."""
 
         def time(config: GemmConfig) -> float:
-            rounds = max(1.0, self._tiles(config, problem) / device.num_sms)
+            rounds = max(1.0, expected_tiles(problem, config) / device.num_sms)
             return (rounds + 0.5) * config.block_n * self._element_cost(spec)[config.block_n]
 
         return sorted(self._listed(spec), key=time)
@@ -79,10 +73,9 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
             spec, problem, config
         )
 
-    def _tiles(self, config: GemmConfig, problem: Problem) -> float:
-        """As many as random routing gives in the mean."""
-        tiles_of_rows = problem.m / BLOCK_M + groups_of(problem).experts / 2
-        return tiles_of_rows * -(-problem.n // config.block_n)
+    def _filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
+        best = self.configs(spec, problem, device)[0]
+        return expected_tiles(problem, best) / device.num_sms
 
     def _listed(self, spec: QuantGemmSpec) -> tuple[GemmConfig, ...]:
         return large_m_sm90.BLOCK_CONFIGS if is_block_scaled(spec) else large_m_sm90.CONFIGS

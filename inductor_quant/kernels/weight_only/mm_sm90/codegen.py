@@ -83,7 +83,8 @@ class MMSm90Codegen(DigitCodegen):
 
     def first_word(self) -> str:
         """The position of a tile's first word."""
-        return self.box.first((*self.n_digits, *self.k_digits))
+        of_expert = [f"{code} * {self.box.strides[name]}" for name, [code] in self.expert().items()]
+        return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
 
     def read(self, stage: str, slot: int) -> str:
         """Statements that read the words of a stage."""

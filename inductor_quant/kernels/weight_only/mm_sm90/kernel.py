@@ -48,7 +48,7 @@ Cycles = tuple[int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
-_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (314, 492), (440, 760)),
     ((32, 64, 128, 4, 4), (578, 950), (760, 1180)),
     ((32, 128, 64, 4, 8), (500, 830), (800, 1450)),
@@ -148,10 +148,10 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def _costs(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> _Costs:
+    ) -> Costs:
         codegen = self.codegen(spec, problem, config)
         is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
-        return _Costs(problem, device, is_float8 or codegen.is_in_16_bits())
+        return Costs(problem, device, is_float8 or codegen.is_in_16_bits())
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -164,11 +164,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         is_varying = bool(varying(rules.weight_of(problem).format))
         legal = []
-        for block, split in itertools.product((block for block, *_ in _BLOCKS), SPLITS):
+        for block, split in itertools.product((block for block, *_ in BLOCKS), SPLITS):
             config = GemmConfig(*block, split_k=split)
             if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
                 continue
-            if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+            if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
                 continue
             if is_varying and config.block_n * config.block_k > MAX_VARYING:
                 continue
@@ -254,7 +254,7 @@ def ctas_per_sm(config: GemmConfig) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class Costs:
     """Cycles of the GEMM."""
 
     problem: Problem
@@ -262,7 +262,7 @@ class _Costs:
     is_narrow: bool  # W is dequantized in 16 bits
 
     def listed(self, config: GemmConfig) -> Cycles | None:
-        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in BLOCKS}
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
@@ -274,7 +274,7 @@ class _Costs:
         factor *= SLOWED if self.problem.m > LONG_M else 1
         return alone * factor, paired * factor
 
-    def _tiles(self, config: GemmConfig) -> int:
+    def tiles(self, config: GemmConfig) -> float:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
@@ -283,7 +283,7 @@ class _Costs:
         split, most = config.split_k, ctas_per_sm(config)
         k_iters = math.ceil(self.problem.k / (split * config.block_k))
         alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
-        each_sm = math.ceil(self._tiles(config) * split / self.device.num_sms)
+        each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
         loop = pairs * (paired if most > 1 else alone) + rest * alone
         partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
@@ -292,9 +292,9 @@ class _Costs:
     def shared(self, config: GemmConfig) -> float:
         """If all CTAs have the same number of K iterations."""
         most = ctas_per_sm(config)
-        tiles, ctas = self._tiles(config), most * self.device.num_sms
+        tiles, ctas = self.tiles(config), most * self.device.num_sms
         turn = unrolled(self.problem, config)
-        turns = tiles * self.problem.k // (turn * config.block_k)
+        turns = int(tiles) * self.problem.k // (turn * config.block_k)
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         apart = 1 + APART * math.ceil(self.problem.m / config.block_m)
