@@ -71,7 +71,7 @@ def expected_tiles(problem: Problem, config: GemmConfig) -> float:
 
 def walking_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
     """``NUM_CTAS`` CTAs that walk along the offsets of ``EXPERTS``; fewer if there cannot be so
-    many tiles."""
+    many tiles, none without rows."""
     m, n, meta = sizes
-    tiles = (m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, meta["BLOCK_N"])
+    tiles = min(m, m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, meta["BLOCK_N"])
     return (min(tiles, meta["NUM_CTAS"]), 1, 1)

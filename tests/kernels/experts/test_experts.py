@@ -19,6 +19,7 @@ from inductor_quant.kernels.experts.rules import ExpertsKernel
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
 from inductor_quant.spec import row_ranges
+from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, stacked
 from tests.support.gemms.generated import device, generate
@@ -146,15 +147,16 @@ def test_the_grid_is_that_of_the_worst_case(rows, tiles):
     meta = {"EXPERTS": E, "IS_SORTED": True, "BLOCK_M": 8, "BLOCK_N": 32}
     ceil = lambda a, b: -(-a // b)  # noqa: E731
     assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * tiles, 1, 1)
-    meta |= {"IS_SORTED": False}
+    meta |= {"IS_SORTED": False, "NUM_CTAS": 132}
     assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * rows, 1, 1)
+    assert EXPERTS_MM_SM90.grid(rows, 96, meta, cdiv=ceil) == (min(3 * tiles, 132), 1, 1)
 
 
 @pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("is_sorted", [True, False])
-@pytest.mark.parametrize("mean", [2, 16, 64, 600])
+@pytest.mark.parametrize("mean", [2, 16, 64])
 def test_nothing_spills(name, is_sorted, mean):
     case = Case(name, (mean, 0) * (E // 2), 512, 2048, is_sorted=is_sorted)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
@@ -162,6 +164,23 @@ def test_nothing_spills(name, is_sorted, mean):
     compiled = simulate.compile_kernel(kernel, source)
     assert compiled.spill_stores == 0
     assert compiled.matrix_instructions()
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
+@pytest.mark.parametrize("mean", [100, 600])
+def test_next_to_nothing_spills_with_many_rows(name, mean):
+    """Up to 12 bytes in the widest tiles, of 256 rows."""
+    case = Case(name, (mean,) * E, 512, 2048)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    assert "gl.warp_specialize" in source
+    compiled = simulate.compile_kernel(kernel, source)
+    assert compiled.spill_stores <= 16
+    code = in_flight.machine_code(compiled.ptx)
+    assert in_flight.products(code) >= 8
+    assert in_flight.overwritten(code) == []
 
 
 @pytest.mark.compiles

@@ -12,8 +12,9 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.experts.mm_sm90 import kernel as mm_sm90
 from tests.kernels.experts.test_experts_interpreted import check
 from tests.support.gemms import formats
-from tests.support.gemms.experts import Case, gemm, make_inputs
+from tests.support.gemms.experts import Case, gemm, make_inputs, reference
 from tests.support.gemms.generated import generate
+from tests.support.gemms.weight_only import assert_close
 from tests.support.sampling import sampled
 
 pytestmark = [
@@ -62,3 +63,25 @@ def test_arbitrary_offsets_leave_the_rows_they_miss(offsets, monkeypatch):
     route = torch.tensor(offsets, dtype=torch.int32)
     got = simulate.interpret(generated, (wide[10:20], route, *weight))
     assert got.shape == (10, 72)
+
+
+def test_one_compilation_serves_any_number_of_rows(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+    torch.manual_seed(0)
+    first = Case("nibble_pairs", (0, 3, 5), 72, 256)
+
+    def make(device):
+        x, offsets, *weight = make_inputs(first, device)
+        torch._dynamo.mark_dynamic(x, 0)
+        return x, offsets, *weight
+
+    generated = generate(gemm(first), make, SMALL)
+    assert any("gl.warp_specialize" in source for source in generated.kernels.values())
+    for counts, left_over in (((0, 0, 1), 0), ((9, 0, 60), 4), ((0, 0, 0), 2), ((0, 0, 0), 0)):
+        case = Case("nibble_pairs", counts, 72, 256, left_over)
+        inputs = make_inputs(case, "cpu")
+        got = simulate.interpret(generated, inputs)
+        assert got.shape == (sum(counts) + left_over, 72)
+        if any(counts):
+            assert_close(got, reference(case, inputs), slack=4)
+        assert not got[sum(counts) :].any()

@@ -96,3 +96,25 @@ def test_a_warpgroup_without_rows_multiplies_nothing(monkeypatch):
     finally:
         gluon.runtime.cache_clear()
     assert len(products) == (1 + 2 + 1) * 2  # warpgroups with rows, steps along K
+
+
+def test_one_compilation_serves_any_number_of_rows():
+    first = Case((0, 70, 5), 72, 256, i8)
+
+    def make(device):
+        a, b, offsets, *scales = make_inputs(first, device)
+        torch._dynamo.mark_dynamic(a, 0)
+        torch._dynamo.mark_dynamic(scales[0], 0)
+        return a, b, offsets, *scales
+
+    torch.manual_seed(0)
+    generated = generate(
+        gemm(first), make, f"scaled_experts_int8_large_m_sm90 {tile(64, group_m=8)}"
+    )
+    for counts, left_over in (((0, 0, 1), 0), ((130, 0, 30), 4), ((0, 0, 0), 2), ((0, 0, 0), 0)):
+        case = Case(counts, 72, 256, i8, left_over=left_over)
+        inputs = make_inputs(case, "cpu")
+        got = simulate.interpret(generated, inputs)
+        want = reference(case, inputs)
+        assert got.shape == want.shape
+        assert ((got - want).abs() <= 4e-3 * want.abs()).all()
