@@ -247,9 +247,10 @@ def _edit_global_slot(slot: str, edit: Callable[[tuple[Any, ...]], list[Any]]) -
 
 
 def select(
-    name: str, choices: list[Any], inputs: list[Any], layout: Any
+    name: str, choices: list[Any], inputs: list[Any], layout: Any, examples: Any = None
 ) -> tuple[Any, list[float | None]]:
     """The chosen kernel's output as a TensorBox, and what each choice took (ms; None: not timed).
+    ``examples``: by number of an input, what makes it for the timing, from its buffer.
 
     ``return_multi_template=False``: the bare kernels are timed and one is chosen here; the epilogue
     is then fused into it without another benchmark, so fusion is deterministic.
@@ -263,7 +264,7 @@ def select(
     try:
         # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
         result = symbol("torch._inductor.select_algorithm:autotune_select_algorithm")(
-            name, choices, inputs, layout, return_multi_template=False
+            name, choices, inputs, layout, return_multi_template=False, input_gen_fns=examples
         )
     finally:
         cache = symbol("torch._inductor.select_algorithm:get_algorithm_selector_cache")()

@@ -7,7 +7,12 @@ from inductor_quant.kernels.block_sparse.direct.kernel import BLOCK_SPARSE_DIREC
 from inductor_quant.kernels.block_sparse.mm.kernel import BLOCK_SPARSE_MM, BLOCK_SPARSE_MM_TMA
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
+from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.kernel import Kernel
+from inductor_quant.kernels.scaled_experts.large_m_sm90.kernel import (
+    SCALED_EXPERTS_INT8_LARGE_M_SM90,
+    SCALED_EXPERTS_LARGE_M_SM90,
+)
 from inductor_quant.kernels.scaled_experts.mm.kernel import (
     SCALED_EXPERTS_INT8_MM,
     SCALED_EXPERTS_MM,
@@ -91,8 +96,11 @@ KERNELS: tuple[Kernel, ...] = (
     BLOCK_SPARSE_MM_TMA,
     BLOCK_SPARSE_MM,
     EXPERTS_DIRECT,
+    EXPERTS_MM_SM90,
     EXPERTS_MM,
+    SCALED_EXPERTS_LARGE_M_SM90,
     SCALED_EXPERTS_MM,
+    SCALED_EXPERTS_INT8_LARGE_M_SM90,
     SCALED_EXPERTS_INT8_MM,
 )
 

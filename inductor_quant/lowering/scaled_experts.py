@@ -10,6 +10,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.lowering.fusion_lookahead import is_narrowed
 from inductor_quant.lowering.select import describe_device, lower_gemm, lowering_of
 from inductor_quant.ops import scaled_experts as op
 
@@ -56,6 +57,10 @@ def lower(
             m_is_static=compat.known_int(rows) is not None,
             m_is_bounded=compat.limit(rows) is not None,
             groups=Groups(experts, is_sorted=ids is None),
+            is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
+            has_aligned_rows=compat.may_make_descriptors()
+            and compat.has_aligned_rows(inputs[0], 0)
+            and _has_aligned_columns(inputs[1]),
         )
         has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
         result = lower_gemm(
@@ -71,3 +76,20 @@ def lower(
     eager = compat.fallback_handler(op.op, add_to_fallback_set=False)
     options = {"block_k": block_k, "block_n": block_n, "fast_accum": fast_accum}
     return eager(a, b, *scales, offsets, ids, **options, out_dtype=out_dtype)
+
+
+def _has_aligned_columns(stack: Any) -> bool:
+    """Whether the columns of all matrices of ``stack`` [E, K, N], one after another, are the rows
+    of a matrix that a tensor descriptor describes (``compat.has_aligned_rows``)."""
+    (count, _, n), strides = stack.get_size(), stack.get_stride()
+    columns = compat.known_int(n)
+    between, inside, apart = (compat.known_int(stride) for stride in strides)
+    return (
+        compat.is_aligned(stack)
+        and columns is not None
+        and inside == 1
+        and apart is not None
+        and apart * stack.get_dtype().itemsize % 16 == 0
+        and apart != 0
+        and (between == columns * apart or compat.known_int(count) == 1)
+    )

@@ -129,7 +129,10 @@ def lower_gemm(
         time_in_graph(choice, handicap)
     # Inductor caches times, which include the handicaps, under this name.
     name = f"inductor_quant_{family} {offered[0]}"
-    result, found = compat.select(name, choices, inputs, layout)
+    examples = None
+    if problem.groups is not None:
+        examples = {len(inputs) - 1: functools.partial(_example_of_route, problem)}
+    result, found = compat.select(name, choices, inputs, layout, examples)
     times_us = tuple(
         None if ms is None else 1000 * ms / handicap
         for ms, handicap in zip(found, handicaps, strict=True)
@@ -141,6 +144,17 @@ def lower_gemm(
             is_horizontal=bool(problem.members),
         )
     return result
+
+
+def _example_of_route(problem: Problem, route: Any) -> torch.Tensor:
+    """Random experts, for the timing: Inductor's integers are zeros, so no expert would have rows,
+    or one all."""
+    assert problem.groups is not None
+    count = problem.groups.experts
+    drawn = torch.randint(count, (problem.m,), generator=torch.Generator().manual_seed(0))
+    if problem.groups.is_sorted:
+        drawn = drawn.bincount(minlength=count).cumsum(0)
+    return drawn.to(route.get_device(), route.get_dtype())
 
 
 def report_choice(

@@ -36,6 +36,12 @@ def takes_blocks(anchor: fx.Node) -> bool:
     return device.type != "cuda" or _arch(device) == TUNED
 
 
+def has_fp8(anchor: fx.Node) -> bool:
+    """Whether the card multiplies FP8; on another one our kernels decode it to bf16."""
+    device = fx_utils.value(anchor).device
+    return device.type != "cuda" or _arch(device) >= SCALED_MM_ARCH
+
+
 def _takes(anchor: fx.Node) -> bool:
     a, b = fx_utils.arguments(anchor, "self", "mat2")
     m, (k, n) = fx_utils.value(a).shape[0], fx_utils.value(b).shape

@@ -27,6 +27,7 @@ from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
 from ..matching.value_numbering import Numbering
 from ..matching.value_range import constant
+from ..products import stock
 from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
@@ -37,9 +38,10 @@ from .w8a8 import reject_long_k
 FAMILY = "scaled_experts"
 _ELEMENTS = frozenset((torch.int8, *FLOAT8))
 _SCALED = "aten._scaled_grouped_mm.default"
-# Rows an expert, in the mean, up to which our kernels are known to be faster: than dequantizing
-# stacks in front of a product, and than a product of FP8.
-_MAX_MEAN_ROWS = {str(aten._grouped_mm.default): experts_op.MAX_MEAN_ROWS, _SCALED: 16}
+# Rows an expert, in the mean, up to which our kernels are known to be faster than a product of FP8.
+_MAX_MEAN_ROWS = 16
+# Elements along K of a block of scales, from which its scaling is hidden behind products.
+_MIN_BLOCK = 128
 _NOT_QUANTIZED = Rejection(
     RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized values"
 )
@@ -384,17 +386,30 @@ def _assemble(anchor: fx.Node, found: _Product) -> RecognizedGemm | Rejection:
         m=fx_utils.size_name(rows),
         n=n,
         k=k,
-        too_many_rows=_has_too_many_rows(anchor, count),
+        too_many_rows=_has_too_many_rows(anchor, found, a_dtype),
         row_kind=row_ranges.kind_of(FAMILY, 0 if found.offsets is None else count),
         shape=(-1, *fx_utils.value(end).shape[1:]) if fx_utils.value(end).dim() > 2 else None,
     )
 
 
-def _has_too_many_rows(anchor: fx.Node, count: int) -> bool:
-    """Whether the library may be faster, in any call. A gathered weight is written for each row."""
-    mean = _MAX_MEAN_ROWS.get(str(anchor.target))
+def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> bool:
+    """Whether the library may be faster, in any call. A gathered weight is written for each row, a
+    stack in front of ``_grouped_mm`` in each call, in twice the bytes, for a product of bf16: ours
+    of 8 bits falls behind only if it decodes the weight for each tile, or scales short blocks."""
+    (count, _, _), (block, _) = found.sizes, found.block
+    is_fast = block == 0 or block >= _MIN_BLOCK
+    if str(anchor.target) == _SCALED:
+        mean = _MAX_MEAN_ROWS
+    elif (
+        anchor.target != aten._grouped_mm.default
+        or dtype == torch.int8
+        or (is_fast and stock.has_fp8(anchor))
+    ):
+        return False
+    else:
+        mean = experts_op.MAX_MEAN_ROWS
     most = fx_utils.limit(fx_utils.value(anchor).shape[0])
-    return mean is not None and (most is None or most > mean * count)
+    return most is None or most > mean * count
 
 
 def _dtype(operand: Any) -> Any:

@@ -253,9 +253,10 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
             "fp8_block_decode",
         ),
         *("fp8_block_two_block_sm90", "w8a8_decode_quantize", "fp8_decode_quantize"),
-        *("w4a8_direct", "w4a8_mm_sm90", "experts_direct", "experts_mm"),
+        *("w4a8_direct", "w4a8_mm_sm90", "experts_direct", "experts_mm", "experts_mm_sm90"),
         *("scaled_experts_mm", "scaled_experts_int8_mm"),
         *("block_sparse_direct", "block_sparse_mm", "block_sparse_mm_tma"),
+        *("scaled_experts_large_m_sm90", "scaled_experts_int8_large_m_sm90"),
     }
 
 

@@ -1,4 +1,4 @@
-"""No kernel writes to the registers that a product in flight still reads."""
+"""No kernel touches the registers of a product in flight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from tests.support import in_flight
-from tests.support.gemms import each_kernel, formats, w4a8
+from tests.support.gemms import each_kernel, experts, formats, w4a8
 from tests.support.gemms.generated import generate
 from tests.support.gemms.weight_only import Case
 
@@ -28,12 +28,19 @@ def test_what_comes_round_before_the_wait_is_found():
     )
 
 
+def test_sums_that_are_read_before_the_wait_are_found():
+    early = (0x18, "F2FP.BF16.F32.PACK_AB R2, R25, R24")
+    assert in_flight.read_early([LOOP[2], early, LOOP[1]]) == [f"{early[0]:#x} {early[1]}"]
+    assert in_flight.read_early([LOOP[2], LOOP[1], early]) == []
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.parametrize(
     "case",
     [
         each_kernel.GEMMS["w4a8_mm_sm90"],
+        experts.Case("nibble_pairs", (129, 0, 200, 1), 416, 1024, left_over=50),
         *(
             pytest.param(case, marks=slow)
             for case in (
@@ -49,13 +56,14 @@ def test_what_comes_round_before_the_wait_is_found():
     ],
     ids=str,
 )
-def test_operands_stay_until_the_product_is_done(case, monkeypatch):
+def test_operands_and_sums_are_left_alone_until_the_product_is_done(case, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
     generated = generate(*each_kernel.parts(case))
     [(name, source)] = [each for each in generated.kernels.items() if "triton_tem" in each[0]]
     code = in_flight.machine_code(simulate.compile_kernel(name, source).ptx)
     assert in_flight.products(code) >= 8
     assert in_flight.overwritten(code) == []
+    assert in_flight.read_early(code) == []
 
 
 @pytest.mark.compiles

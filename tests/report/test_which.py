@@ -88,9 +88,11 @@ def test_every_packed_format_has_a_kernel(name, m):
     ("family", "format", "m", "is_sorted", "kernel"),
     [
         ("experts", "compressed_tensors", 4 * 32, True, "experts_direct"),
-        ("experts", "mxfp4", 64 * 32, True, "experts_mm"),
+        ("experts", "mxfp4", 64 * 32, True, "experts_mm_sm90"),
+        ("experts", "gptq_act_order", 64 * 32, True, "experts_mm"),
         ("experts", "gptq_act_order", 8, False, "experts_mm"),
         ("scaled_experts", "fp8_block", 4 * 32, True, "scaled_experts_mm"),
+        ("scaled_experts", "fp8_block", 512 * 32, True, "scaled_experts_large_m_sm90"),
         ("scaled_experts", "int8", 8, False, "scaled_experts_int8_mm"),
     ],
 )

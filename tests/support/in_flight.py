@@ -33,6 +33,20 @@ def products(code: Code) -> int:
     return sum(_operand(instruction) is not None for _, instruction in code)
 
 
+def spills(code: Code) -> list[str]:
+    """The accesses to local memory between products, those where a result is stored left out."""
+    found: list[str] = []
+    waiting: list[str] | None = None  # None: no product yet
+    for address, instruction in code:
+        if "GMMA" in instruction:
+            found, waiting = found + (waiting or []), []
+        elif re.search(r"\bSTG\b", instruction):
+            waiting = None
+        elif waiting is not None and re.search(r"\b(LDL|STL)\b", instruction):
+            waiting.append(f"{address:#x} {instruction}")
+    return found
+
+
 def overwritten(code: Code) -> list[str]:
     """The instructions that write to a register of a product in flight, in two rounds of each loop
     with products."""
@@ -45,6 +59,26 @@ def overwritten(code: Code) -> list[str]:
             loops.append((first, i))
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     return [each for first, last in inner for each in _overwritten(code[first : last + 1] * 2)]
+
+
+def read_early(code: Code) -> list[str]:
+    """The instructions that read a sum before the wait for the last product that adds to it."""
+    found: list[str] = []
+    sums: set[int] = set()
+    for address, instruction in code:
+        product = re.search(r"GMMA\.64x(\d+)\S* R(\d+),", instruction)
+        if product:
+            sums = set(range(int(product[2]), int(product[2]) + int(product[1]) // 2))
+        elif re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x0|\bEXIT\b", instruction):
+            sums = set()
+        elif sums & _read(instruction):
+            found.append(f"{address:#x} {instruction}")
+    return found
+
+
+def _read(instruction: str) -> set[int]:
+    _, _, sources = instruction.partition(",")
+    return {int(register) for register in re.findall(r"\bR(\d+)", sources)}
 
 
 def _overwritten(code: Code) -> list[str]:

@@ -59,3 +59,19 @@ def mean_rows(problem: Problem) -> float:
     if not groups.is_sorted:
         return 1
     return problem.m / groups.experts if problem.m_is_bounded else math.inf
+
+
+def expected_tiles(problem: Problem, config: GemmConfig) -> float:
+    """Tiles of rows that are sorted: random routing leaves half a tile of an expert empty in the
+    mean, and each expert has one at least."""
+    experts = groups_of(problem).experts
+    of_expert = max(1.0, problem.m / experts / config.block_m + 0.5)
+    return experts * of_expert * math.ceil(problem.n / config.block_n)
+
+
+def walking_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+    """``NUM_CTAS`` CTAs that walk along the offsets of ``EXPERTS``; fewer if there cannot be so
+    many tiles, none without rows."""
+    m, n, meta = sizes
+    tiles = min(m, m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, meta["BLOCK_N"])
+    return (min(tiles, meta["NUM_CTAS"]), 1, 1)

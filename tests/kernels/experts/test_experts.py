@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 
@@ -13,10 +14,12 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
+from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.experts.rules import ExpertsKernel
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
 from inductor_quant.spec import row_ranges
+from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, stacked
 from tests.support.gemms.generated import device, generate
@@ -86,6 +89,47 @@ def test_a_range_of_rows_has_one_kernel(name):
     assert len({str(config) for _, config in found}) > 1
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "kernel"),
+    [
+        ("nibble_pairs", 32 * E, EXPERTS_DIRECT),
+        ("nibble_pairs", 33 * E, EXPERTS_MM_SM90),
+        ("int8_channel", 16 * E, EXPERTS_MM),
+        ("int8_channel", 17 * E, EXPERTS_MM_SM90),
+        ("nf4", 256 * E, EXPERTS_MM_SM90),
+        ("fp8_row", 256 * E, EXPERTS_MM_SM90),
+        ("act_order", 256 * E, EXPERTS_MM),  # scales of each value
+    ],
+)
+def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
+    def chosen(arch=90, n=1536, **changes):
+        spec, problem = described(name, rows, n=n)
+        changes = {"has_weight_descriptors": True} | changes
+        problem = dataclasses.replace(problem, **changes)
+        return next(candidates("experts", spec, problem, device(arch)))[0]
+
+    assert chosen() is kernel
+    if kernel is EXPERTS_MM_SM90:
+        for change in (
+            {"arch": 89},
+            {"has_weight_descriptors": False},
+            {"groups": Groups(E, is_sorted=False)},
+            {"n": 2**25},  # 64-bit positions
+        ):
+            assert chosen(**change) is not EXPERTS_MM_SM90
+
+
+def test_tiles_of_many_rows_follow_from_their_mean():
+    def rows(mean):
+        spec, problem = described("nibble_pairs", mean * E)
+        problem = dataclasses.replace(problem, has_weight_descriptors=True)
+        return next(candidates("experts", spec, problem, device(90)))[1].block_m
+
+    assert rows(33) <= 64
+    assert rows(256) >= 128
+    assert rows(2048) == 256
+
+
 def test_rows_in_any_order_are_a_tile_each():
     assert first("nibble_pairs", 64 * E, is_sorted=False)[0] is EXPERTS_DIRECT
 
@@ -103,8 +147,9 @@ def test_the_grid_is_that_of_the_worst_case(rows, tiles):
     meta = {"EXPERTS": E, "IS_SORTED": True, "BLOCK_M": 8, "BLOCK_N": 32}
     ceil = lambda a, b: -(-a // b)  # noqa: E731
     assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * tiles, 1, 1)
-    meta |= {"IS_SORTED": False}
+    meta |= {"IS_SORTED": False, "NUM_CTAS": 132}
     assert ExpertsKernel.grid(rows, 96, meta, cdiv=ceil) == (3 * rows, 1, 1)
+    assert EXPERTS_MM_SM90.grid(rows, 96, meta, cdiv=ceil) == (min(3 * tiles, 132), 1, 1)
 
 
 @pytest.mark.compiles
@@ -119,6 +164,23 @@ def test_nothing_spills(name, is_sorted, mean):
     compiled = simulate.compile_kernel(kernel, source)
     assert compiled.spill_stores == 0
     assert compiled.matrix_instructions()
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
+@pytest.mark.parametrize("mean", [100, 600])
+def test_next_to_nothing_spills_with_many_rows(name, mean):
+    """Up to 12 bytes in the widest tiles, of 256 rows."""
+    case = Case(name, (mean,) * E, 512, 2048)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    assert "gl.warp_specialize" in source
+    compiled = simulate.compile_kernel(kernel, source)
+    assert compiled.spill_stores <= 16
+    code = in_flight.machine_code(compiled.ptx)
+    assert in_flight.products(code) >= 8
+    assert in_flight.overwritten(code) == []
 
 
 @pytest.mark.compiles

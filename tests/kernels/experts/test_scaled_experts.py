@@ -8,12 +8,17 @@ import pytest
 import torch
 
 from inductor_quant import simulate
+from inductor_quant._compat import gluon
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Groups, Problem
+from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import tile
 from inductor_quant.ops.scaled_experts import make_spec
+from inductor_quant.report.events import collect
+from tests.support import in_flight
 from tests.support.gemms.generated import device, generate
 from tests.support.gemms.scaled_experts import Case, gemm, make_inputs
 
+needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 e4m3, i8, bf16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 E = 32
 
@@ -52,14 +57,124 @@ def test_a_tile_lies_within_a_block_of_k():
     assert config.block_k == 32
 
 
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+def test_tiles_are_taller_for_more_rows(arch):
+    def rows_of(mean, dtype=i8, block=(0, 1)):
+        return first(mean * E, dtype, block, arch=arch, has_aligned_rows=False)[1].block_m
+
+    assert [rows_of(mean) for mean in (16, 17, 128, 129)] == [16, 64, 64, 128]
+    # a second accumulator
+    assert rows_of(129, e4m3, (128, 128)) == 64
+
+
 @pytest.mark.compiles
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, None), (i8, None)])
-@pytest.mark.parametrize("mean", [2, 64, 256])
-def test_next_to_nothing_spills(dtype, block, mean):
-    case = Case((mean, 0) * (E // 2), 512, 2048, dtype, block)
-    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+@pytest.mark.parametrize(
+    ("mean", "arch"), [(1, 90), (32, 90), (128, 90), (300, 80), (300, 89), (300, 90), (300, 120)]
+)
+def test_next_to_nothing_spills(dtype, block, mean, arch):
+    case = Case((2 * mean, 0) * (E // 2), 512, 2048, dtype, block)
+    name = "scaled_experts_int8_mm" if dtype == i8 else "scaled_experts_mm"
+
+    def make(device):  # a stack that TMA does not read
+        a, _, *others = make_inputs(case, device)
+        wide = torch.empty(E, 520, 2048, dtype=dtype, device=device)
+        return a, wide[:, :512].transpose(1, 2), *others
+
+    with collect() as report:
+        generated = generate(gemm(case), make, arch=arch)
+    assert report.kernels[0].chosen.startswith(f"{name} ")
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
     assert compiled.spill_stores <= 16  # once a tile, not in its loop
     assert compiled.matrix_instructions()
+
+
+LARGE = ("scaled_experts_large_m_sm90", "scaled_experts_int8_large_m_sm90")
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
+def test_many_rows_an_expert_are_for_the_kernel_of_large_m(dtype, block):
+    name = LARGE[dtype == i8]
+    for rows in (65 * E, 256 * E, 8192 * E):
+        assert first(rows, dtype, block)[0] == name
+    assert first(64 * E, dtype, block)[0] not in LARGE  # half of a tile of 128 rows
+    for change in (
+        {"arch": 100},
+        {"is_sorted": False},
+        {"has_aligned_rows": False},
+        {"is_stored_narrow": False},
+        {"k_is_static": False},
+        {"n": 64},  # too few tiles
+    ):
+        assert first(100 * E, dtype, block, **change)[0] not in LARGE
+    assert first(256 * E, e4m3, (64, 64))[0] not in LARGE
+
+
+def test_tiles_are_those_that_leave_no_sm_idle():
+    def columns(rows, n):
+        return first(rows, n=n)[1].block_n
+
+    assert columns(8192 * E, 4096) == 256
+    assert columns(256 * E, 1536) == 256
+    assert columns(128 * E, 384) == 128  # of 256 columns there were fewer tiles than SMs
+
+
+@pytest.mark.parametrize("change", ["gap", "columns", "k", "offset"])
+def test_a_stack_that_is_no_matrix_is_for_others(change):
+    """TMA reads it as E * N columns, one after another, whose begin is aligned."""
+    case = Case((256,) * 8, 512, 1032 if change == "k" else 1024)
+
+    def make(device):
+        a, b, *others = make_inputs(case, device)
+        if change == "gap":
+            b = torch.empty(8, 520, 1024, dtype=e4m3, device=device)[:, :512].transpose(1, 2)
+        elif change == "columns":
+            b = torch.empty(8, 1024, 512, dtype=e4m3, device=device)
+        elif change == "offset":
+            b = torch.empty(8 * 512 * 1024 + 8, dtype=e4m3, device=device)[8:]
+            b = b.view(8, 512, 1024).transpose(1, 2)
+        return a, b, *others
+
+    with collect() as report:
+        generate(gemm(case), make)
+    assert report.kernels[0].chosen.startswith("scaled_experts_mm")
+
+
+@pytest.mark.one_in(4)
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("case", "columns", "is_dynamic"),
+    [
+        (Case((256,) * 128, 1536, 2048, block=(128, 128)), 256, True),
+        (Case((256,) * 128, 1536, 2048, block=(128, 128)), 192, False),
+        (Case((256,) * 128, 2048, 1408, block=(128, 128)), 192, False),
+        (Case((256,) * 256, 4096, 7168, block=(128, 128)), 256, True),  # offsets of 64 bits
+        (Case((256,) * 8, 1100, 784, i8), 256, False),
+        (Case((256,) * 8, 1101, 784, i8), 192, True),
+        (Case((256,) * 8, 1536, 2048), 192, False),
+        (Case((256,) * 8, 1536, 2048, fast_accum=True), 256, False),
+    ],
+    ids=lambda value: (
+        f"{value.n}x{value.k}-{value.dtype}" if isinstance(value, Case) else str(value)
+    ),
+)
+def test_nothing_spills_in_the_loop_over_k(case, columns, is_dynamic):
+    def make(device):
+        a, b, offsets, *scales = make_inputs(case, device)
+        if is_dynamic:
+            torch._dynamo.mark_dynamic(a, 0)
+            torch._dynamo.mark_dynamic(scales[0], 0)
+        return a, b, offsets, *scales
+
+    generated = generate(gemm(case), make, f"{LARGE[case.dtype == i8]} {tile(columns, group_m=8)}")
+    [(kernel, source)] = generated.kernels.items()
+    assert "gl.warp_specialize" in source
+    compiled = simulate.compile_kernel(kernel, source)
+    assert compiled.spill_stores <= 48  # once a tile
+    assert compiled.shared_bytes <= device(90).shared_memory
+    code = in_flight.machine_code(compiled.ptx)
+    assert any("GMMA" in instruction for _, instruction in code)
+    assert in_flight.spills(code) == []

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from inductor_quant.ops import scaled_experts as op
+from inductor_quant.patterns.products import stock
+from inductor_quant.patterns.recognizers import scaled_experts
 from tests.support.graphs.handmade import rewritten
 from tests.support.graphs.post_grad import calls, capture
 from tests.support.producers.experts import bf16, route
@@ -57,16 +59,31 @@ def test_a_symbolic_number_of_tokens():
     assert (got - want).norm() <= 0.03 * want.norm()
 
 
-def test_many_rows_or_any_number_of_them_are_left_to_the_library():
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize(
+    ("format", "has_fp8", "least", "is_ours"),
+    [
+        ("int8", False, 128, True),
+        ("fp8_block", True, 32, True),
+        ("fp8_block", True, 64, False),
+        ("fp8_block", False, 32, False),
+    ],
+)
+def test_many_rows_are_ours_where_their_type_is_multiplied(
+    format, has_fp8, least, is_ours, is_symbolic, monkeypatch
+):
+    """Else a stack that is written once in bf16 may be faster."""
+    monkeypatch.setattr(stock, "has_fp8", lambda anchor: has_fp8)
+    monkeypatch.setattr(scaled_experts, "_MIN_BLOCK", least)  # the layer's blocks have 32
     torch.manual_seed(0)
-    model, tensors = ScaledExperts("int8", "scaled_behind"), route(200, 4)
-    _, [rewrite] = capture(lambda m, *a: m(*a), (model, *tensors))
-    assert rewrite.codes == ["many_rows"] * 2
-    tensors = route(6, 4)
-    for tensor in tensors:
+    form = "scaled_behind" if format == "int8" else "rows_first"
+    model, tensors = ScaledExperts(format, form), route(6 if is_symbolic else 200, 4)
+    for tensor in tensors if is_symbolic else ():
         torch._dynamo.mark_dynamic(tensor, 0)
     _, [rewrite] = capture(lambda m, *a: m(*a), (model, *tensors))
-    assert rewrite.codes == ["many_rows"] * 2
+    families = [match.family for match in rewrite.report.matches]
+    assert families == ["scaled_experts"] * 2 * is_ours
+    assert rewrite.codes == ["many_rows"] * 2 * (not is_ours)
 
 
 def scaled_product(rows: int):

@@ -59,7 +59,10 @@ GEMMS: dict[str, Any] = {
     "block_sparse_mm_tma": block_sparse.Case(299, 512, 640, (128, 128), bias=True),
     "block_sparse_mm": block_sparse.Case(15, 512, 576, values="placed", layout="every_second"),
     "experts_direct": experts.Case("nibble_pairs", (3, 0, 5), 515, 1152),
+    "experts_mm_sm90": experts.Case("nibble_pairs", (67, 0, 40), 520, 1152, left_over=2),
     "experts_mm": experts.Case("act_order", (3, 0, 5), 520, 1152, left_over=2, dtype=HALF),
+    "scaled_experts_large_m_sm90": scaled_experts.Case((901, 0, 797), 4104, 1152, block=BLOCK),
+    "scaled_experts_int8_large_m_sm90": scaled_experts.Case((901, 0, 797), 4104, 1152, torch.int8),
     "scaled_experts_mm": scaled_experts.Case((3, 0, 5), 512, 1152, block=BLOCK),
     "scaled_experts_int8_mm": scaled_experts.Case((3, 0, 5), 520, 1152, torch.int8),
 }

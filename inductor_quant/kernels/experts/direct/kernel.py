@@ -27,6 +27,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
 # tiles of 8 rows.
 MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 12, 5
+MAX_MEAN_SM90 = 16  # beyond it experts_mm_sm90
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
 
@@ -40,7 +41,8 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         is_wide = not 0 < code.width <= 4
         if code.float8 or weight.tensors[code.source].dtype in FLOAT8:
             return no_kernel("experts_mm is faster")
-        if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else MAX_MEAN):
+        most = MAX_MEAN_SM90 if device.arch == 90 else MAX_MEAN
+        if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else most):
             return no_kernel(f"M = {problem.m}: too many rows an expert")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")

@@ -11,14 +11,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from inductor_quant.kernels.config import GemmConfig, shortened
 from inductor_quant.kernels.experts.rules import NO_ZERO_POINTS, TilesOfExperts, mean_rows
 from inductor_quant.kernels.problem import Device, Problem
-from inductor_quant.kernels.scaled_mm.base import ScaledMm
-from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel, max_block_k
+from inductor_quant.kernels.scaled_mm.base import WGMMA_ARCHS, ScaledMm
+from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel, max_block_k, promotes
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.spec.gemm import QuantGemmSpec
 
+# Mean of rows an expert, above which tiles have 128 rows.
+TALL_ABOVE = 128
 # (largest mean of rows an expert, configurations)
 CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
     (
@@ -30,9 +34,18 @@ CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         ),
     ),
     (
-        math.inf,
+        TALL_ABOVE,
         (
             GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
+            GemmConfig(64, 64, 64, num_warps=4, num_stages=3),
+        ),
+    ),
+    (
+        math.inf,
+        (
+            GemmConfig(128, 128, 128, num_warps=8, num_stages=3),
+            GemmConfig(64, 128, 128, num_warps=8, num_stages=3),
+            GemmConfig(64, 128, 64, num_warps=8, num_stages=3),
             GemmConfig(64, 64, 64, num_warps=4, num_stages=3),
         ),
     ),
@@ -44,7 +57,10 @@ class ScaledExperts(TilesOfExperts, ScaledMm):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         longest = max_block_k(spec) if spec.b.scale and spec.b.scale.block[0] > 0 else 128
-        entries = next(entries for most, entries in CONFIGS if mean_rows(problem) <= most)
+        mean = mean_rows(problem)
+        if spec.a.dtype != torch.int8 and promotes(spec, device) and device.arch in WGMMA_ARCHS:
+            mean = min(mean, TALL_ABOVE)  # two CTAs an SM: one multiplies, the other adds
+        entries = next(entries for most, entries in CONFIGS if mean <= most)
         return [shortened(config, longest) for config in entries]
 
 

@@ -68,26 +68,63 @@ ELEMENT_COST = {256: 1.0, 192: 1.0, 128: 1.0, 96: 1.2, 64: 1.6}
 BLOCK_ELEMENT_COST = {256: 1.0, 192: 1.05, 128: 1.3}
 
 
-class LargeM(ScaledMm):
+class WarpSpecialized(ScaledMm):
+    """The template, and what it asks for."""
+
     template = "scaled_mm/large_m_sm90/template"
     is_gluon = True
     listed: ClassVar[tuple[GemmConfig, ...]] = CONFIGS
     element_cost: ClassVar[Mapping[int, float]] = ELEMENT_COST
-    min_m: ClassVar[int] = MIN_M
 
     grid = staticmethod(persistent_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if found := super().rejection(spec, problem, device) or alignment_rejection(problem):
             return found
-        products = problem.m * problem.n * problem.k
         if device.arch != ARCH:
             detail = f"written for sm_{ARCH}, this is sm_{device.arch}"
         elif not problem.k_is_static:
             detail = "K is symbolic"
         elif not problem.is_stored_narrow:
             detail = "an fp32 result takes twice as long to store"
-        elif problem.m < self.min_m:
+        else:
+            return None
+        return Rejection(RejectionCode.NO_KERNEL, detail)
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        return super().constants(spec, problem, config, device) | {
+            "STAGES": config.num_stages,
+            "NUM_CTAS": device.num_sms,
+            "K_BLOCKS": math.ceil(problem.k / BLOCK_K),
+            "FAST_MATH_EPILOGUE": problem.is_stored_narrow,
+        }
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        return unlisted_rejection(config, self.listed) or reject_if_it_spills(spec, problem, config)
+
+
+def reject_if_it_spills(
+    spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+) -> Rejection | None:
+    # elements are stored one by one
+    if problem.n % 2 == 0 or config.block_n != 192 or not is_block_scaled(spec):
+        return None
+    detail = f"{config} spills 300 bytes where N = {problem.n} is odd"
+    return Rejection(RejectionCode.REGISTERS, detail)
+
+
+class LargeM(WarpSpecialized):
+    min_m: ClassVar[int] = MIN_M
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device):
+            return found
+        products = problem.m * problem.n * problem.k
+        if problem.m < self.min_m:
             detail = f"M = {problem.m} is small"
         elif products < MIN_PRODUCTS and not is_block_scaled(spec):
             detail = f"{products} products are few"
@@ -101,16 +138,6 @@ class LargeM(ScaledMm):
         """Share of the chip's time that computes output elements, with the best configuration."""
         return _filled(self.configs(spec, problem, device)[0], problem, device)
 
-    def constants(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> dict[str, Any]:
-        return super().constants(spec, problem, config, device) | {
-            "STAGES": config.num_stages,
-            "NUM_CTAS": device.num_sms,
-            "K_BLOCKS": math.ceil(problem.k / BLOCK_K),
-            "FAST_MATH_EPILOGUE": problem.is_stored_narrow,
-        }
-
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
         return sorted(
@@ -119,11 +146,6 @@ class LargeM(ScaledMm):
                 _computed_elements(config, problem, device) * self.element_cost[config.block_n]
             ),
         )
-
-    def config_rejection(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> Rejection | None:
-        return unlisted_rejection(config, self.listed)
 
 
 class W8A8LargeM(LargeM, Int8Kernel):
@@ -172,14 +194,6 @@ class Fp8BlockLargeM(LargeM, Fp8Kernel):
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         return reject_unless_128(spec) or super().rejection(spec, problem, device)
-
-    def config_rejection(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> Rejection | None:
-        if problem.n % 2 and config.block_n == 192:  # elements are stored one by one
-            detail = f"{config} spills 300 bytes where N = {problem.n} is odd"
-            return Rejection(RejectionCode.REGISTERS, detail)
-        return super().config_rejection(spec, problem, config, device)
 
 
 def _filled(config: GemmConfig, problem: Problem, device: Device) -> float:

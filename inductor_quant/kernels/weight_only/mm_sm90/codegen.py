@@ -84,7 +84,8 @@ class MMSm90Codegen(DigitCodegen):
 
     def first_word(self) -> str:
         """The position of a tile's first word."""
-        return self.box.first((*self.n_digits, *self.k_digits))
+        of_expert = [f"{code} * {self.box.strides[name]}" for name, [code] in self.expert().items()]
+        return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
 
     def read(self, stage: str, slot: int) -> str:
         """Statements that read the words of a stage."""
@@ -138,9 +139,12 @@ class MMSm90Codegen(DigitCodegen):
         return f"{start}\nacc = warpgroup_mma_wait(1, deps=(acc,))"
 
     def finished(self) -> str:
-        """Statements that wait for the last product."""
+        """Statements that wait for the last product. ptxas was seen to round sums before the wait,
+        not to compute with them."""
         code = "acc = warpgroup_mma_wait(0, deps=(acc,))"
-        return f"{code} * {self.divisor}" if self.divisor > 1 and self.is_in_16_bits() else code
+        if self.divisor > 1 and self.is_in_16_bits():
+            return f"{code} * {self.divisor}"
+        return f"{code} + {self.unknown_zero}" if self.acc_type == "gl.float32" else code
 
     def exchanged(self, sums: str) -> str:
         """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""

@@ -50,7 +50,7 @@ Cycles = tuple[int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
 # of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
 # says what was measured.
-_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (335, 510), (545, 560)),
     ((32, 64, 128, 4, 4), (575, 855), (760, 1080)),
     ((32, 128, 64, 4, 8), (360, 900), (800, 1260)),
@@ -162,11 +162,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def _costs(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> _Costs:
+    ) -> Costs:
         codegen = self.codegen(spec, problem, config)
         is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
         is_narrow = is_float8 or codegen.is_in_16_bits() or codegen.is_looked_up_in_16_bits()
-        return _Costs(
+        return Costs(
             problem, device, is_narrow, LOOKED_UP_IN_PAIRS if codegen.pair_places else LOOKED_UP
         )
 
@@ -188,11 +188,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         is_varying = bool(varying(rules.weight_of(problem).format))
         legal = []
-        for block, split in itertools.product((block for block, *_ in _BLOCKS), SPLITS):
+        for block, split in itertools.product((block for block, *_ in BLOCKS), SPLITS):
             config = GemmConfig(*block, split_k=split)
             if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
                 continue
-            if problem.m <= config.block_m // 2 and config.block_m > _BLOCKS[0][0][0]:
+            if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
                 continue
             if is_varying and config.block_n * config.block_k > MAX_VARYING:
                 continue
@@ -280,7 +280,7 @@ def ctas_per_sm(config: GemmConfig) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs:
+class Costs:
     """Cycles of the GEMM."""
 
     problem: Problem
@@ -289,7 +289,7 @@ class _Costs:
     looked_up: float  # times as many cycles if values come from a table
 
     def listed(self, config: GemmConfig) -> Cycles | None:
-        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in _BLOCKS}
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in BLOCKS}
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
@@ -301,7 +301,7 @@ class _Costs:
         factor *= SLOWED if self.problem.m > LONG_M else 1
         return alone * factor, paired * factor
 
-    def _tiles(self, config: GemmConfig) -> int:
+    def tiles(self, config: GemmConfig) -> float:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
@@ -310,7 +310,7 @@ class _Costs:
         split, most = config.split_k, ctas_per_sm(config)
         k_iters = math.ceil(self.problem.k / (split * config.block_k))
         alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
-        each_sm = math.ceil(self._tiles(config) * split / self.device.num_sms)
+        each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
         loop = pairs * (paired if most > 1 else alone) + rest * alone
         partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
@@ -320,7 +320,7 @@ class _Costs:
         """If all CTAs have the same number of K iterations: of tiles of their own, and of those
         that they share."""
         most = ctas_per_sm(config)
-        tiles, ctas = self._tiles(config), most * self.device.num_sms
+        tiles, ctas = int(self.tiles(config)), most * self.device.num_sms
         whole = max(tiles // ctas - 1, 0)
         shared_tiles = tiles - whole * ctas
         turn = unrolled(self.problem, config, _unrolls(self.problem, config))

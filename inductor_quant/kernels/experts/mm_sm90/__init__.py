@@ -1,0 +1,1 @@
+"""Many rows an expert on Hopper: TMA, wgmma and warp specialization, in Gluon."""

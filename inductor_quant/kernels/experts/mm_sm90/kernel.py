@@ -1,0 +1,81 @@
+"""``experts_mm_sm90``: each row of x times the weight of its expert, for many rows each, in Gluon.
+
+The template of ``weight_only_mm_sm90``, with ``experts/walk.jinja`` in front: a CTA takes tile
+after tile, of up to BLOCK_M rows of one expert times BLOCK_N columns, and finds them along the
+offsets, on the device. Chosen on sm_90 for sorted 16-bit rows that are aligned and packed weights
+that are a box of a matrix, from a mean of rows an expert on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from inductor_quant.kernels.config import GemmConfig, reject_if_split
+from inductor_quant.kernels.experts.rules import (
+    ExpertsKernel,
+    expected_tiles,
+    groups_of,
+    mean_rows,
+    walking_grid,
+)
+from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
+from inductor_quant.kernels.weight_only.rules import no_kernel
+from inductor_quant.spec.decisions import Rejection
+from inductor_quant.spec.gemm import QuantGemmSpec
+
+MIN_MEAN = 16  # up to here experts_mm has tiles of 16 rows
+MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
+
+
+class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
+    name = "experts_mm_sm90"
+    grid = staticmethod(walking_grid)
+
+    def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if found := super().rejection(spec, problem, device):
+            return found
+        if not groups_of(problem).is_sorted:
+            return no_kernel("rows are not sorted by expert")
+        if mean_rows(problem) <= MIN_MEAN:
+            return no_kernel(f"M = {problem.m}: few rows an expert")
+        weight = rules.weight_of(problem)
+        shape = weight.tensors[weight.format.code.source].shape
+        if math.prod(size or 0 for size in shape) >= MAX_WORDS:
+            return no_kernel("positions of packed weights need 64 bits")
+        return None
+
+    def scratch(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        return 0  # no tile is shared: how many there are is not known here
+
+    def config_rejection(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> Rejection | None:
+        return reject_if_split(config) or super().config_rejection(spec, problem, config, device)
+
+    def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        """Least predicted time first."""
+        offered = [GemmConfig(*block) for block, *_ in mm_sm90.BLOCKS]
+        legal = [
+            config
+            for config in offered
+            if self.config_rejection(spec, problem, config, device) is None
+        ]
+        if not legal:
+            return []
+        costs = self._costs(spec, problem, legal[0], device)
+        costs = _Costs(**vars(costs))
+        return sorted(filter(costs.listed, legal), key=costs.whole)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Costs(mm_sm90.Costs):
+    def tiles(self, config: GemmConfig) -> float:
+        return expected_tiles(self.problem, config)
+
+
+EXPERTS_MM_SM90 = ExpertsMMSm90()
