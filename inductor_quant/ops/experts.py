@@ -11,9 +11,9 @@ from inductor_quant.ops import weight_only
 from inductor_quant.ops.checks import check, differ
 from inductor_quant.ops.registration import define
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import WeightFormat
+from inductor_quant.spec.weight_format import Field, WeightFormat
 
-__all__ = ["MAX_MEAN_ROWS", "fake", "op", "reference", "spec_of"]
+__all__ = ["MAX_MEAN_ROWS", "fake", "max_mean_rows", "op", "reference", "spec_of"]
 
 SCHEMA = (
     "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, *, "
@@ -21,8 +21,27 @@ SCHEMA = (
 )
 INDEX_DTYPES = (torch.int32, torch.int64)
 # Rows an expert, in the mean, above which dequantizing the stack and one ``_grouped_mm`` may be
-# faster: kernels dequantize a weight for each tile of its rows.
-MAX_MEAN_ROWS = 64
+# faster: kernels dequantize a weight for each tile of its rows. On sm_90 for weights that tiles of
+# 256 rows are read from.
+MAX_MEAN_ROWS, MAX_MEAN_ROWS_SM90 = 64, 2048
+_PACKED, _TILE_K = (torch.int8, torch.uint8, torch.int32), 128
+
+
+def max_mean_rows(
+    format: WeightFormat, dtypes: Sequence[torch.dtype], x_dtype: torch.dtype, *, is_sm90: bool
+) -> int:
+    """The most rows an expert, in the mean, up to which the op is faster than the stack in
+    ``x_dtype`` and ``_grouped_mm``. ``dtypes``: of the tensors of ``format``."""
+    code, (k, _) = format.code, format.shape
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    is_whole = not (code.wrap or code.size or code.minus or code.high or code.offset.is_data)
+    is_packed = is_whole and code.width <= 8 and dtypes[code.source] in _PACKED
+    is_grouped = all(format.block(field)[0] != 1 and not field.nested for field in operands)
+    is_grouped &= all(op.kind != "div" for op in format.dequant_ops)
+    has_tiles = k % _TILE_K == 0 and not any(index.is_data or index.tables for index in code.index)
+    if is_sm90 and x_dtype.itemsize == 2 and is_packed and is_grouped and has_tiles:
+        return MAX_MEAN_ROWS_SM90
+    return MAX_MEAN_ROWS
 
 
 def reference(

@@ -36,6 +36,12 @@ def takes_blocks(anchor: fx.Node) -> bool:
     return device.type != "cuda" or _arch(device) == TUNED
 
 
+def is_tuned(anchor: fx.Node) -> bool:
+    """Whether tiles were measured on the card."""
+    device = fx_utils.value(anchor).device
+    return device.type == "cuda" and _arch(device) == TUNED
+
+
 def has_fp8(anchor: fx.Node) -> bool:
     """Whether the card multiplies FP8; on another one our kernels decode it to bf16."""
     device = fx_utils.value(anchor).device

@@ -25,6 +25,7 @@ from ..fx_utils import aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands
 from ..matching.value_numbering import Numbering
+from ..products import stock
 from ..symbolic import Reader, attempt
 from ..symbolic.expr import digits
 from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
@@ -161,6 +162,10 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
     same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
     rows, *others = fx_utils.value(anchor).shape
     most = fx_utils.limit(rows)  # that the choice holds for
+    mean = op.max_mean_rows(
+        *(weight.format, [tensor.dtype for tensor in tensors], x_dtype),
+        is_sm90=stock.is_tuned(anchor),
+    )
     return RecognizedGemm(
         family=FAMILY,
         spec=weight_only.make_spec(
@@ -187,7 +192,7 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         k=k,
         shape=(-1, *others) if len(others) > 1 else None,
         too_many_rows=anchor.target == aten._grouped_mm.default
-        and (most is None or most > op.MAX_MEAN_ROWS * weight.format.experts),
+        and (most is None or most > mean * weight.format.experts),
         row_kind=row_ranges.kind_of(
             FAMILY, 0 if product.offsets is None else weight.format.experts
         ),

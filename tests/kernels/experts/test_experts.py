@@ -17,7 +17,7 @@ from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
 from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.experts.rules import ExpertsKernel
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
-from inductor_quant.ops import weight_only
+from inductor_quant.ops import experts, weight_only
 from inductor_quant.spec import row_ranges
 from tests.support import in_flight
 from tests.support.gemms import formats
@@ -28,6 +28,10 @@ pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has n
 
 bf16 = torch.bfloat16
 E = 32
+MANY_ROWS = (
+    *("awq", "fp8_words", "gptq", "hqq", "int4_words", "int8_channel", "int8_folded"),
+    *("int8_group", "int8_zero_channel", "nf4", "nibble_pairs", "uint2"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -92,8 +96,8 @@ def test_a_range_of_rows_has_one_kernel(name):
 @pytest.mark.parametrize(
     ("name", "rows", "kernel"),
     [
-        ("nibble_pairs", 32 * E, EXPERTS_DIRECT),
-        ("nibble_pairs", 33 * E, EXPERTS_MM_SM90),
+        ("nibble_pairs", 16 * E, EXPERTS_DIRECT),
+        ("nibble_pairs", 17 * E, EXPERTS_MM_SM90),
         ("int8_channel", 16 * E, EXPERTS_MM),
         ("int8_channel", 17 * E, EXPERTS_MM_SM90),
         ("nf4", 256 * E, EXPERTS_MM_SM90),
@@ -117,6 +121,20 @@ def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
             {"n": 2**25},  # 64-bit positions
         ):
             assert chosen(**change) is not EXPERTS_MM_SM90
+
+
+@pytest.mark.parametrize("name", sorted(formats.FORMATS))
+def test_a_format_that_is_taken_at_many_rows_has_the_kernel_for_them(name):
+    spec, problem = described(name, 256 * E)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    dtypes = [tensor.dtype for tensor in problem.weight.tensors]
+    given = problem.weight.format, dtypes, bf16
+    most = experts.max_mean_rows(*given, is_sm90=True)
+    assert (most > experts.MAX_MEAN_ROWS) == (name in MANY_ROWS)
+    assert experts.max_mean_rows(*given, is_sm90=False) == experts.MAX_MEAN_ROWS
+    if name in MANY_ROWS:
+        kernels = [kernel for kernel, _ in candidates("experts", spec, problem, device(90))]
+        assert kernels[0] is EXPERTS_MM_SM90
 
 
 def test_tiles_of_many_rows_follow_from_their_mean():

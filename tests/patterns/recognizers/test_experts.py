@@ -12,6 +12,7 @@ from torch import fx
 from inductor_quant.ops import experts as op
 from inductor_quant.ops.dequantize import dequantize
 from inductor_quant.options import Options
+from inductor_quant.patterns.products import stock
 from inductor_quant.spec.weight_format import WeightFormat
 from tests.support.graphs.post_grad import calls, capture
 from tests.support.producers.experts import FORMATS, FORMS, Experts, bf16, route
@@ -237,6 +238,15 @@ def test_grouped_products_that_are_left_alone():
     _, [rewrite] = capture(many_rows, (x.repeat(60, 1), q, s, offsets))
     assert rewrite.codes == ["many_rows"]
     assert rewrite.is_untouched
+
+
+@pytest.mark.parametrize(("tokens", "is_ours"), [(60, True), (1 << 11, False)])
+def test_many_rows_are_ours_on_the_card_that_was_tuned(tokens, is_ours, monkeypatch):
+    monkeypatch.setattr(stock, "is_tuned", lambda anchor: True)
+    wide = torch.zeros(4, 24, 128, dtype=torch.int8)
+    rows = torch.zeros(len(x) * tokens, 128, dtype=bf16)
+    _, [rewrite] = capture(many_rows, (rows, wide, s, offsets))
+    assert rewrite.codes == ["many_rows"] * (not is_ours)
 
 
 def returned_stack(x, q, s, offsets):
