@@ -253,19 +253,17 @@ def select(
     ``examples``: by number of an input, what makes it for the timing, from its buffer.
 
     ``return_multi_template=False``: the bare kernels are timed and one is chosen here; the epilogue
-    is then fused into it without another benchmark, so fusion is deterministic.
-    """
+    is then fused into it without another benchmark, so fusion is deterministic."""
     timed: dict[Any, float] = {}
 
     def save(timings: dict[Any, float], *_: Any) -> None:
         timed.update(timings)
 
     symbol("torch._inductor.select_algorithm:add_feedback_saver")(save)
-    try:
-        # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
-        result = symbol("torch._inductor.select_algorithm:autotune_select_algorithm")(
-            name, choices, inputs, layout, return_multi_template=False, input_gen_fns=examples
-        )
+    how = {"return_multi_template": False, "input_gen_fns": examples}
+    select_algorithm = symbol("torch._inductor.select_algorithm:autotune_select_algorithm")
+    try:  # 2.11: the node; >= 2.13: (node, choice). Drop with 2.11.
+        result = select_algorithm(name, choices, inputs, layout, **how)
     finally:
         cache = symbol("torch._inductor.select_algorithm:get_algorithm_selector_cache")()
         cache.feedback_saver_fns.remove(save)
@@ -353,8 +351,7 @@ def realize(node: Any) -> Any:
     """``node`` as a buffer or a strided view of one; templates take any strides.
 
     The strides are frozen: kernels are chosen by them, and Inductor may otherwise still reorder a
-    buffer that it computes, to match its inputs (``quantize(x.t())``).
-    """
+    buffer that it computes, to match its inputs (``quantize(x.t())``)."""
     with padding.of_rows_only(node):
         buffer = symbol("torch._inductor.ir:ExternKernel.realize_input")(node)
         buffer.freeze_layout()
