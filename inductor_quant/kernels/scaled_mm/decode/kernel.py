@@ -39,7 +39,7 @@ MAX_UNROLLED = 4
 
 # With quantization: every CTA quantizes all rows of x, padded to 1, 2 or 4; a warp keeps at most
 # MAX_X_SLICES slices of them in registers.
-MAX_WEIGHT_QUANTIZED = {1: 2**27, 2: 2**26, 4: 2**24}  # bytes, by padded M; half for e4m3
+MAX_WEIGHT_QUANTIZED = {1: 2**27, 2: 2**26, 4: 2**24}  # bytes, by padded M
 MAX_X_SLICES = 16
 # With so few registers a third CTA fits an SM. Of more slices than KEPT_X_SLICES x is read again,
 # from the L2 cache, once the scale is known: it would spill.
@@ -178,12 +178,7 @@ class W8A8DecodeQuantize(DecodeQuantize, W8A8Decode):
 
 
 class Fp8DecodeQuantize(DecodeQuantize, Fp8Decode):
-    """e4m3 takes a division for each value, int8 a product with the reciprocal."""
-
     name = "fp8_decode_quantize"
-
-    def max_weight(self, problem: Problem) -> int:
-        return super().max_weight(problem) // 2
 
 
 def padded_m(problem: Problem) -> int:
