@@ -10,6 +10,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
@@ -76,6 +77,25 @@ def test_a_word_whose_values_are_tiles_apart_along_k_is_left_to_others():
     format = WeightFormat((2, 512), (64,), element)
     weight = Weight(format, (WeightTensor(torch.uint8, (64, 512)),))
     assert plan_of(weight, GemmConfig(64, 64, 64, 4, 4)) is None
+
+
+@pytest.mark.parametrize("is_pair", [True, False])
+def test_values_of_a_table_are_looked_up_in_pairs_if_both_are_in_one_byte(is_pair):
+    """[N, K / 2], two a byte; or [K, N], one a byte: then its neighbour along K is in another."""
+    if is_pair:
+        code = Field(
+            0, (formats.form(("n0", 1)), formats.form(("k0", 1))), formats.form(("k1", 4)), 4
+        )
+        format, shape = WeightFormat((512, 2), (256,), code), (256, 512)
+    else:
+        code = Field(0, (formats.form(("k0", 1)), formats.form(("n0", 1))), formats.form(), 4)
+        format, shape = WeightFormat((1024,), (256,), code), (1024, 256)
+    table = Field(1, (formats.form(data=code),))
+    format = dataclasses.replace(format, element=table)
+    weight = Weight(format, (WeightTensor(torch.uint8, shape), WeightTensor(bf16, (16,))))
+    plan = plan_of(weight, GemmConfig(64, 64, 64, 4, 4))
+    found = pair_lookup.places_of(as_words(weight).weight, plan)
+    assert found == ((0, 4) if is_pair else None)
 
 
 def test_rows_of_x_must_be_aligned_and_the_card_sm90():

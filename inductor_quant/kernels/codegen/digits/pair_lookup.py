@@ -11,12 +11,13 @@ Where lanes share words (``mm_sm90``) a thread has two values of a word and not 
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
 from inductor_quant.kernels.codegen.digits.table_lookup import scale_of
-from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan
+from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan, word_strides
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout
 from inductor_quant.kernels.codegen.statements import Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
@@ -42,6 +43,8 @@ def places_of(weight: Weight, plan: TilePlan) -> Places | None:
     if code.signed or code.add or code.wrap or code.size:
         return None
     [pair] = plan.low
+    if word_strides(weight, code).get(pair.digit, math.inf):
+        return None  # of two words
     parts = [digit for digit in plan.digits if digit.digit in code.offset.digits]
     found = set()
     for at in itertools.product(*(range(digit.inner) for digit in parts)):
@@ -49,8 +52,7 @@ def places_of(weight: Weight, plan: TilePlan) -> Places | None:
         for digit, value in zip(parts, at, strict=True):
             digits[digit.digit] += digit.place * (0 if digit == pair else value)
         first = code.offset.value(digits)
-        if pair.digit in digits:
-            digits[pair.digit] += pair.place
+        digits[pair.digit] += pair.place
         second = code.offset.value(digits)
         if first // 8 != second // 8:
             return None
