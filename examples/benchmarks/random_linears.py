@@ -75,10 +75,6 @@ def draw(
     return list(found.values())
 
 
-def systems_of(cell: Row) -> Sequence[str]:
-    return FAMILIES.get(cell["family"], SYSTEMS)
-
-
 class Fleet:
     """The processes of all systems. Cell ``i`` belongs to process ``i % shards`` of each system."""
 
@@ -87,6 +83,9 @@ class Fleet:
             name: [System(name, WORKER, "--device", device) for _ in range(count)]
             for name, count in shards.items()
         }
+
+    def names(self, cell: Row) -> Sequence[str]:
+        return FAMILIES.get(cell["family"], tuple(self.systems))
 
     def of(self, name: str, cell: int) -> System:
         return self.systems[name][cell % len(self.systems[name])]
@@ -99,7 +98,7 @@ class Fleet:
         def run(name: str, shard: int) -> None:
             system, step = self.systems[name][shard], len(self.systems[name])
             for i in range(shard, len(cells), step):
-                if name in systems_of(cells[i]) and time.perf_counter() < until:
+                if name in self.names(cells[i]) and time.perf_counter() < until:
                     reply = system.ask(do="prepare", cell=i, **cells[i])
                     done[i]["systems"][name] = reply
                     if "failed" in reply or reply["wrong"]:
@@ -113,7 +112,7 @@ class Fleet:
     def time(self, rows: list[Row], rounds: int) -> Iterable[Row]:
         """The prepared rows with ``us``, quartiles of each system, and ``ratios``."""
         for i, row in enumerate(rows):
-            if len(row["systems"]) < len(systems_of(row)):
+            if len(row["systems"]) < len(self.names(row)):
                 continue
             times: dict[str, list[float]] = {}
             for _ in range(rounds):

@@ -174,6 +174,19 @@ def test_a_format_is_recognized_as_it_is_stored(name):
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * want.abs().max().item())
 
 
+def test_a_prepacked_format_computes_the_same_from_other_tensors():
+    stored = FORMATS["awq"].make(Source("cpu"), 256, 512)
+    x = torch.randn(5, 512, dtype=FORMATS["awq"].dtype)
+    want = F.linear(x, FORMATS["awq"].dequantize(512, *stored))
+    tensors, layer = random_linear.prepacked(FORMATS["awq"], stored, x)
+    assert tensors[0].shape == (64, 256)
+    torch.testing.assert_close(
+        layer(x, tensors, None), want, rtol=2e-2, atol=2e-2 * want.abs().max()
+    )
+    stored = FORMATS["nf4"].make(Source("cpu"), 256, 512)
+    assert random_linear.prepacked(FORMATS["nf4"], stored, x.to(torch.bfloat16)) is None
+
+
 def test_formats_are_drawn_for_each_m_and_checked(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(random_linears, "WORKER", WORKER)
     path = tmp_path / "rows.jsonl"
