@@ -60,7 +60,8 @@ def _add(
 
 
 _SELECT = "torch._inductor.select_algorithm"
-_add("inductor", _SELECT, "SymbolicGridFn", "V", "add_feedback_saver", "texpr")
+_add("inductor", _SELECT, "", "SymbolicGridFn", "V", "add_feedback_saver", "texpr")
+_add("inductor", _SELECT, "PyCodeCache", is_patched=True)
 _add("inductor", _SELECT, "TritonTemplate", parameters=("name", "grid", "source"))
 _add("inductor", _SELECT, "autotune_select_algorithm", "get_algorithm_selector_cache")
 _add(
@@ -93,7 +94,8 @@ _add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile")
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile.wait", is_patched=True)
-_add("inductor", "torch._inductor.codecache", "CodeCacheFuture")
+_add("inductor", "torch._inductor.codecache", "CodeCacheFuture", "PyCodeCache")
+_add("inductor", "torch._inductor.codecache", "PyCodeCache.write", "PyCodeCache.load")
 _add("inductor", "torch._inductor.codegen.triton", "TritonScheduling")
 _add("inductor", "torch._inductor.utils", "Placeholder.KERNEL_NAME")
 _add(
