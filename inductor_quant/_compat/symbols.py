@@ -74,7 +74,12 @@ _add("inductor", "torch._inductor.custom_graph_pass", "CustomGraphPass")
 _add("inductor", "torch._inductor.custom_graph_pass", "get_custom_graph_passes", since="2.13")
 _IR = "torch._inductor.ir"
 _add("inductor", _IR, "ExternKernel.realize_input", "StorageBox", "MutableBox", "BaseView")
-_add("inductor", _IR, "Buffer", "ComputedBuffer", "TemplateBuffer")
+_add("inductor", _IR, "Buffer", "ComputedBuffer", "TemplateBuffer", "Layout")
+_add(
+    *("inductor", _IR, "Layout._pad_strides"),
+    parameters=("in_strides", "size", "dtype"),
+    is_patched=True,
+)
 _add("inductor", _IR, "FixedLayout", parameters=("device", "dtype", "size"))
 _LOWERING = "torch._inductor.lowering"
 _add("inductor", _LOWERING, "lowerings")

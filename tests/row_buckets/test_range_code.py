@@ -8,6 +8,7 @@ import torch
 from examples.benchmarks.workers.quantizers import Int4Linear
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from tests.support.ranges import Attention
 
 bf16 = torch.bfloat16
 
@@ -34,3 +35,17 @@ def test_masks_of_rows_are_not_kept_as_bits():
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores <= 16, f"{kernel.spill_stores} bytes"
     assert "setp.ne.b64" not in kernel.ptx
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_a_symbolic_number_of_rows_is_padded_like_a_number(is_dynamic):
+    def inputs(device):
+        with torch.device(device):
+            x = torch.zeros(40, 512, dtype=bf16)
+            if is_dynamic:
+                torch._dynamo.mark_dynamic(x, 0)
+            return Attention(), x
+
+    made = simulate.generate(lambda model, x: model(x), inputs, backend="inductor_quant")
+    assert ("(40, 4, 1601)" in made.wrapper) != is_dynamic
+    assert "(6656, 1664, 1), torch.bfloat16)" in made.wrapper
