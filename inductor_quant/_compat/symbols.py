@@ -60,7 +60,8 @@ def _add(
 
 
 _SELECT = "torch._inductor.select_algorithm"
-_add("inductor", _SELECT, "SymbolicGridFn", "V", "add_feedback_saver", "texpr")
+_add("inductor", _SELECT, "", "SymbolicGridFn", "V", "add_feedback_saver", "texpr")
+_add("inductor", _SELECT, "PyCodeCache", is_patched=True)
 _add("inductor", _SELECT, "TritonTemplate", parameters=("name", "grid", "source"))
 _add("inductor", _SELECT, "autotune_select_algorithm", "get_algorithm_selector_cache")
 _add(
@@ -73,7 +74,12 @@ _add("inductor", "torch._inductor.custom_graph_pass", "CustomGraphPass")
 _add("inductor", "torch._inductor.custom_graph_pass", "get_custom_graph_passes", since="2.13")
 _IR = "torch._inductor.ir"
 _add("inductor", _IR, "ExternKernel.realize_input", "StorageBox", "MutableBox", "BaseView")
-_add("inductor", _IR, "Buffer", "ComputedBuffer", "TemplateBuffer")
+_add("inductor", _IR, "Buffer", "ComputedBuffer", "TemplateBuffer", "Layout")
+_add(
+    *("inductor", _IR, "Layout._pad_strides"),
+    parameters=("in_strides", "size", "dtype"),
+    is_patched=True,
+)
 _add("inductor", _IR, "FixedLayout", parameters=("device", "dtype", "size"))
 _LOWERING = "torch._inductor.lowering"
 _add("inductor", _LOWERING, "lowerings")
@@ -93,7 +99,8 @@ _add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile")
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile.wait", is_patched=True)
-_add("inductor", "torch._inductor.codecache", "CodeCacheFuture")
+_add("inductor", "torch._inductor.codecache", "CodeCacheFuture", "PyCodeCache")
+_add("inductor", "torch._inductor.codecache", "PyCodeCache.write", "PyCodeCache.load")
 _add("inductor", "torch._inductor.codegen.triton", "TritonScheduling")
 _add("inductor", "torch._inductor.utils", "Placeholder.KERNEL_NAME")
 _add(

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 
+from inductor_quant._compat import padding
 from inductor_quant._compat.symbols import config_module, symbol
 
 # Prefix of our entries among Inductor's counters. Its caches keep the counters of a graph.
@@ -193,7 +194,7 @@ class Graph:
         kwargs = dict(self._kwargs)
         if kwargs.get("cudagraphs") is not None:  # a variant may not switch them off for others
             kwargs["cudagraphs"] = type(kwargs["cudagraphs"])(kwargs["cudagraphs"].value)
-        with self._surroundings(mode):
+        with self._surroundings(mode), padding.as_of_static_sizes():
             with mode:
                 inputs = [_renewed(value, env, values) for value in self._inputs]
             gm = _copied(self._gm)

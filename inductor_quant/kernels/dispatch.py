@@ -18,6 +18,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # A weight_only GEMM without a kernel: DEQUANTIZE writes W [K, N], the library multiplies.
 DEQUANTIZE = "weight_only_dequantize"
 DEQUANTIZE_THEN_MM = "dequantize once, then aten.mm"
+LIBRARY = "W written once and a product of the library are faster"
 # A w4a8 GEMM without a kernel of its own.
 UNPACK_THEN_MULTIPLY = "unpack W to 8 bits in each call, then w8a8 or fp8"
 AS_WEIGHT_ONLY = "as weight_only: the 8-bit activation in bf16"
@@ -58,6 +59,10 @@ def candidates(
                 rejection = misfit or rejection
             if is_taken:
                 continue
+            if not pins and kernel.prefers_library(spec, problem, device):
+                if rejected is not None:
+                    rejected.append((kernel, Rejection(RejectionCode.NO_KERNEL, LIBRARY)))
+                return
         if rejected is not None:
             rejected.append((kernel, rejection))
 

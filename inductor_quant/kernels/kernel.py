@@ -57,7 +57,12 @@ class Kernel(ABC):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Legal configurations, best guess first; they all have the ``split_k`` of the first.
 
-        Empty: a later kernel is the better choice."""
+        Empty: a later kernel is the better choice, or ``prefers_library`` says that none is."""
+
+    def prefers_library(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+        """Where ``configs`` is empty: whether the later kernels of the family are no alternative
+        either, but what the lowering does without a kernel is."""
+        return False
 
     @abstractmethod
     def config_rejection(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from inductor_quant import fallback
-from inductor_quant._compat import gluon, kernel_names
+from inductor_quant._compat import choice_modules, gluon, kernel_names
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
@@ -230,18 +230,19 @@ def _append_choice(
         empty = lowering_of(torch.ops.aten.empty.memory_format)
         memory = empty([scratch], dtype=torch.float32, device=layout.device)
         inputs = [*inputs, compat.realize(memory)]
-    error = _template(kernel).maybe_append_choice(
-        choices,
-        input_nodes=tuple(inputs),
-        layout=layout,
-        num_stages=config.num_stages,
-        num_warps=config.num_warps,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        GROUP_M=config.group_m,
-        **constants,
-    )
+    with choice_modules.not_imported():
+        error = _template(kernel).maybe_append_choice(
+            choices,
+            input_nodes=tuple(inputs),
+            layout=layout,
+            num_stages=config.num_stages,
+            num_warps=config.num_warps,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_K=config.block_k,
+            GROUP_M=config.group_m,
+            **constants,
+        )
     return error is None
 
 

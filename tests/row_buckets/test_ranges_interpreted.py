@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.fx.experimental import _config as fx_config
 
 from inductor_quant import simulate
 from tests.support.producers.packed import Gptq
+from tests.support.ranges import Attention
 from tests.support.spellings.quantizers import TorchaoLinear
 
 pytestmark = [pytest.mark.interp, pytest.mark.slow]
@@ -74,3 +77,25 @@ def test_each_range_gives_the_bits_of_a_static_compilation(layer):
         want = simulate.interpret(static, inputs)
         assert want.isfinite().all()
         assert torch.equal(simulate.interpret(dynamic, inputs), want), m
+
+
+def test_padded_rows_give_the_bits_of_a_static_compilation():
+    def make(device, m=8, *, is_dynamic=False):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model, x = Attention(), torch.randn(m, 512, dtype=bf16)
+        if is_dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        return model, x
+
+    dynamic = simulate.generate(
+        call, functools.partial(make, is_dynamic=True), backend="inductor_quant"
+    )
+    assert "1664" in dynamic.wrapper
+    for m in (8, 3):
+        static = simulate.generate(
+            call, functools.partial(make, m=m), backend="inductor_quant", dynamic=False
+        )
+        want = simulate.interpret(static, make("cpu", m))
+        assert want.isfinite().all()
+        assert torch.equal(simulate.interpret(dynamic, make("cpu", m)), want), m

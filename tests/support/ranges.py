@@ -13,6 +13,7 @@ from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as fx_config
 
+from examples.benchmarks.workers.quantizers import Int4Linear
 from inductor_quant import backend, collect
 from inductor_quant.simulate import virtual_gpu
 from inductor_quant.simulate.capture import GeneratedKernel
@@ -31,6 +32,21 @@ class Scaled(nn.Module):
     def forward(self, x):
         q = (x * 8).round().clamp(-128, 127).to(torch.int8).reshape(-1, K)
         return (torch._int_mm(q, self.weight.t()).float() * 0.125).reshape(*x.shape[:-1], N)
+
+
+class Attention(nn.Module):
+    """A quantized layer, and attention over 1601 stored positions: rows of weights that are not
+    aligned."""
+
+    def __init__(self):
+        super().__init__()
+        self.query = Int4Linear(nn.Linear(512, 512, bias=False, dtype=bf16))
+        self.kv = nn.Buffer(torch.randn(1601, 128, dtype=bf16))
+
+    def forward(self, x):
+        kv = self.kv * x[:, :1, None]
+        weights = (self.query(x).reshape(-1, 4, 128) @ kv.transpose(1, 2)).float().softmax(-1)
+        return weights.to(bf16) @ kv
 
 
 class Session:

@@ -45,13 +45,13 @@ def aligned(case):
         ("awq", (17, 4096)),
         ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
-        ("int8_group", (17, 1024)),
-        ("int8_channel", (17, 4096)),
+        ("int8_group", (17, 4096)),
+        ("int8_channel", (17, 1024)),
         ("nf4", (17, 1024)),
         ("uint2", (17, 4096)),
-        ("fp8_row", (17, 4096)),
-        ("fp8_block", (17, 1024)),
-        ("e5m2_group", (17, 1024)),
+        ("fp8_row", (17, 1024)),
+        ("fp8_block", (17, 4096)),
+        ("e5m2_group", (17, 4096)),
         ("act_order", None),  # the group of each k is data
         ("int8_divisor", None),
         ("int4_in_int64", None),
@@ -67,6 +67,20 @@ def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, la
         if WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)):
             taken.append(m)
     assert ((taken[0], taken[-1]) if taken else None) == rows
+
+
+def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():
+    """512 x 4864 x 896: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
+    for m, chosen in ((128, ["weight_only_mm_sm90"]), (512, [])):
+        spec, problem = aligned(Case("int8_channel", m, 4864, 896, bf16))
+        found = candidates("weight_only", spec, problem, device(90))
+        assert [kernel.name for kernel, _ in found][:1] == chosen
+    rejected = []
+    assert not list(candidates("weight_only", spec, problem, device(90), rejected=rejected))
+    assert rejected[-1][0] is WEIGHT_ONLY_MM_SM90
+    assert "faster" in rejected[-1][1].detail
+    symbolic = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
+    assert list(candidates("weight_only", spec, symbolic, device(90)))
 
 
 def test_a_word_whose_values_are_tiles_apart_along_k_is_left_to_others():

@@ -48,46 +48,49 @@ REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of cons
 Block = tuple[int, int, int, int, int]
 Cycles = tuple[int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
-# of two that share it (0: they do not), if W is dequantized in 16 bits; the same in fp32. README.md
-# says what was measured.
+# of two that share it (0: they do not), if W is dequantized in 16 bits; in fp32. 1755 are a
+# microsecond. README.md says what was measured.
 BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
-    ((32, 64, 64, 4, 8), (335, 510), (545, 560)),
-    ((32, 64, 128, 4, 4), (575, 855), (760, 1080)),
-    ((32, 128, 64, 4, 8), (360, 900), (800, 1260)),
-    ((64, 64, 64, 4, 8), (365, 660), (430, 850)),
-    ((64, 64, 128, 4, 4), (635, 1180), (730, 1400)),
-    ((64, 128, 64, 4, 4), (615, 1110), (760, 1360)),
-    ((64, 128, 64, 8, 8), (555, 0), (705, 0)),
-    ((64, 128, 128, 8, 4), (1110, 0), (1270, 0)),
-    ((64, 256, 64, 8, 4), (950, 0), None),
-    ((128, 64, 64, 4, 4), (485, 905), (515, 975)),
-    ((128, 128, 64, 8, 8), (715, 0), (875, 0)),
-    ((128, 128, 128, 8, 4), (1360, 0), None),
-    ((256, 64, 64, 4, 4), (680, 0), (775, 0)),
-    ((256, 128, 64, 8, 4), (1140, 0), (1300, 0)),
+    ((32, 64, 64, 4, 8), (350, 490), (400, 590)),
+    ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
+    ((32, 128, 64, 4, 8), (510, 1015), (620, 1150)),
+    ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
+    ((64, 64, 128, 4, 4), (710, 1210), (710, 1370)),
+    ((64, 128, 64, 4, 4), (615, 1055), (780, 1345)),
+    ((64, 128, 64, 8, 8), (565, 0), (685, 0)),
+    ((64, 128, 128, 8, 4), (1060, 0), (1255, 0)),
+    ((64, 256, 64, 8, 4), (1045, 0), None),
+    ((128, 64, 64, 4, 4), (525, 770), (580, 860)),
+    ((128, 128, 64, 8, 8), (700, 0), (835, 0)),
+    ((128, 128, 128, 8, 4), (1320, 0), None),
+    ((256, 64, 64, 4, 4), (700, 0), (740, 0)),
+    ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 64
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
-LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.06
-LONG_M, SLOWED = 4 * MEDIUM_M, 1.06  # so many above this M, where power limits the clock
+LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
+WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
+VARYING = 2.5  # and if each value of a tile has a scale of its own
+LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
-PARTIALS_PER_CYCLE = 300  # stored here and added by the lowering's kernel
-START_CYCLES = 4000  # of the launch
-TILE_CYCLES, SUM_CYCLES = 1000, 0.073  # of a tile, and for each sum that is stored
-SPLIT_CYCLES = 3500  # of partials, beside what grows with them
+PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
+START_CYCLES = 4550  # of the launch
+TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
+SPLIT_CYCLES = 2650  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
 # do so at different times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4900, 11.5, 0.11
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4560, 10.4, 0.06
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
-# Up to this M other kernels are the alternative. Above, W written once and a library's product:
-# bytes and multiply-adds per cycle of the GPU, and cycles of a launch. MARGIN: it must be so much
-# slower by this model.
-COMPETING_M, MARGIN = MEDIUM_M // 2, 0.97
-BYTES_PER_CYCLE, MADS_PER_CYCLE, LAUNCH_CYCLES = 1700, 205_000, 9000
+# The alternative, W written once and the library's product: cycles of both launches; bytes that the
+# GPU reads and writes in a cycle while W stays in the L2 cache; if it does not, in a cycle beyond
+# the first FROM_L2; bytes that a product reads in one, and multiply-adds; cycles of 64 of K for
+# each round of the library's tiles.
+LIBRARY_CYCLES, L2_BYTES_PER_CYCLE, BYTES_PER_CYCLE, FROM_L2 = 6650, 2200, 1650, 1900
+READ_PER_CYCLE, MADS_PER_CYCLE, ROUND_CYCLES, LIBRARY_TILE = 2670, 246_000, 61, 128
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
@@ -186,6 +189,21 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        cost = self._cost(spec, problem, device)
+        most = _cost_of_library(problem, device)
+        order = sorted(cost, key=cost.__getitem__)
+        return split_k.same_split([config for config in order if cost[config] < most])
+
+    def prefers_library(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+        """The later kernels are slower than this one, wherever it has a tile. If M is any number,
+        its cost is that of one number alone."""
+        cost = self._cost(spec, problem, device) if problem.m_is_bounded else {}
+        return bool(cost) and min(cost.values()) >= _cost_of_library(problem, device)
+
+    def _cost(
+        self, spec: QuantGemmSpec, problem: Problem, device: Device
+    ) -> dict[GemmConfig, float]:
+        """Cycles of each legal configuration."""
         is_varying = bool(varying(rules.weight_of(problem).format))
         legal = []
         for block, split in itertools.product((block for block, *_ in BLOCKS), SPLITS):
@@ -199,13 +217,10 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             if self.config_rejection(spec, problem, config, device) is None:
                 legal.append(config)
         if not legal:
-            return []
+            return {}
         costs = self._costs(spec, problem, legal[0], device)
-        legal = [config for config in legal if costs.listed(config)]
-        most = MARGIN * _cost_of_library(problem) if problem.m > COMPETING_M else math.inf
-        cost = {config: min(costs.whole(config), costs.shared(config)) for config in legal}
-        order = sorted(cost, key=cost.__getitem__)
-        return split_k.same_split([config for config in order if cost[config] < most])
+        listed = [config for config in legal if costs.listed(config)]
+        return {config: min(costs.whole(config), costs.shared(config)) for config in listed}
 
 
 def tile_misfit(
@@ -298,6 +313,8 @@ class Costs:
         alone, paired = self.listed(config) or (1, 1)
         format = rules.weight_of(self.problem).format
         factor = self.looked_up if format.element != format.code else 1
+        factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
+        factor *= VARYING if varying(format) else 1
         factor *= SLOWED if self.problem.m > LONG_M else 1
         return alone * factor, paired * factor
 
@@ -341,12 +358,17 @@ def _of_tile(config: GemmConfig) -> float:
     return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n
 
 
-def _cost_of_library(problem: Problem) -> float:
+def _cost_of_library(problem: Problem, device: Device) -> float:
     """Cycles of W written once and a product of the library."""
     size = problem.n * problem.k
     packed = (rules.weight_of(problem).format.code.width or 8) / 8
-    written = size * (packed + 2) / BYTES_PER_CYCLE + LAUNCH_CYCLES
-    return written + max(size * 2 / BYTES_PER_CYCLE, size * problem.m / MADS_PER_CYCLE)
+    reads, products = 2 * size / READ_PER_CYCLE, size * problem.m / MADS_PER_CYCLE
+    tiles = math.ceil(problem.m / LIBRARY_TILE) * math.ceil(problem.n / LIBRARY_TILE)
+    rounds = math.ceil(tiles / device.num_sms) * problem.k / 64
+    product = math.hypot(reads**2, products**2) ** 0.5 + rounds * ROUND_CYCLES
+    written = size * (packed + 2)
+    written = max(written / L2_BYTES_PER_CYCLE, written / BYTES_PER_CYCLE - FROM_L2)
+    return LIBRARY_CYCLES + written + product
 
 
 def boxed(
