@@ -38,6 +38,7 @@ from .fusion.expert_rows import gather_in_experts
 from .fusion.horizontal import horizontal_fusion
 from .fusion.norm_group_quant import fuse_norm_and_group_quant
 from .fusion.quantize_in_gemm import quantize_in_gemms
+from .fusion.quantize_tokens import quantize_tokens_once
 from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
@@ -302,6 +303,7 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
     """The passes that need to see every canonical op. Their order matters."""
     merged = eliminate_common_subexpressions(graph)
     log.info("%d duplicate nodes merged before quantized GEMMs", merged)
+    log.info("%d experts have each token quantized once", quantize_tokens_once(graph))
     log.info("%d experts read rows where they are", gather_in_experts(graph))
     constants = _constants(graph) if is_frozen else set()
     log.info("%d GEMMs became part of another", concat_weights(graph, constants))

@@ -73,7 +73,10 @@ def test_sizes_and_layouts(case):
 
 @pytest.mark.parametrize(
     ("format", "form"),
-    [("fp8_block", "rows_first"), ("fp8", "scaled_behind"), ("int8", "of_ids")],
+    [
+        *(("fp8_block", "rows_first"), ("fp8_block", "gathered_first"), ("int8", "gathered_first")),
+        *(("fp8", "scaled_behind"), ("int8", "of_ids")),
+    ],
     ids=str,
 )
 def test_a_layer_in_a_cuda_graph_follows_the_routing(format, form, monkeypatch):
