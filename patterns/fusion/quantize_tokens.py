@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from inductor_quant.ops import scaled_experts
@@ -21,7 +20,7 @@ from inductor_quant.ops.fusion import quantize, row_reduce
 
 from .. import fx_utils
 from ..fx_utils import CAST, aten
-from ..matching.gathered_rows import Gathered, gathered, replaces_rows
+from ..matching.gathered_rows import Gathered, gathered, is_pointwise, replaces_rows
 from ..rewrite import add_node
 from .expert_rows import gather_in, is_gathering, operand_places
 
@@ -115,18 +114,13 @@ def _parents(node: fx.Node) -> Iterator[fx.Node]:
     elif node.target in (aten.unsqueeze.default, aten.squeeze.dim):
         rank += node.target == aten.unsqueeze.default
         is_own = dim % rank != 0
-    elif node.target in _UNARY or _is_pointwise(node):
+    elif node.target in _UNARY or is_pointwise(node):
         yield from _with_rows(node)
         return
     else:
         return
     if is_own:
         yield first
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _with_rows(node: fx.Node) -> Iterator[fx.Node]:

@@ -116,25 +116,33 @@ def _is_matrix_before(node: fx.Node) -> bool:
 
 
 def replaces_rows(call: fx.Node, mask: fx.Node | None) -> bool:
-    """Whether all users of the result of ``call`` replace the rows in ``mask``."""
-    todo, results, users = [call], {call}, []
+    """Whether the rows in ``mask`` of the result of ``call`` are replaced, behind pointwise ops,
+    before anything else reads them."""
+    todo, results, replaced = [call], {call}, []
     while todo:
         for user in todo.pop().users:
-            if user.target in (*_VIEWS, CAST) and _is_of_shape(user, call):
-                results.add(user)
-                todo.append(user)
+            if user.op != "call_function" or not _is_of_shape(user, call):
+                return False
+            if user.target == aten.where.self and user.args[0] is mask:
+                replaced.append(user)
+            elif user.target in (*_VIEWS, CAST) or is_pointwise(user):
+                if user not in results:
+                    results.add(user)
+                    todo.append(user)
             else:
-                users.append(user)
-    return all(
-        user.target == aten.where.self
-        and user.args[0] is mask
-        and user.args[1] not in results
-        and _is_of_shape(user, call)
-        for user in users
-    )
+                return False
+    return all(user.args[1] not in results for user in replaced)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether an element of the result follows from those at its place."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _is_of_shape(a: fx.Node, b: fx.Node) -> bool:
+    if not (fx_utils.is_tensor_node(a) and fx_utils.is_tensor_node(b)):
+        return False
     return fx_utils.same_shape(fx_utils.value(a).shape, fx_utils.value(b).shape)
 
 

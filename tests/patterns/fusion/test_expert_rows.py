@@ -135,6 +135,18 @@ def masked_where_the_result_is_kept(x, i):
     return torch.where(mask, product(torch.where(mask, 0.0, x[i // TIMES])), 0.0)
 
 
+def masked_where_the_result_is_read_before(x, i):
+    mask = i[:, None] > 7
+    y = product(torch.where(mask, 0.0, x[i // TIMES])).abs()
+    return torch.where(mask, 0.0, y), y[:1]
+
+
+def masked_where_the_result_replaces_it(x, i):
+    mask = i[:, None] > 7
+    y = product(torch.where(mask, 0.0, x[i // TIMES]))
+    return torch.where(mask, y * 2, y)
+
+
 def masked_by_element(x, i):
     mask = (i[:, None] > 7).expand(-1, K).contiguous()
     return product(torch.where(mask, 0.0, x[i // TIMES]))
@@ -153,11 +165,12 @@ def test_near_misses_stay(miss):
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)
 
 
-def test_a_mask_goes_if_the_result_has_it_too():
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_mask_goes_if_the_result_has_it_too(has_bias):
     def fn(x, i):
         mask = (i > 7).unsqueeze(1)
         y = product(torch.where(mask, 0.0, x[i // TIMES]))
-        return torch.where(mask, 0.0, y)
+        return torch.where(mask, 0.0, y + s[:, :, 0][i % 4] if has_bias else y)
 
     rewrite, _ = check(fn, x, perm, rows=True, repeats=2)
     assert len(calls(rewrite.after, aten.where.self)) == 1
