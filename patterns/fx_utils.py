@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ SQUEEZES = (
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
 
 
+# Larger upper bounds, and sums of them, are those that torch gives sizes of which it knows none.
+_NO_BOUND = sys.maxsize // 2
 # What torch's wrappers call the module inside: torch.compile, FSDP, activation checkpoints.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -94,14 +97,19 @@ def is_symbolic(size: int | torch.SymInt) -> bool:
     return not isinstance(size, int)
 
 
-def as_monomial(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
-    """``(c, powers)`` if a symbolic size is c > 0 times powers of symbols, else None."""
-    factor, rest = size.node.expr.as_coeff_Mul()
+def factors(size: torch.SymInt) -> tuple[int, dict[Any, int]] | None:
+    """``(c, powers)`` if a symbolic size is c > 0 times powers of symbols and of sums, else None. A
+    sum, such as of rows that several processes send, is a factor as a whole."""
+    constant, rest = size.node.expr.as_content_primitive()
     powers = dict(rest.as_powers_dict())
-    is_monomial = all(s.is_Symbol and p.is_Integer and p > 0 for s, p in powers.items())
-    if not is_monomial or not factor.is_Integer or factor <= 0:
+    if not all(
+        (base.is_Symbol or base.is_Add) and power.is_Integer and power > 0
+        for base, power in powers.items()
+    ):
         return None
-    return int(factor), {symbol: int(power) for symbol, power in powers.items()}
+    if not constant.is_Integer or constant <= 0:
+        return None
+    return int(constant), {base: int(power) for base, power in powers.items()}
 
 
 def divisor(size: int | torch.SymInt) -> int:
@@ -118,6 +126,14 @@ def least(size: int | torch.SymInt) -> int:
         return size
     lower = size.node.shape_env.bound_sympy(size.node.expr).lower
     return int(lower) if lower.is_Integer else 0
+
+
+def most(size: int | torch.SymInt) -> int | None:
+    """An upper bound of the size that holds in every call; None: unknown."""
+    if isinstance(size, int):
+        return size
+    upper = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(upper) if upper.is_Integer and upper < _NO_BOUND else None
 
 
 def size_name(size: int | torch.SymInt) -> int | str:

@@ -34,9 +34,12 @@ from . import fx_utils, has_third_party, patterns
 from .fusion.concat_weights import concat_weights
 from .fusion.cse import eliminate_common_subexpressions
 from .fusion.duplicate_casts import duplicate_casts
+from .fusion.expert_ids import read_ids_of_topk
+from .fusion.expert_rows import gather_in_experts
 from .fusion.horizontal import horizontal_fusion
 from .fusion.norm_group_quant import fuse_norm_and_group_quant
 from .fusion.quantize_in_gemm import quantize_in_gemms
+from .fusion.quantize_tokens import quantize_tokens_once
 from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.weight_k_major import make_weights_k_major
@@ -301,6 +304,9 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
     """The passes that need to see every canonical op. Their order matters."""
     merged = eliminate_common_subexpressions(graph)
     log.info("%d duplicate nodes merged before quantized GEMMs", merged)
+    log.info("%d experts read ids as topk gives them", read_ids_of_topk(graph))
+    log.info("%d experts have each token quantized once", quantize_tokens_once(graph))
+    log.info("%d experts read rows where they are", gather_in_experts(graph))
     constants = _constants(graph) if is_frozen else set()
     log.info("%d GEMMs became part of another", concat_weights(graph, constants))
     copies = make_weights_k_major(graph, constants)

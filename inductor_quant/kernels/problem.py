@@ -63,10 +63,12 @@ class Weight:
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """Each row belongs to one of ``experts`` weights; with ``is_sorted`` the rows of each are
-    neighbours."""
+    neighbours. ``repeats`` of them share a row of x; with ``has_rows`` a tensor says which."""
 
     experts: int
     is_sorted: bool
+    repeats: int = 1
+    has_rows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,11 @@ class Problem:
     # Kernels that the horizontal launch adds because what follows each GEMM can no longer be fused
     # into it, unless K is split: then the kernel that adds the partials takes the fusions.
     lost_fusions: int = 0
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether row s of the product may be of another row of x than s."""
+        return self.groups is not None and (self.groups.has_rows or self.groups.repeats > 1)
 
     def rows_outside(self, least: int, most: int) -> str:
         """Why M is not within ``least`` to ``most`` in every call; "": it is."""

@@ -9,7 +9,8 @@ import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant.kernels.problem import Groups
+from inductor_quant.kernels.problem import Groups, Problem
+from inductor_quant.lowering import expert_rows
 from inductor_quant.lowering.select import lower_gemm, lowering_of
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import experts as op
@@ -21,12 +22,20 @@ aten = torch.ops.aten
 
 @fallback.lowering(op.op)
 def lower(
-    x: Any, weight: list[Any], offsets: Any, ids: Any, *, format: str, out_dtype: torch.dtype
+    x: Any,
+    weight: list[Any],
+    offsets: Any,
+    ids: Any,
+    rows: Any = None,
+    *,
+    repeats: int = 1,
+    format: str,
+    out_dtype: torch.dtype,
 ) -> Any:
     parsed = WeightFormat.decode(format)
-    n, rows, device = parsed.shape[1], x.get_size()[0], x.get_device()
-    if compat.known_int(rows) == 0:
-        return lowering_of(aten.full.default)([rows, n], 0, dtype=out_dtype, device=device)
+    n, count, device = parsed.shape[1], expert_rows.count_of(x, rows, repeats), x.get_device()
+    if compat.known_int(count) == 0:
+        return lowering_of(aten.full.default)([count, n], 0, dtype=out_dtype, device=device)
     spec = weight_only.make_spec(
         parsed,
         [t.get_dtype() for t in weight],
@@ -35,14 +44,25 @@ def lower(
         out_dtype=out_dtype,
         bias=False,
     )
-    inputs = [compat.realize(t) for t in (x, *weight, ids if offsets is None else offsets)]
-    problem = dataclasses.replace(
-        describe_packed(inputs[0], parsed, inputs[1:-1]),
-        groups=Groups(parsed.experts, is_sorted=ids is None),
-    )
-    layout = compat.FixedLayout(device, out_dtype, [rows, n])
+    stored = [compat.realize(t) for t in weight]
+    route = compat.realize(ids if offsets is None else offsets)
+
+    def described(x: Any, groups: Groups) -> Problem:
+        return dataclasses.replace(describe_packed(x, parsed, stored, count), groups=groups)
+
+    taken = compat.realize(x)
+    problem = described(taken, Groups(parsed.experts, ids is None, repeats, rows is not None))
+    if problem.is_gathered and expert_rows.is_gathered_before("experts", spec, problem, device):
+        x, rows = expert_rows.gathered(x, rows, repeats), None
+        taken = compat.realize(x)
+        problem = described(taken, Groups(parsed.experts, ids is None))
+    inputs = [taken, *stored, *([] if rows is None else [compat.realize(rows)]), route]
+    layout = compat.FixedLayout(device, out_dtype, [count, n])
     result = lower_gemm("experts", spec, problem, inputs, layout, {})
-    return _unfused(x, weight, offsets, ids, parsed, out_dtype) if result is None else result
+    if result is not None:
+        return result
+    x = expert_rows.gathered(x, rows, repeats) if problem.is_gathered else x
+    return _unfused(x, weight, offsets, ids, parsed, out_dtype)
 
 
 def _unfused(

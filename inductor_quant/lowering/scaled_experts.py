@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
+from inductor_quant.lowering import expert_rows
 from inductor_quant.lowering.fusion_lookahead import is_narrowed
 from inductor_quant.lowering.select import describe_device, lower_gemm, lowering_of
 from inductor_quant.ops import scaled_experts as op
@@ -25,16 +27,19 @@ def lower(
     b_scale: Any,
     offsets: Any,
     ids: Any,
+    rows: Any = None,
     *,
+    repeats: int = 1,
     block_k: int = 0,
     block_n: int = 1,
     fast_accum: bool = False,
     out_dtype: torch.dtype,
 ) -> Any:
     scales, device = (a_scale, b_scale), a.get_device()
-    (rows, k), (count, _, n) = a.get_size(), b.get_size()
-    if compat.known_int(rows) == 0:
-        return lowering_of(aten.full.default)([rows, n], 0, dtype=out_dtype, device=device)
+    k, (count, _, n) = a.get_size()[1], b.get_size()
+    m = expert_rows.count_of(a, rows, repeats)
+    if compat.known_int(m) == 0:
+        return lowering_of(aten.full.default)([m, n], 0, dtype=out_dtype, device=device)
     of_a, of_b = (None if scale is None else scale.get_dtype() for scale in scales)
     spec = op.make_spec(
         a_dtype=a.get_dtype(),
@@ -46,36 +51,55 @@ def lower(
     )
     experts, result = compat.known_int(count), None
     if experts is not None:
-        route = ids if offsets is None else offsets
-        inputs = [compat.realize(t) for t in (a, b, *scales, route) if t is not None]
-        hint_m, hint_n, hint_k = compat.size_hints((rows, n, k))
+        hint_m, hint_n, hint_k = compat.size_hints((m, n, k))
+        route, stack = compat.realize(ids if offsets is None else offsets), compat.realize(b)
         problem = Problem(
             hint_m,
             hint_n,
             hint_k,
             k_is_static=compat.known_int(k) is not None,
-            m_is_static=compat.known_int(rows) is not None,
-            m_is_bounded=compat.limit(rows) is not None,
-            groups=Groups(experts, is_sorted=ids is None),
+            m_is_static=compat.known_int(m) is not None,
+            m_is_bounded=compat.limit(m) is not None,
+            groups=Groups(experts, ids is None, repeats, rows is not None),
             is_stored_narrow=out_dtype.itemsize <= 2 or is_narrowed(compat.current_node()),
-            has_aligned_rows=compat.may_make_descriptors()
-            and compat.has_aligned_rows(inputs[0], 0)
-            and _has_aligned_columns(inputs[1]),
         )
+
+        def described(a: Any, **changes: Any) -> Problem:
+            has_aligned_rows = (
+                compat.may_make_descriptors()
+                and compat.has_aligned_rows(a, 0)
+                and _has_aligned_columns(stack)
+            )
+            return dataclasses.replace(problem, has_aligned_rows=has_aligned_rows, **changes)
+
+        taken = compat.realize(a)
+        problem = described(taken)
+        if problem.is_gathered and expert_rows.is_gathered_before(
+            "scaled_experts", spec, problem, device
+        ):
+            a = expert_rows.gathered(a, rows, repeats)
+            if a_scale is not None:
+                scales = (expert_rows.gathered(a_scale, rows, repeats), b_scale)
+            rows, repeats = None, 1
+            taken = compat.realize(a)
+            problem = described(taken, groups=Groups(experts, ids is None))
+        stored = [compat.realize(t) for t in (*scales, rows) if t is not None]
+        inputs = [taken, stack, *stored, route]
         has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
         result = lower_gemm(
             "scaled_experts",
             spec,
             problem,
             inputs,
-            compat.FixedLayout(device, out_dtype, [rows, n]),
+            compat.FixedLayout(device, out_dtype, [m, n]),
             {"triton_meta": compat.BytePointers()} if has_no_fp8 else {},
         )
     if result is not None:
         return result
     eager = compat.fallback_handler(op.op, add_to_fallback_set=False)
     options = {"block_k": block_k, "block_n": block_n, "fast_accum": fast_accum}
-    return eager(a, b, *scales, offsets, ids, **options, out_dtype=out_dtype)
+    which = (offsets, ids, rows)
+    return eager(a, b, *scales, *which, repeats=repeats, **options, out_dtype=out_dtype)
 
 
 def _has_aligned_columns(stack: Any) -> bool:

@@ -132,9 +132,11 @@ class WeightOnlyCall:
         return evaluator.convert(out, self.out_dtype)
 
 
-def describe_packed(x: Any, format: WeightFormat, weight: Sequence[Any]) -> Problem:
-    """The problem of ``x [M, K]`` times a packed weight, from buffers."""
-    m, (k, n) = x.get_size()[0], format.shape
+def describe_packed(
+    x: Any, format: WeightFormat, weight: Sequence[Any], m: Any | None = None
+) -> Problem:
+    """The problem of ``x [M, K]`` times a packed weight, from buffers; ``m``: another M."""
+    m, (k, n) = x.get_size()[0] if m is None else m, format.shape
     [hint_m] = compat.size_hints((m,))
     tensors = tuple(
         WeightTensor(

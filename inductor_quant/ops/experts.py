@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,8 +17,8 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 __all__ = ["MAX_MEAN_ROWS", "fake", "max_mean_rows", "op", "reference", "spec_of"]
 
 SCHEMA = (
-    "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, *, "
-    "str format, ScalarType out_dtype) -> Tensor"
+    "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, Tensor? rows=None, *, "
+    "int repeats=1, str format, ScalarType out_dtype) -> Tensor"
 )
 INDEX_DTYPES = (torch.int32, torch.int64)
 # Rows an expert, in the mean, above which dequantizing the stack and one ``_grouped_mm`` may be
@@ -49,11 +50,14 @@ def reference(
     weight: Sequence[torch.Tensor],
     offsets: torch.Tensor | None,
     ids: torch.Tensor | None,
+    rows: torch.Tensor | None = None,
     *,
+    repeats: int = 1,
     format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """``out[s, n] = sum over k of x[s, k] * W[e(s), k, n]``, where e(s) is the expert of row s.
+    """``out[s, n] = sum over k of x[r(s), k] * W[e(s), k, n]``, where e(s) is the expert of row s,
+    and r(s) the row of x, ``rows[s] // repeats``, or ``s // repeats`` without ``rows``.
 
     Exactly one of ``offsets`` and ``ids`` says which:
         offsets  rows are sorted by expert: e has rows ``offsets[e - 1]`` (0 for the first) up to
@@ -61,24 +65,37 @@ def reference(
         ids      ``e(s) = ids[s]``, in any order; below 0 it counts from the end
 
     Shapes and dtypes:
-        x        [S, K]      bf16, fp16 or fp32
+        x        [T, K]      bf16, fp16 or fp32; S = T * repeats without ``rows``
         weight   any shapes  the tensors that the format's fields index
         offsets  [E]         int32 or int64; rising, from 0 to S
         ids      [S]         int32 or int64; -E to E - 1
+        rows     [S]         int32 or int64; -T * repeats to T * repeats - 1, in any order
         format   ``WeightFormat.encode()`` of a stack [E, K, N]
     Returns [S, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous. Rounding as of
     ``weight_only``.
 
-    Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors. Offsets
-    and ids beyond their range are not checked: they select some expert.
+    Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors. Offsets,
+    ids and rows beyond their range are not checked: they select some expert, or row.
     """
     parsed = weight_only.decode(format)
-    spec_of(x, weight, offsets, ids, parsed, out_dtype)
+    spec_of(x, weight, offsets, ids, parsed, out_dtype, rows, repeats)
+    x = gathered(x, rows, repeats)
     out = torch.zeros(x.shape[0], parsed.shape[1], dtype=torch.float32, device=x.device)
-    for expert, rows in enumerate(rows_of_each(parsed.experts, offsets, ids)):
-        if len(rows):
-            out[rows] = weight_only.product(x[rows], parsed, weight, expert)
+    for expert, its in enumerate(rows_of_each(parsed.experts, offsets, ids)):
+        if len(its):
+            out[its] = weight_only.product(x[its], parsed, weight, expert)
     return out.to(out_dtype)
+
+
+def gathered(x: torch.Tensor, rows: torch.Tensor | None, repeats: int) -> torch.Tensor:
+    """The row of x of each row of the product."""
+    x = x.repeat_interleave(repeats, 0) if repeats > 1 else x
+    return x if rows is None else x[rows]
+
+
+def count_of(x: torch.Tensor, rows: torch.Tensor | None, repeats: int) -> int:
+    """The number of rows of the product."""
+    return x.shape[0] * repeats if rows is None else rows.shape[0]
 
 
 def rows_of_each(
@@ -101,13 +118,16 @@ def fake(
     weight: Sequence[torch.Tensor],
     offsets: torch.Tensor | None,
     ids: torch.Tensor | None,
+    rows: torch.Tensor | None = None,
     *,
+    repeats: int = 1,
     format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     parsed = weight_only.decode(format)
-    spec_of(x, weight, offsets, ids, parsed, out_dtype)
-    return torch.empty((x.shape[0], parsed.shape[1]), dtype=out_dtype, device=x.device)
+    spec_of(x, weight, offsets, ids, parsed, out_dtype, rows, repeats)
+    shape = (count_of(x, rows, repeats), parsed.shape[1])
+    return torch.empty(shape, dtype=out_dtype, device=x.device)
 
 
 def spec_of(
@@ -117,6 +137,8 @@ def spec_of(
     ids: torch.Tensor | None,
     format: WeightFormat,
     out_dtype: torch.dtype,
+    rows: torch.Tensor | None = None,
+    repeats: int = 1,
 ) -> QuantGemmSpec:
     """The spec of a call. Raises SpecError for arguments that form no such product.
 
@@ -127,18 +149,12 @@ def spec_of(
         raise SpecError(f"experts: {format} is no stack of weights")
     if x.dtype not in weight_only.X_DTYPES or x.dim() != 2 or differ(x.shape[1:], (k,)):
         raise SpecError(
-            f"experts: x is {x.dtype} {list(x.shape)}, it must be [S, {k}] of one of "
+            f"experts: x is {x.dtype} {list(x.shape)}, it must be [T, {k}] of one of "
             f"{weight_only.X_DTYPES}"
         )
     if (offsets is None) == (ids is None):
         raise SpecError("experts takes either offsets or ids")
-    check(
-        "experts",
-        {
-            "offsets": (offsets, ((format.experts,),), INDEX_DTYPES),
-            "ids": (ids, ((x.shape[0],),), INDEX_DTYPES),
-        },
-    )
+    check("experts", routes(x, offsets, ids, rows, repeats, format.experts))
     if out_dtype not in weight_only.SCALE_DTYPES:
         raise SpecError(f"experts returns one of {weight_only.SCALE_DTYPES}, not {out_dtype}")
     return weight_only.make_spec(
@@ -149,6 +165,27 @@ def spec_of(
         out_dtype=out_dtype,
         bias=False,
     )
+
+
+def routes(
+    x: torch.Tensor,
+    offsets: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    repeats: int,
+    experts: int,
+) -> dict[str, Any]:
+    """What ``check`` asks of the tensors that say which row of x and which expert a row has.
+
+    Raises SpecError for no number of repeats."""
+    if repeats < 1:
+        raise SpecError(f"repeats is {repeats}, it must be positive")
+    count = (count_of(x, rows, repeats),)
+    return {
+        "offsets": (offsets, ((experts,),), INDEX_DTYPES),
+        "ids": (ids, (count,), INDEX_DTYPES),
+        "rows": (rows, (count,), INDEX_DTYPES),
+    }
 
 
 op = define(SCHEMA, reference, fake, flexible_layout=True)

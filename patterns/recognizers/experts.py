@@ -161,7 +161,6 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
     is_same = x_dtype in weight.same_for
     same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
     rows, *others = fx_utils.value(anchor).shape
-    most = fx_utils.limit(rows)  # that the choice holds for
     mean = op.max_mean_rows(
         *(weight.format, [tensor.dtype for tensor in tensors], x_dtype),
         is_sm90=stock.is_tuned(anchor),
@@ -192,12 +191,22 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         k=k,
         shape=(-1, *others) if len(others) > 1 else None,
         too_many_rows=anchor.target == aten._grouped_mm.default
-        and (most is None or most > mean * weight.format.experts),
+        and _may_have_too_many(rows, weight.format.experts, mean),
         row_kind=row_ranges.kind_of(
             FAMILY, 0 if product.offsets is None else weight.format.experts
         ),
         weight_class=Exactness.REASSOCIATED if weight.is_reordered else same,
     )
+
+
+def _may_have_too_many(rows: Any, experts: int, mean: int) -> bool:
+    """Whether an expert may have more than ``mean`` rows in the mean in some call."""
+    most = fx_utils.most(rows)
+    if most is None and fx_utils.size_hint(rows) is None and mean == op.MAX_MEAN_ROWS_SM90:
+        # The graph computes the number, so there are no ranges: few rows lose more without us than
+        # very many with us.
+        return False
+    return most is None or most > mean * experts
 
 
 def _reject_if_kept(interior: list[fx.Node], anchor: fx.Node, weight: Weight) -> Rejection | None:

@@ -77,7 +77,7 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     rows = fx_utils.value(anchor).shape[0]
     try:
         # Rows that are gathered come from a tensor with another symbol.
-        with for_any(rows * fx_utils.value(_ungathered(operands[0]).source).shape[0]):
+        with for_any(rows, fx_utils.value(_ungathered(operands[0]).source).shape[0]):
             product = _Reading(anchor).product(*operands)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
@@ -408,7 +408,7 @@ def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> 
         return False
     else:
         mean = experts_op.MAX_MEAN_ROWS
-    most = fx_utils.limit(fx_utils.value(anchor).shape[0])
+    most = fx_utils.most(fx_utils.value(anchor).shape[0])
     return most is None or most > mean * count
 
 

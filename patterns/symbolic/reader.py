@@ -297,10 +297,10 @@ _any_symbols: ContextVar[dict[Any, int]] = ContextVar("any_symbols", default=_NO
 
 
 @contextlib.contextmanager
-def for_any(size: int | torch.SymInt) -> Iterator[None]:
-    """Within, the symbols of a product ``size``, such as batch and sequence, have ANY_SIZES."""
-    found = None if isinstance(size, int) else fx_utils.as_monomial(size)
-    symbols = () if found is None else sorted(found[1], key=str)
+def for_any(*sizes: int | torch.SymInt) -> Iterator[None]:
+    """Within, the symbolic factors of ``sizes``, such as batch and sequence, have ANY_SIZES."""
+    found = [fx_utils.factors(size) for size in sizes if not isinstance(size, int)]
+    symbols = sorted({base for each in found if each is not None for base in each[1]}, key=str)
     is_known = len(symbols) <= len(ANY_SIZES)
     token = _any_symbols.set(dict(zip(symbols, ANY_SIZES, strict=False)) if is_known else _NONE)
     try:
@@ -326,7 +326,7 @@ def _size(size: int | torch.SymInt) -> int:
         if known and size >= min(ANY_SIZES):
             raise Unsupported("a size as large as ANY_SIZES")
         return size
-    found = fx_utils.as_monomial(size) if known else None
+    found = fx_utils.factors(size) if known else None
     if found is None or not found[1].keys() <= known.keys():
         raise Unsupported("a symbolic shape")
     factor, powers = found

@@ -34,6 +34,21 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(counts, is_sorted):
     assert not got[sum(counts) :].any()
 
 
+# how the rows of the product are rows of x
+GATHERED = ({"repeats": 2}, {"has_rows": True}, {"has_rows": True, "repeats": 3})
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("gather", GATHERED, ids=str)
+def test_rows_of_x_may_repeat_and_be_chosen(gather, is_sorted):
+    torch.manual_seed(0)
+    case = Case("int8_group", (3, 0, 4, 1), 40, 64, 2 * is_sorted, is_sorted, f32, **gather)
+    inputs = make_inputs(case, "cpu")
+    got = gemm(case)(*inputs)
+    assert_close(got, reference(case, inputs))
+    assert got.shape[0] == case.rows
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_stack_of_any_format(name):
     torch.manual_seed(0)
@@ -57,6 +72,13 @@ def test_the_fake_has_the_shape_and_dtype_of_the_result():
         {"format": stacked(case.packed, 2).encode(), "out_dtype": bf16},
         test_utils=("test_schema", "test_faketensor"),
     )
+    rows = torch.tensor([3, -1, 7, 0, 0, 9])
+    torch.library.opcheck(
+        experts.op,
+        (inputs[0], list(inputs[2:]), inputs[1], None, rows),
+        {"format": stacked(case.packed, 2).encode(), "out_dtype": bf16, "repeats": 2},
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def _changed(**changes):
@@ -78,6 +100,10 @@ def _changed(**changes):
         {"offsets": torch.zeros(3, dtype=torch.int32)},
         {"offsets": torch.zeros(2)},
         {"offsets": None, "ids": torch.zeros(4, dtype=torch.int64)},
+        {"offsets": None, "ids": torch.zeros(5, dtype=torch.int64), "repeats": 2},
+        {"repeats": 0},
+        {"rows": torch.zeros(5)},
+        {"rows": torch.zeros(5, 1, dtype=torch.int64)},
         {"out_dtype": torch.int8},
         {"format": Case("int8_channel", (2, 3), 40, 64).packed.format.encode()},
         {"format": "{}"},

@@ -28,6 +28,20 @@ def test_each_row_is_multiplied_by_the_weight_of_its_expert(counts, dtype, block
     assert not got[sum(counts) :].any()
 
 
+@pytest.mark.parametrize("dtype", [e4m3, i8])
+@pytest.mark.parametrize(
+    "gather",
+    [{"repeats": 2}, {"has_rows": True}, {"has_rows": True, "repeats": 3, "is_sorted": False}],
+    ids=str,
+)
+def test_rows_may_repeat_and_be_chosen(gather, dtype):
+    torch.manual_seed(0)
+    block = (16, 24) if dtype == e4m3 else None
+    case = Case((3, 0, 4, 1), 40, 72, dtype, block, out_dtype=torch.float32, **gather)
+    inputs = make_inputs(case, "cpu")
+    torch.testing.assert_close(gemm(case)(*inputs), reference(case, inputs).float())
+
+
 @pytest.mark.parametrize(
     "case",
     [

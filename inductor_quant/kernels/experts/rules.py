@@ -8,6 +8,7 @@ from typing import Any
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Groups, Problem
+from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 # What the epilogue of int8 products asks for.
@@ -33,6 +34,8 @@ class TilesOfExperts(Kernel):
             "EXPERTS": groups.experts,
             "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
             "IS_SORTED": groups.is_sorted,
+            "REPEATS": groups.repeats,
+            "HAS_ROWS": groups.has_rows,
         }
 
     @staticmethod
@@ -50,6 +53,13 @@ class ExpertsKernel(TilesOfExperts):
 def groups_of(problem: Problem) -> Groups:
     assert problem.groups is not None
     return problem.groups
+
+
+def reject_if_gathered(problem: Problem) -> Rejection | None:
+    """Rejects rows of x that are no neighbours: TMA reads tiles of those that are."""
+    if not problem.is_gathered:
+        return None
+    return Rejection(RejectionCode.NO_KERNEL, "rows of x are gathered")
 
 
 def mean_rows(problem: Problem) -> float:

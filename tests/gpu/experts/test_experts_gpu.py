@@ -22,6 +22,8 @@ OPTIONS = {"inductor_quant.on_error": "raise"}
 bf16, f16 = torch.bfloat16, torch.float16
 # left unfused by GPUs that do not convert e4m3
 E4M3 = ("fp8_row", "fp8_block", "fp8_words")
+# how the rows of the product are rows of x
+GATHERED = ({"repeats": 2}, {"has_rows": True}, {"has_rows": True, "repeats": 8})
 # balanced; empty ones at both ends; one with all rows
 COUNTS = ((5, 4, 6, 5), (0, 33, 1, 0), (0, 0, 70, 0))
 
@@ -63,6 +65,15 @@ def test_every_format(name, is_sorted):
 def test_any_routing(name, counts):
     check(Case(name, counts, 384, 640))
     check(Case(name, tuple(16 * count for count in counts), 384, 640, left_over=5))
+
+
+@pytest.mark.parametrize("gather", GATHERED, ids=str)
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel", "mxfp4", "int8_shuffled"])
+def test_rows_of_x_are_read_where_they_are(name, is_sorted, gather):
+    for times in (1, 40):  # beyond 16 rows an expert they are gathered before on sm_90
+        counts = tuple(count * times for count in (3, 0, 20, 1))
+        check(Case(name, counts, 512, 1024, 2 * is_sorted, is_sorted, **gather))
 
 
 @pytest.mark.sm90

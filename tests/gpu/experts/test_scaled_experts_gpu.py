@@ -48,6 +48,14 @@ def test_rows_in_any_order(dtype, block):
     check(Case(FEW, 384, 640, dtype, block, is_sorted=False))
 
 
+@pytest.mark.parametrize("counts", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, BLOCK), (e4m3, None), (i8, None)], ids=str)
+def test_rows_are_read_where_they_are(counts, dtype, block):
+    for gather in ({"has_rows": True}, {"has_rows": True, "repeats": 8, "left_over": 5}):
+        check(Case(counts, 384, 640, dtype, block, **gather))
+    check(Case(FEW, 384, 640, dtype, block, is_sorted=False, repeats=2))
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -65,7 +73,10 @@ def test_sizes_and_layouts(case):
 
 @pytest.mark.parametrize(
     ("format", "form"),
-    [("fp8_block", "rows_first"), ("fp8", "scaled_behind"), ("int8", "of_ids")],
+    [
+        *(("fp8_block", "rows_first"), ("fp8_block", "gathered_first"), ("int8", "gathered_first")),
+        *(("fp8", "scaled_behind"), ("int8", "of_ids")),
+    ],
     ids=str,
 )
 def test_a_layer_in_a_cuda_graph_follows_the_routing(format, form, monkeypatch):

@@ -175,8 +175,10 @@ def test_the_grid_is_that_of_the_worst_case(rows, tiles):
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("is_sorted", [True, False])
 @pytest.mark.parametrize("mean", [2, 16, 64])
-def test_nothing_spills(name, is_sorted, mean):
-    case = Case(name, (mean, 0) * (E // 2), 512, 2048, is_sorted=is_sorted)
+@pytest.mark.parametrize("gather", [{}, {"has_rows": True, "repeats": 8}], ids=str)
+def test_nothing_spills(name, is_sorted, mean, gather):
+    mean = 12 if gather and is_sorted and mean == 64 else mean  # not by TMA
+    case = Case(name, (mean, 0) * (E // 2), 512, 2048, is_sorted=is_sorted, **gather)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)

@@ -50,6 +50,19 @@ def test_rows_find_their_expert(counts, is_sorted):
     check(Case("int8_group", counts, 40, 64, 3 * is_sorted, is_sorted), MM_16)
 
 
+GATHERED = ({"repeats": 2}, {"has_rows": True}, {"has_rows": True, "repeats": 3})
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("gather", GATHERED, ids=str)
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("config", [MM_16, DIRECT_8])
+def test_rows_of_x_are_read_where_they_are(config, is_sorted, gather, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+    name, k = ("nibble_pairs", 256) if config == DIRECT_8 else ("int8_group", 128)
+    check(Case(name, (0, 3, 0, 18, 1), 40, k, 2 * is_sorted, is_sorted, **gather), config)
+
+
 @pytest.mark.parametrize(
     ("name", "config"), list(zip(FORMATS, itertools.cycle((MM, MM_16)), strict=False))
 )

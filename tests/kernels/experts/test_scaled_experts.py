@@ -73,8 +73,9 @@ def test_tiles_are_taller_for_more_rows(arch):
 @pytest.mark.parametrize(
     ("mean", "arch"), [(1, 90), (32, 90), (128, 90), (300, 80), (300, 89), (300, 90), (300, 120)]
 )
-def test_next_to_nothing_spills(dtype, block, mean, arch):
-    case = Case((2 * mean, 0) * (E // 2), 512, 2048, dtype, block)
+@pytest.mark.parametrize("gather", [{}, {"has_rows": True, "repeats": 8}], ids=str)
+def test_next_to_nothing_spills(dtype, block, mean, arch, gather):
+    case = Case((2 * mean, 0) * (E // 2), 512, 2048, dtype, block, **gather)
     name = "scaled_experts_int8_mm" if dtype == i8 else "scaled_experts_mm"
 
     def make(device):  # a stack that TMA does not read

@@ -56,6 +56,30 @@ def test_rows_find_their_expert(counts, is_sorted, config):
     check(case, f"scaled_experts_{config}")
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "gather",
+    [
+        {"repeats": 2, "is_sorted": False},
+        {"has_rows": True, "left_over": 2},
+        {"has_rows": True, "repeats": 3, "left_over": 3},
+        {"has_rows": True, "is_sorted": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("dtype", "block", "config"),
+    [
+        (e4m3, (64, 32), "mm 16x64x64_w4_s3_g4"),
+        (e4m3, None, "mm 16x64x64_w4_s3_g4"),
+        (i8, None, "int8_mm 16x32x64_w4_s3_g8"),
+    ],
+    ids=str,
+)
+def test_rows_are_read_where_they_are(dtype, block, config, gather):
+    check(Case((0, 3, 0, 18, 1), 72, 160, dtype, block, **gather), f"scaled_experts_{config}")
+
+
 @pytest.mark.slow
 def test_one_compilation_serves_any_number_of_rows():
     first = Case((0, 3, 5), 72, 128)

@@ -249,6 +249,47 @@ def test_many_rows_are_ours_on_the_card_that_was_tuned(tokens, is_ours, monkeypa
     assert rewrite.codes == ["many_rows"] * (not is_ours)
 
 
+def rows_of_a_mask(x, q, s, offsets, mask):
+    rows = x.index_select(0, mask.nonzero().squeeze(1))
+    return torch._grouped_mm(rows, (q.to(bf16) * s).transpose(1, 2), offs=offsets)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_bounded", "is_tuned", "is_ours"),
+    [
+        (5, True, False, True),
+        (300, True, False, False),
+        (5, False, False, False),
+        (5, False, True, True),
+        (1 << 14, True, True, False),
+    ],
+)
+def test_a_number_of_rows_that_the_graph_computes(
+    tokens, is_bounded, is_tuned, is_ours, monkeypatch
+):
+    """By its bound. If there is none, ours where kernels are as fast as the graph for many rows."""
+    monkeypatch.setattr(stock, "is_tuned", lambda anchor: is_tuned)
+    wide = torch.ones(4, 24, 128, dtype=torch.int8)
+    rows, mask = torch.randn(tokens, 128).to(bf16), torch.arange(tokens) % 5 > 0
+    if not is_bounded:
+        for tensor in (rows, mask):
+            torch._dynamo.mark_dynamic(tensor, 0)
+    args = rows, wide, s, torch.tensor([1, 1, 3, 4], dtype=torch.int32), mask
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got, [rewrite] = capture(rows_of_a_mask, args)
+    assert rewrite.codes == ["many_rows"] * (not is_ours)
+    want = rows_of_a_mask(*args)
+    assert (got[:4] - want[:4]).norm() <= 0.01 * want[:4].norm()  # others are of no expert
+
+
+@pytest.mark.parametrize(("most", "is_ours"), [(256, True), (257, False)])
+def test_a_bound_of_the_number_of_rows_is_enough(most, is_ours):
+    rows = torch.randn(6, 32).to(bf16)
+    torch._dynamo.mark_dynamic(rows, 0, min=2, max=most)
+    _, [rewrite] = capture(many_rows, (rows, q, s, offsets))
+    assert rewrite.codes == ["many_rows"] * (not is_ours)
+
+
 def returned_stack(x, q, s, offsets):
     stack = (q.to(bf16) * s).transpose(1, 2)
     return torch._grouped_mm(x, stack, offs=offsets), stack

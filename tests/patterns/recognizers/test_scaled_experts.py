@@ -198,3 +198,22 @@ def test_ids_may_be_computed_once_for_codes_and_once_for_scales():
     assert calls(rewrite.after, op.op)
     want = fn(*args)
     assert (got - want).norm() <= 0.01 * want.norm()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_the_number_of_rows_may_be_a_sum(times):
+    """Of those that several processes send, for example."""
+
+    def fn(a, b, q, t, offsets):
+        rows = dequantized(*by_row_int8(torch.cat([a, b] * times)))
+        return torch._grouped_mm(rows, (q.to(bf16) * t.to(bf16)).transpose(1, 2), offs=offsets)
+
+    args = torch.randn(2, 32), torch.randn(3, 32), q, t, times * offsets
+    for rows in args[:2]:
+        torch._dynamo.mark_dynamic(rows, 0)
+    got, [rewrite] = capture(fn, args)
+    [match] = rewrite.report.matches
+    assert match.family == "scaled_experts"
+    assert "+" in str(match.m)
+    want = fn(*args)
+    assert (got - want).norm() <= 0.01 * want.norm()

@@ -24,6 +24,9 @@ class Case:
     left_over  rows without an expert, which come last; of sorted rows only
     is_sorted  whether offsets or ids say which expert a row has; ids are in another order, some
                count from the end
+    repeats    how many neighbouring rows share one of x
+    has_rows   whether a tensor says which row of x a row has; some have the same, some none, some
+               count from the end
     """
 
     name: str
@@ -35,12 +38,15 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     out_dtype: torch.dtype | None = None
     layout: str = "rows"
+    repeats: int = 1
+    has_rows: bool = False
 
     def __str__(self) -> str:
         parts = [self.name, "_".join(map(str, self.counts)), f"{self.n}x{self.k}", str(self.dtype)]
         parts += [f"left={self.left_over}"] if self.left_over else []
         parts += ["sorted" if self.is_sorted else "ids"]
         parts += [self.layout] if self.layout != "rows" else []
+        parts += [f"repeats={self.repeats}"] * (self.repeats > 1) + ["gathered"] * self.has_rows
         return "-".join(parts).replace("torch.", "")
 
     @property
@@ -52,6 +58,28 @@ class Case:
     @property
     def rows(self) -> int:
         return sum(self.counts) + self.left_over
+
+    @property
+    def tokens(self) -> int:
+        """The rows of x."""
+        return tokens_of(self.rows, self.repeats, has_rows=self.has_rows)
+
+
+def tokens_of(rows: int, repeats: int, *, has_rows: bool) -> int:
+    assert has_rows or rows % repeats == 0
+    return max(1, rows // 2) if has_rows else rows // repeats
+
+
+def chosen_rows(rows: int, tokens: int, device: str) -> torch.Tensor:
+    """For each of ``rows``, one of ``tokens``."""
+    if device == "cuda":  # fake tensors
+        return torch.empty(rows, dtype=torch.int64, device=device)
+    return torch.randint(-tokens, tokens, (rows,))
+
+
+def of_rows(x: torch.Tensor, rows: torch.Tensor | None, repeats: int) -> torch.Tensor:
+    x = torch.stack([x] * repeats, 1).flatten(0, 1)
+    return x if rows is None else x[rows % len(x)]
 
 
 def mxfp4(k: int, n: int) -> Packed:
@@ -114,9 +142,10 @@ def stacked(packed: Packed, count: int) -> WeightFormat:
 
 
 def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
-    """x, offsets or ids, weight tensors. ``device``: "cpu", or "cuda" for fake tensors."""
+    """x, offsets or ids, rows if it has any, weight tensors. ``device``: "cpu", or "cuda" for fake
+    tensors."""
     count, packed = len(case.counts), case.packed
-    x = torch.randn(case.rows, packed.format.shape[0], device=device).to(case.dtype)
+    x = torch.randn(case.tokens, packed.format.shape[0], device=device).to(case.dtype)
     if device == "cuda":  # of fake tensors
         size = count if case.is_sorted else case.rows
         dtype = torch.int32 if case.is_sorted else torch.int64
@@ -132,7 +161,8 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
         laid_out(each[0] if kind in SHARED else torch.stack(each), case.layout)
         for (kind, _, _), each in zip(packed.tensors, zip(*experts, strict=True), strict=True)
     ]
-    return laid_out(x, case.layout), route, *weight
+    rows = [chosen_rows(case.rows, case.tokens * case.repeats, device)] if case.has_rows else []
+    return laid_out(x, case.layout), route, *rows, *weight
 
 
 def _tensors(case: Case, device: str) -> list[torch.Tensor]:
@@ -156,9 +186,11 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
     text = stacked(case.packed, len(case.counts)).encode()
     out_dtype = case.out_dtype or case.dtype
 
-    def fn(x, route, *weight):  # type: ignore[no-untyped-def]
+    def fn(x, route, *others):  # type: ignore[no-untyped-def]
         offsets, ids = (route, None) if case.is_sorted else (None, route)
-        return experts.op(x, list(weight), offsets, ids, format=text, out_dtype=out_dtype)
+        rows, weight = (others[0], others[1:]) if case.has_rows else (None, others)
+        options = {"repeats": case.repeats, "format": text, "out_dtype": out_dtype}
+        return experts.op(x, list(weight), offsets, ids, rows, **options)
 
     return fn
 
@@ -167,6 +199,7 @@ def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     """The op in fp64 on the CPU, by the formats' plain code; W rounded to x's dtype unless it is
     an integer."""
     x, route, *weight = (t.cpu() for t in inputs)
+    x = of_rows(x, weight.pop(0) if case.has_rows else None, case.repeats)
     count = len(case.counts)
     if case.is_sorted:
         counts = torch.tensor((*case.counts, case.left_over))

@@ -17,6 +17,7 @@ from inductor_quant.kernels.experts.rules import (
     expected_tiles,
     groups_of,
     mean_rows,
+    reject_if_gathered,
     walking_grid,
 )
 from inductor_quant.kernels.problem import Device, Problem
@@ -35,7 +36,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
     grid = staticmethod(walking_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if found := super().rejection(spec, problem, device):
+        found = super().rejection(spec, problem, device) or reject_if_gathered(problem)
+        if found is not None:
             return found
         if not groups_of(problem).is_sorted:
             return no_kernel("rows are not sorted by expert")

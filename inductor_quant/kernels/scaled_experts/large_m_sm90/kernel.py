@@ -21,6 +21,7 @@ from inductor_quant.kernels.experts.rules import (
     expected_tiles,
     groups_of,
     mean_rows,
+    reject_if_gathered,
     walking_grid,
 )
 from inductor_quant.kernels.problem import Device, Problem
@@ -42,7 +43,8 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
     grid = staticmethod(walking_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if found := super().rejection(spec, problem, device):
+        found = super().rejection(spec, problem, device) or reject_if_gathered(problem)
+        if found is not None:
             return found
         if is_block_scaled(spec) and (found := reject_unless_128(spec)):
             return found

@@ -68,13 +68,17 @@ class DirectCodegen(DigitCodegen):
             self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
             self.x_layout = "X_LOADED"
 
-    def x_offsets(self, stride_m: str, first: str = "0", last: str = "M - 1") -> str:
-        """Statements that leave in ``x_at`` the addresses of x at k = 0, from row ``first`` on.
-        Rows beyond ``last`` repeat it; the store masks them."""
-        rows = positions(self.x_layout, 3, 1, self.block_m)
+    def x_rows(self, first: str, last: str) -> str:
+        """The statement that leaves in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
+        ``last`` repeat it; the store masks them."""
+        return (
+            f"x_rows = gl.minimum({first} + {positions(self.x_layout, 3, 1, self.block_m)}, {last})"
+        )
+
+    def x_offsets(self, stride_m: str) -> str:
+        """Statements that leave in ``x_at`` the addresses of x at k = 0, of ``x_rows``."""
         return "\n".join(
             [
-                f"x_rows = gl.minimum({first} + {rows}, {last})",
                 f"x_warps = {positions(self.x_layout, 3, 0, self.warps)}",
                 f"x_columns = {positions(self.x_layout, 3, 2, self.tile_k // self.x_packs)}",
                 f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",
