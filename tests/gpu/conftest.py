@@ -1,0 +1,22 @@
+"""Layers of tests are small; up to 128 rows the library's product of a dense weight takes less time
+than our kernels there, and would be chosen. These tests are about the kernels."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from inductor_quant.kernels.weight_only.mm_sm90 import kernel
+
+LARGE_M = 128
+
+
+@pytest.fixture(autouse=True)
+def _kernels_for_small_layers(monkeypatch):
+    cost = kernel._cost_of_library
+
+    def without_library(problem, device):
+        return math.inf if problem.m <= LARGE_M else cost(problem, device)
+
+    monkeypatch.setattr(kernel, "_cost_of_library", without_library)
