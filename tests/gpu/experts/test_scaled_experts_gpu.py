@@ -53,6 +53,10 @@ def test_rows_in_any_order(dtype, block):
 def test_rows_are_read_where_they_are(counts, dtype, block):
     for gather in ({"has_rows": True}, {"has_rows": True, "repeats": 8, "left_over": 5}):
         check(Case(counts, 384, 640, dtype, block, **gather))
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, BLOCK), (e4m3, None), (i8, None)], ids=str)
+def test_neighbours_in_any_order_share_a_row(dtype, block):
     check(Case(FEW, 384, 640, dtype, block, is_sorted=False, repeats=2))
 
 
