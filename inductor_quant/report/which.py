@@ -99,16 +99,19 @@ def which(
     elif decision.kernel is None and problem.weight is not None and not problem.groups:
         helper = first(dispatch.DEQUANTIZE, problem)
         if helper.kernel is not None:
-            notes.append(_why_dequantized(spec, problem))
+            details = [rejection.detail for _, rejection in decision.rejected]
+            is_faster = dispatch.LIBRARY in details
+            notes.append(_why_dequantized(spec, problem, is_faster=is_faster))
         decision = dataclasses.replace(decision, kernel=helper.kernel, config=helper.config)
     return dataclasses.replace(decision, notes=tuple(notes))
 
 
-def _why_dequantized(spec: QuantGemmSpec, problem: Problem) -> str:
+def _why_dequantized(spec: QuantGemmSpec, problem: Problem, *, is_faster: bool) -> str:
     assert problem.weight is not None
     dtypes = [tensor.dtype for tensor in problem.weight.tensors]
     most = weight_only.preferred_rows(problem.weight.format, spec.a.dtype, dtypes)
     why = f"M > {most}, where that is faster" if problem.m > most else "no fused kernel applies"
+    why = "that is faster" if is_faster else why
     return f"{dispatch.DEQUANTIZE_THEN_MM}: {why}; the kernel writes W [K, N] for the library"
 
 

@@ -211,6 +211,13 @@ def test_what_nothing_of_ours_computes_has_no_note_of_a_kernel():
     assert decision.notes == ()
 
 
+def test_a_small_layer_that_is_faster_in_the_library_says_so():
+    decision = which.which("weight_only", Gemm(512, 1152, 1152), format="int8", arch=90)
+    assert decision.kernel.name == "weight_only_dequantize"
+    assert decision.rejected[-1][0].name == "weight_only_mm_sm90"  # no later kernel was asked
+    assert ": that is faster" in decision.notes[0]
+
+
 def test_a_product_that_cublaslt_keeps_says_so():
     decision = which.which("fp8_block", Gemm(128, 24576, 1536))
     assert "many_rows" in decision.notes[0]
