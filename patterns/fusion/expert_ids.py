@@ -48,7 +48,8 @@ def read_ids_of_topk(owner: fx.Graph) -> int:
 def _unclamped(ids: fx.Node) -> fx.Node | None:
     """The indices of ``topk`` that ``ids`` holds, in their order; None: it may hold others."""
     node: Any = ids
-    least, most, is_clamped = -1, None, False
+    least, most = -1, None
+    clamps: list[fx.Node] = []
     while node.target in (*_CLAMPS, *fx_utils.RESHAPES, *fx_utils.SQUEEZES):
         if node.target in _CLAMPS:
             names = _CLAMPS[node.target]
@@ -58,12 +59,12 @@ def _unclamped(ids: fx.Node) -> fx.Node | None:
                 return None
             least = max(least, -1 if low is None else low)
             most = high if most is None or (high is not None and high < most) else most
-            is_clamped = True
+            clamps.append(node)
         node = node.args[0]
-    if not is_clamped or node.target is not operator.getitem or node.args[1] != 1:
+    if not clamps or node.target is not operator.getitem or node.args[1] != 1:
         return None
     topk = node.args[0]
-    if topk.target != aten.topk.default or fx_utils.is_mutated(node):
+    if topk.target != aten.topk.default or fx_utils.mutated([node, *clamps]) is not None:
         return None
     scores, _, dim = fx_utils.arguments(topk, "self", "k", "dim")
     size = fx_utils.value(scores).shape[-1 if dim is None else dim]

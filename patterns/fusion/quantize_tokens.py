@@ -86,7 +86,16 @@ def _chain(operands: list[fx.Node]) -> tuple[fx.Node, Gathered, list[fx.Node]] |
     count = fx_utils.value(root).shape[0]
     if not all(fx_utils.same_size(fx_utils.value(node).shape[0], count) for node in chain):
         return None
+    if not all(_reads_own_rows(node, chain | {root}) for node in chain):
+        return None
     return root, rows, sorted(chain)
+
+
+def _reads_own_rows(node: fx.Node, of_rows: set[fx.Node]) -> bool:
+    """Whether what ``node`` reads beside its own rows is the same for all, and nobody writes to it.
+    ``x[:, None] - x`` reads each row for each."""
+    others = {*node.all_input_nodes}.difference(_parents(node))
+    return others.isdisjoint(of_rows) and fx_utils.mutated(others) is None
 
 
 def _is_longer(node: fx.Node, source: fx.Node) -> bool:
@@ -111,6 +120,8 @@ def _parents(node: fx.Node) -> Iterator[fx.Node]:
         is_own = rank > 1
     elif node.target in (*fx_utils.RESHAPES, aten.expand.default):
         is_own = all(isinstance(size, int) for size in fx_utils.value(node).shape[1:])
+        # an expand to more dimensions puts them in front
+        is_own &= node.target != aten.expand.default or fx_utils.value(node).dim() == rank
     elif node.target in (aten.unsqueeze.default, aten.squeeze.dim):
         rank += node.target == aten.unsqueeze.default
         is_own = dim % rank != 0

@@ -29,7 +29,10 @@ class Gathered:
     inside: frozenset[fx.Node]
 
     def is_like(self, other: Gathered) -> bool:
-        return (self.rows, self.repeats) == (other.rows, other.repeats)
+        """Whether both have the same rows, also those that count from the end."""
+        tokens = (fx_utils.value(each.source).shape[0] for each in (self, other))
+        same = (self.rows, self.repeats) == (other.rows, other.repeats)
+        return same and fx_utils.same_size(*tokens)
 
 
 def gathered(x: Any) -> Gathered | None:
@@ -45,6 +48,8 @@ def gathered(x: Any) -> Gathered | None:
         )
         if not is_of_rows or not _is_of_shape(inner, node):
             return None
+        if fx_utils.value(inner).dtype != fx_utils.value(node).dtype:
+            return None  # what takes the masked rows' place promotes the others
         node = _before_views(inner, inside)
     if node.target == aten.index.Tensor and (found := _index(node)) is not None:
         inside.add(node)
@@ -55,7 +60,11 @@ def gathered(x: Any) -> Gathered | None:
         node, repeats = times[0], repeats * times[1]
     if rows is None and repeats == 1:
         return None
-    if fx_utils.mutated([node, *inside, *([] if rows is None else [rows])]) is not None:
+    widths = (fx_utils.value(each).shape[-1] for each in (node, x))
+    if not fx_utils.same_size(*widths):
+        return None  # the rows are one row of x
+    read = [each for each in (node, *inside, rows, mask) if each is not None]
+    if fx_utils.mutated(read) is not None:
         return None
     return Gathered(node, rows, repeats, mask, frozenset(inside))
 
@@ -112,7 +121,11 @@ def _repeated(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, int] | None
 
 
 def _is_matrix_before(node: fx.Node) -> bool:
-    return node.target in _VIEWS and fx_utils.value(node.args[0]).dim() == 2  # type: ignore[arg-type]
+    """Whether ``node`` [T, 1, K] is a view of a matrix [T, K]."""
+    if node.target not in _VIEWS:
+        return False
+    tokens, _, width = fx_utils.value(node).shape
+    return fx_utils.same_shape(fx_utils.value(node.args[0]).shape, (tokens, width))  # type: ignore[arg-type]
 
 
 def replaces_rows(call: fx.Node, mask: fx.Node | None) -> bool:

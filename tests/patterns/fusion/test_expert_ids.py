@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.experts import op
+from inductor_quant.ops.scaled_experts import op as scaled
+from inductor_quant.patterns.fusion.expert_ids import read_ids_of_topk
 from tests.support.graphs.post_grad import calls, capture
 from tests.support.producers.experts import Experts, bf16
 
@@ -105,3 +108,19 @@ def test_another_user_keeps_the_clamp():
         return product(x, ids), ids
 
     assert clamps(fn, x, scores) > 0
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_clamped_ids_that_are_written_to_are_read_so(is_written):
+    def fn(scores, a, b):
+        ids = scores.topk(TOP, -1)[1].clamp(0, E - 1)
+        flat = ids.view(-1)
+        if is_written:
+            ids.fill_(1)
+        return scaled(a, b, None, None, None, flat, out_dtype=torch.float32)
+
+    args = scores, q[0, : TOKENS * TOP].contiguous(), q.transpose(1, 2)
+    module = make_fx(fn, tracing_mode="fake")(*args)
+    assert read_ids_of_topk(module.graph) == (not is_written)
+    module.recompile()
+    assert torch.equal(module(*args), fn(*args))

@@ -152,7 +152,21 @@ def masked_by_element(x, i):
     return product(torch.where(mask, 0.0, x[i // TIMES]))
 
 
-MISSES = [of_columns, the_whole_repeated, of_parts, read_by_another, masked_by_element]
+def columns_of_one_row(x, i):
+    """Its columns are the rows that are gathered."""
+    row = x.reshape(-1, 1)[i.repeat(4)[:K]].reshape(1, K)
+    return torch.bmm((q.to(bf16) * s)[i[:1] % 4], row.unsqueeze(2)).squeeze(2)
+
+
+def columns_of_one_row_repeated(x, i):
+    row = x[0, : K // TIMES].reshape(-1, 1, 1).expand(-1, TIMES, 1).reshape(1, K)
+    return torch.bmm((q.to(bf16) * s)[i[:1] % 4], row.unsqueeze(2)).squeeze(2)
+
+
+MISSES = [
+    *(of_columns, the_whole_repeated, of_parts, read_by_another, masked_by_element),
+    *(columns_of_one_row, columns_of_one_row_repeated),
+]
 MASKED = [value for name, value in dict(globals()).items() if name.startswith("masked_where")]
 
 
@@ -174,6 +188,17 @@ def test_a_mask_goes_if_the_result_has_it_too(has_bias):
 
     rewrite, _ = check(fn, x, perm, rows=True, repeats=2)
     assert len(calls(rewrite.after, aten.where.self)) == 1
+
+
+def test_rows_are_repeated_as_a_view_has_them():
+    def fn(halves, i):
+        return product(halves.view(TOKENS, 1, K).expand(-1, TIMES, -1).reshape(-1, K)[i])
+
+    halves = x.view(2 * TOKENS, K // 2)
+    want, (got, [rewrite]) = fn(halves, perm), capture(fn, (halves, perm))
+    [call] = calls(rewrite.after, experts.op)
+    assert call.kwargs["repeats"] == TIMES
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.05)
 
 
 def test_a_tensor_that_is_written_to_is_gathered_before():
@@ -224,6 +249,38 @@ def test_scales_of_other_rows_are_gathered_before(is_same):
     args = (codes, q.transpose(1, 2), scale, s.transpose(1, 2), offsets, i, i if is_same else j)
     module = make_fx(fn, tracing_mode="fake")(*args)
     assert gather_in_experts(module.graph) == is_same
+    module.recompile()
+    assert torch.equal(module(*args), fn(*args))
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_mask_that_is_written_to_stays(is_written):
+    def fn(a, b, mask, offsets, i):
+        rows = torch.where(mask, offsets.new_zeros((), dtype=a.dtype), a[i])
+        y = scaled_experts.op(rows, b, None, None, offsets, None, out_dtype=torch.float32)
+        if is_written:
+            torch.ops.aten.fill_.Scalar(mask.view(-1), 0)
+        return torch.ops.aten.where.self(mask, offsets.new_zeros((), dtype=y.dtype), y)
+
+    args = (by_row_int8(x)[0], q.transpose(1, 2), perm[:, None] > 7, offsets, perm // TIMES)
+    module = make_fx(fn, tracing_mode="fake")(*args)
+    assert gather_in_experts(module.graph) == (not is_written)
+    module.recompile()
+    again = (*args[:2], args[2].clone(), *args[3:])
+    assert torch.equal(module(*again), fn(*args))
+
+
+def test_scales_of_a_longer_tensor_are_gathered_before():
+    """A row that counts from the end is another one there."""
+
+    def fn(a, b, of_a, offsets, i):
+        return scaled_experts.op(a[i], b, of_a[i], None, offsets, None, out_dtype=torch.float32)
+
+    codes, scale = by_row_int8(x)
+    longer = torch.cat([scale, scale.flip(0)])
+    args = (codes, q.transpose(1, 2), longer, offsets, perm // TIMES - TOKENS)
+    module = make_fx(fn, tracing_mode="fake")(*args)
+    assert gather_in_experts(module.graph) == 0
     module.recompile()
     assert torch.equal(module(*args), fn(*args))
 

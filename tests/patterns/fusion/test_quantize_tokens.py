@@ -119,9 +119,18 @@ def masked_where_the_result_is_not(x, i):
     return quantized(torch.where((i > 7).unsqueeze(1), 0.0, x[i // TIMES]))
 
 
+def masked_by_a_wider_dtype(x, i):
+    """Rows are divided in fp32, tokens would be in bf16."""
+    mask = (i > 7).unsqueeze(1)
+    rows = torch.where(mask, torch.zeros(K), x[i // TIMES])
+    scale = rows.abs().amax(1, keepdim=True).clamp(min=1e-8) / 127
+    codes = (rows / scale).round().clamp(-127, 127).to(torch.int8)
+    return torch.where(mask, 0.0, product(codes, scale.float()))
+
+
 MISSES = [
     *(fewer_rows_than_tokens, a_factor_for_each_row, read_by_another, codes_read_by_another),
-    *(scales_behind_the_product, masked_where_the_result_is_not),
+    *(scales_behind_the_product, masked_where_the_result_is_not, masked_by_a_wider_dtype),
 ]
 
 
@@ -170,6 +179,18 @@ def by_neighbours(rows):
     return rows / scale.flip(0), scale
 
 
+def by_differences(rows):
+    """Of each row from each."""
+    scale = (rows[:, None] - rows).abs().amax((1, 2), keepdim=True).squeeze(1)
+    return rows / scale, scale
+
+
+def by_all_rows(rows):
+    every = rows.expand(len(rows), -1, -1)
+    scale = every.abs().amax((1, 2), keepdim=True).squeeze(1)
+    return rows / scale, scale
+
+
 def by_each_row(rows):
     scale = rows.abs().amax(1, keepdim=True)
     return rows / scale, scale
@@ -177,7 +198,10 @@ def by_each_row(rows):
 
 @pytest.mark.parametrize(
     "quantize",
-    [by_one_scale, by_each_column, by_two_rows, in_pairs, across, by_neighbours, by_each_row],
+    [
+        *(by_one_scale, by_each_column, by_two_rows, in_pairs, across, by_neighbours),
+        *(by_differences, by_all_rows, by_each_row),
+    ],
 )
 def test_rows_that_are_not_quantized_by_themselves(quantize):
     def fn(x, b, i, ends):
@@ -192,3 +216,18 @@ def test_rows_that_are_not_quantized_by_themselves(quantize):
     assert quantize_tokens_once(module.graph) == (quantize is by_each_row)
     module.recompile()
     assert torch.equal(module(*args), fn(*args))
+
+
+def test_a_factor_that_is_written_to_stays_before():
+    def fn(x, factor, b, i, ends):
+        rows = x[i] * factor
+        scale = rows.abs().amax(1, keepdim=True)
+        codes = cast(rows / scale * 100, torch.int8)
+        factor.mul_(3)
+        return op(codes, b, scale, None, ends, None, out_dtype=torch.float32)
+
+    tokens, factor = torch.randn(TOKENS, 40), torch.rand(40)
+    stack = torch.randint(-9, 9, (4, 40, 24), dtype=torch.int8)
+    args = tokens, factor, stack, perm // TIMES, offsets
+    module = make_fx(fn, tracing_mode="fake")(*args)
+    assert quantize_tokens_once(module.graph) == 0
