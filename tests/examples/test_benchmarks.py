@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from itertools import product
 
@@ -177,14 +178,18 @@ def test_a_format_is_recognized_as_it_is_stored(name):
 def test_a_prepacked_format_computes_the_same_from_other_tensors():
     stored = FORMATS["awq"].make(Source("cpu"), 256, 512)
     x = torch.randn(5, 512, dtype=FORMATS["awq"].dtype)
-    want = F.linear(x, FORMATS["awq"].dequantize(512, *stored))
-    tensors, layer = random_linear.prepacked(FORMATS["awq"], stored, x)
+
+    def layer(format, x, weight, bias):
+        return F.linear(x, FORMATS[format].dequantize(512, *weight), bias)
+
+    want = layer("awq", x, stored, None)
+    tensors, repacked = random_linear.prepacked(functools.partial(layer, "awq"), stored, x)
     assert tensors[0].shape == (64, 256)
     torch.testing.assert_close(
-        layer(x, tensors, None), want, rtol=2e-2, atol=2e-2 * want.abs().max()
+        repacked(x, tensors, None), want, rtol=2e-2, atol=2e-2 * want.abs().max()
     )
-    stored = FORMATS["nf4"].make(Source("cpu"), 256, 512)
-    assert random_linear.prepacked(FORMATS["nf4"], stored, x.to(torch.bfloat16)) is None
+    stored, wide = FORMATS["nf4"].make(Source("cpu"), 256, 512), x.to(torch.bfloat16)
+    assert random_linear.prepacked(functools.partial(layer, "nf4"), stored, wide) is None
 
 
 def test_formats_are_drawn_for_each_m_and_checked(tmp_path, monkeypatch, capsys):

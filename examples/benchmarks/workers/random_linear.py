@@ -21,7 +21,8 @@ import inductor_quant
 from examples.benchmarks.harness import serve
 from examples.benchmarks.timing import WEIGHT_BYTES, Replay, copies_beyond_l2, machine
 from examples.benchmarks.workers import fp8, linear
-from examples.benchmarks.workers.formats import FORMATS, Format, Source
+from examples.benchmarks.workers.formats import FORMATS, Source
+from examples.benchmarks.workers.weight_only import Layer
 from inductor_quant.report import events
 
 Tensor = torch.Tensor
@@ -69,36 +70,22 @@ SYSTEMS |= dict.fromkeys(("ours", PREPACKED), "inductor_quant")
 BOUND = 6e-3  # of the relative RMS error: both the sums and the epilogue are rounded to bf16
 
 
-class Stored(nn.Module):
-    """A layer as quantizers write it: buffers, and a forward that dequantizes them."""
-
-    def __init__(self, format: Format, stored: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.dequantize = format.dequantize
-        self.names = [f"weight{i}" for i in range(len(stored))]
-        for name, tensor in zip(self.names, stored, strict=True):
-            self.register_buffer(name, tensor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dequantize(x.shape[1], *(getattr(self, n) for n in self.names)))
-
-
 def prepacked(
-    format: Format, stored: tuple[Tensor, ...], x: Tensor
+    layer: Callable[..., Tensor], stored: tuple[Tensor, ...], x: Tensor
 ) -> tuple[tuple[Tensor, ...], Callable[..., Tensor]] | None:
-    """The tensors that ``prepack_`` makes of a weight, and the layer of them; None if it leaves
-    this format as it is."""
-    model = nn.Sequential(Stored(format, stored))
+    """The tensors that ``prepack_`` makes of those of ``layer(x, stored, bias)``, and the layer of
+    them; None if it leaves them as they are."""
+    model = nn.Sequential(Layer(lambda x, bias, *weight: layer(x, weight, bias), stored))
     if not inductor_quant.prepack_(model, x):
         return None
-    layer: Any = model[0].prepacked
-    names = [name for name, _ in layer.named_buffers()]
+    repacked: Any = model[0].prepacked
+    names = [name for name, _ in repacked.named_buffers()]
 
     def call(x: Tensor, weight: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
-        out = torch.func.functional_call(layer, dict(zip(names, weight, strict=True)), (x,))
+        out = torch.func.functional_call(repacked, dict(zip(names, weight, strict=True)), (x,))
         return out if bias is None else out + bias
 
-    return tuple(layer.buffers()), call
+    return tuple(repacked.buffers()), call
 
 
 class Worker:
@@ -185,7 +172,7 @@ class Worker:
                 return F.linear(x, format.dequantize(x.shape[1], *weight), bias)
 
         if self.system == PREPACKED:
-            stored, layer = prepacked(format, stored, x) or (stored, layer)
+            stored, layer = prepacked(layer, stored, x) or (stored, layer)
         count = copies_beyond_l2(sum(t.nbytes for t in stored), self.device)
         weights = [stored, *(tuple(t.clone() for t in stored) for _ in range(count - 1))]
         return x, weights, layer, lambda: [product(x, w)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -204,14 +204,17 @@ def packed_as(kind: type[GPTQ], problem: GPTQ) -> list[Call]:
 
 
 class Layer(nn.Module):
-    """A packed layer as quantizers write it: buffers, and a forward that dequantizes them."""
+    """A packed layer as quantizers write it: buffers, and a forward that dequantizes them,
+    ``linear(x, bias, *tensors)``."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(
+        self, linear: Callable[..., Tensor], tensors: Sequence[Tensor], bias: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.linear = type(problem).linear
-        self.register_buffer("bias", problem.bias)
-        self.names = [f"weight{i}" for i in range(len(problem.packed()))]
-        for name, tensor in zip(self.names, problem.packed(), strict=True):
+        self.linear = linear
+        self.register_buffer("bias", bias)
+        self.names = [f"weight{i}" for i in range(len(tensors))]
+        for name, tensor in zip(self.names, tensors, strict=True):
             self.register_buffer(name, tensor)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -221,7 +224,7 @@ class Layer(nn.Module):
 def prepacked_from(kind: type[GPTQ], problem: GPTQ) -> list[Call]:
     """The same quantized values in another layout, repacked by ``prepack_``."""
     other = kind("linear", problem.m, problem.n, problem.k, problem.device)
-    model = nn.Sequential(Layer(other))
+    model = nn.Sequential(Layer(type(other).linear, other.packed(), other.bias))
     if not inductor_quant.prepack_(model, other.x):
         raise ValueError(f"prepack_ leaves the layout {kind.__name__} as it is")
     layers = [model[0].prepacked]

@@ -73,9 +73,6 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         costs = _Costs(**vars(costs))
         return sorted(filter(costs.listed, legal), key=costs.whole)
 
-    def prefers_library(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
-        return False  # the rules say up to how many rows the stack is not written
-
 
 @dataclasses.dataclass(frozen=True)
 class _Costs(mm_sm90.Costs):
