@@ -7,16 +7,16 @@ import math
 
 import pytest
 
-from inductor_quant.kernels.weight_only.mm_sm90 import kernel
+from inductor_quant.kernels.weight_only import library
 
 LARGE_M = 128
 
 
 @pytest.fixture(autouse=True)
 def _kernels_for_small_layers(monkeypatch):
-    cost = kernel._cost_of_library
+    cost = library.cycles
 
     def without_library(problem, device):
         return math.inf if problem.m <= LARGE_M else cost(problem, device)
 
-    monkeypatch.setattr(kernel, "_cost_of_library", without_library)
+    monkeypatch.setattr(library, "cycles", without_library)

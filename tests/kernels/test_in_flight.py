@@ -49,8 +49,8 @@ def test_sums_that_are_read_before_the_wait_are_found():
                 each_kernel.GEMMS["weight_only_large_m_sm90"],
                 w4a8.Case("int4_words", 200, 4096, 4096),
                 w4a8.Case("nibble_pairs", 61, 4096, 4096, a_dtype=torch.float8_e4m3fn),
-                *(Case(name, 61, 2112, 1152) for name in ("awq", "int8_channel", "nf4", "fp8_row")),
-                *(Case(name, 40, 2112, 4096) for name in ("awq", "gptq")),
+                *(Case(name, 61, 8256, 1152) for name in ("awq", "int8_channel", "nf4", "fp8_row")),
+                *(Case(name, 40, 8256, 4096) for name in ("awq", "gptq")),
             )
         ),
     ],

@@ -82,11 +82,10 @@ def weight_of(problem: Problem) -> Weight:
 
 
 def is_written_along_k(weight: Weight) -> bool:
-    """Whether a dequantized W has neighbours along K in memory, as the packed one has. Whole bytes
-    are transposed at no cost."""
+    """Whether a dequantized W has neighbours along K in memory, as the packed one has."""
     code = weight.format.code
     apart = {name: step for name, step in word_strides(weight, code).items() if step}
-    return 0 < code.width < 8 and bool(apart) and min(apart, key=apart.__getitem__)[0] == "k"
+    return bool(apart) and min(apart, key=apart.__getitem__)[0] == "k"
 
 
 def packed_weight_of(problem: Problem) -> tuple[Weight, PackedLayout]:

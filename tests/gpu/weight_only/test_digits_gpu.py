@@ -9,7 +9,7 @@ import torch
 
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M
-from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from inductor_quant.kernels.weight_only.direct.kernel import MAX_M, WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import weight_only
 from inductor_quant.report.events import collect
@@ -22,8 +22,12 @@ pytestmark = pytest.mark.gpu
 bf16, f16 = torch.bfloat16, torch.float16
 
 
+SMALL_N = 1024
+
+
 def kernel_of(case):
-    return WEIGHT_ONLY_DIRECT if case.m <= DECODE_M else WEIGHT_ONLY_MM_SM90
+    is_direct = case.m <= DECODE_M or (case.m <= MAX_M and case.n <= SMALL_N)
+    return WEIGHT_ONLY_DIRECT if is_direct else WEIGHT_ONLY_MM_SM90
 
 
 @pytest.fixture(autouse=True)
@@ -81,23 +85,53 @@ def configs_of(case):
 )
 def test_the_best_tiles_are_close_to_fp64(name, m, dtype, group, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
-    torch.manual_seed(0)
     n = 14336 if m > MEDIUM_M // 2 else 2048  # above, W written once is the alternative
-    case = Case(name, m, n, 4096, dtype, bias=True, column_scale="channel")
+    check(Case(name, m, n, 4096, dtype, bias=True, column_scale="channel"))
+
+
+def check(case):
+    torch.manual_seed(0)
     inputs = make_inputs(case, "cuda")
     for config in configs_of(case):
         assert_right(run(case, inputs, config), case, inputs)
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "dtype"),
+    [
+        ("gptq", 20, 1000, 640, f16),
+        ("gptq", 64, 1024, 1024, bf16),
+        ("awq", 29, 1024, 1152, f16),
+        ("hqq", 33, 512, 1024, bf16),
+        ("nibble_pairs", 17, 520, 1152, bf16),
+        ("int8_channel", 48, 1000, 640, f16),
+        ("int8_group", 57, 768, 1024, bf16),
+        ("int8_zero_channel", 32, 512, 640, bf16),
+        ("fp8_row", 64, 1024, 640, bf16),
+        ("nf4", 40, 512, 1024, f16),
+        ("uint2", 32, 1024, 1024, bf16),
+        ("nibble_pairs", 100, 520, 1152, bf16),
+        ("int8_channel", 250, 1024, 640, f16),
+        ("gptq", 200, 520, 640, f16),
+    ],
+)
+def test_more_rows_of_small_layers(name, m, n, k, dtype, group, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    check(Case(name, m, n, k, dtype, bias=True, column_scale="channel"))
 
 
 @pytest.mark.parametrize(
     "name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4", "fp8_row"]
 )
 @pytest.mark.parametrize("dtype", [bf16, f16])
-@pytest.mark.parametrize("m", [16, 64])
-def test_one_hot_rows_give_the_weight_bit_for_bit(m, name, dtype, monkeypatch):
+@pytest.mark.parametrize(("m", "n"), [(16, 512), (64, 512), (64, 2048)])
+def test_one_hot_rows_give_the_weight_bit_for_bit(m, n, name, dtype, monkeypatch):
     """Groups of 32, which no other kernel prefers; scales of x's dtype and of another one."""
+    if name == "awq" and (m, n) == (64, 512):
+        m = 32  # beyond, weight_only_mm_sm90 is faster
     monkeypatch.setattr(formats, "GROUP", 32)
-    case = Case(name, m, 512, 1024, dtype)
+    case = Case(name, m, n, 1024, dtype)
     if not takes(case):
         pytest.skip("weight_only_bytes takes whole bytes with one scale a channel")
     _, _, _, *weight = make_inputs(case, "cuda")

@@ -61,6 +61,11 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),
         (DIRECT, Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),
         (DIRECT, Case("uint2", 2, 128, 128), "8x128x64_w4_s1_g8"),
+        (DIRECT, Case("hqq", 33, 64, 256, bias=True), "64x16x128_w2_s1_g8"),
+        (DIRECT, Case("gptq", 20, 64, 320, f16), "32x32x128_w2_s1_g8_k2"),
+        (DIRECT, Case("int8_channel", 57, 48, 128), "64x32x128_w2_s1_g8"),
+        (DIRECT, Case("nibble_pairs", 70, 40, 192, bias=True), "32x16x128_w2_s1_g8_k2"),
+        (DIRECT, Case("awq", 29, 64, 256, f16, column_scale="channel"), "32x32x128_w2_s1_g8"),
         (MM, Case("gptq", 17, 64, 256, f16, bias=True), "32x64x64_w4_s4_g8"),
         (MM, Case("gptq", 20, 64, 256, bf16), "32x64x64_w4_s4_g8_k2"),  # scales of another dtype
         (

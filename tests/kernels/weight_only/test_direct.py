@@ -51,10 +51,31 @@ def aligned(case):
     ],
 )
 def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
-    for m in (1, 16, 17):
-        spec, problem = aligned(Case(name, m, 1024, 4096, bf16))
-        chosen, _ = next(candidates("weight_only", spec, problem, device(90)))
-        assert (chosen is WEIGHT_ONLY_DIRECT) == (is_taken and m <= 16)
+    for m in (1, 16):
+        assert (chosen(Case(name, m, 1024, 4096, bf16)) is WEIGHT_ONLY_DIRECT) == is_taken
+
+
+def chosen(case, arch=90):
+    spec, problem = aligned(case)
+    problem = dataclasses.replace(problem, has_weight_descriptors=arch == 90)
+    found = candidates("weight_only", spec, problem, device(arch))
+    return next((kernel for kernel, _ in found), None)
+
+
+@pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "hqq", "int8_channel", "fp8_row", "nf4"])
+def test_it_takes_more_rows_of_small_layers(name):
+    for m in (17, 33, 64, 100):
+        assert chosen(Case(name, m, 1024, 1024, bf16)) is WEIGHT_ONLY_DIRECT
+        assert chosen(Case(name, m, 28672, 4096, bf16)) is not WEIGHT_ONLY_DIRECT
+        assert chosen(Case(name, m, 1024, 1024, bf16), arch=80) is not WEIGHT_ONLY_DIRECT
+    assert chosen(Case(name, 1000, 1024, 1024, bf16)) is not WEIGHT_ONLY_DIRECT
+
+
+def test_x_in_shared_memory_takes_tiles_of_32_rows():
+    for name, rows in (("awq", {32}), ("hqq", {32, 64})):
+        spec, problem = aligned(Case(name, 64, 1024, 1024, f16))
+        found = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+        assert {config.block_m for config in found} == rows
 
 
 def test_k_need_not_be_a_multiple_of_what_the_warps_share():
@@ -90,12 +111,18 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     ("name", "m", "dtype"),
     [
         ("hqq", 16, bf16),
+        ("int8_group", 64, bf16),
         pytest.param("awq", 8, f16, marks=pytest.mark.slow),
         pytest.param("int8_group", 8, bf16, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, m, bf16, marks=pytest.mark.slow)
+            for name in ("gptq", "nibble_pairs", "hqq", "nf4", "fp8_row", "uint2", "int8_channel")
+            for m in (32, 64)
+        ),
     ],
 )
 def test_no_configuration_spills(name, m, dtype):
-    case = Case(name, m, 1024, 4096, dtype)
+    case = Case(name, m, 1024, 4096 if m <= 16 else 1024, dtype)
     spec, problem = aligned(case)
     for config in hardest(WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90)), 1):
         generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")

@@ -27,11 +27,14 @@ ARCHS = (80, 89, 90, 100)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gets_several_legal_configurations(name, arch, m):
-    for k, n, dtype in ((4096, 4096, bf16), (96, 40, f16), (4096, 4096, f32)):
+    for k, n, dtype in ((4096, 16384, bf16), (96, 40, f16), (4096, 16384, f32)):
         spec, problem = described(Case(name, m, n, k, dtype))
         found = WEIGHT_ONLY_MM.configs(spec, problem, device(arch))
         if name == "ten_parts":  # places that are computed: W is written once, as the graph does
             assert not found
+            continue
+        if arch == 90 and m > 16:  # where the library is faster, none
+            assert WEIGHT_ONLY_MM.configs(spec, problem, device(80))
             continue
         assert len(found) >= 2
         assert len(set(found)) == len(found)
@@ -45,12 +48,12 @@ def test_every_format_gets_several_legal_configurations(name, arch, m):
 def test_at_large_m_the_weight_is_dequantized_once(name, most):
     for m, has_kernel in ((most, True), (most + 1, False)):
         spec, problem = described(Case(name, m, 512, 1024))
-        assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(90))) == has_kernel
+        assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(80))) == has_kernel
     with collect() as report:
         generated = generate_case(Case(name, most + 1, 512, 1024), arch=80)
     assert [choice.chosen for choice in report.kernels] == [DEQUANTIZE_THEN_MM]
     assert "extern_kernels.mm" in generated.wrapper
-    along_k = name == "nf4"  # nibbles of one byte
+    along_k = name in ("nf4", "int8_channel")  # as their bytes; the others are [K, N]
     assert f"((1024, 512), {(1, 1024) if along_k else (512, 1)}" in generated.wrapper
     assert not any("weight_only_mm" in source for source in generated.kernels.values())
 
@@ -223,17 +226,18 @@ def test_default_mode_offers_one_choice_and_autotune_several():
 @pytest.mark.parametrize(
     ("m", "n", "is_taken"),
     [
-        (64, 1152, True),
+        (16, 1152, True),
+        (64, 1152, False),
         (128, 1152, False),
-        (128, 8192, True),
+        (128, 16384, True),
         (512, 1152, False),
-        (512, 8192, True),
     ],
 )
 def test_few_tiles_are_left_to_a_weight_written_once(m, n, is_taken):
     """K is not split: 18 tiles took 43 us where stock takes 16 (128 x 1152 x 4304, H100)."""
     spec, problem = described(Case("int8_channel", m, n, 4304))
     assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(90))) == is_taken
+    assert bool(WEIGHT_ONLY_MM.configs(spec, problem, device(80))) == (m < 128 or n > 1152)
 
 
 @pytest.mark.compiles

@@ -226,7 +226,7 @@ def test_bytes_read_as_words_are_the_same_weight(name):
     ],
 )
 def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large_groups):
-    case = Case(name, m, 1024, 4096, dtype)
+    case = Case(name, m, 4096, 4096, dtype)
     spec, problem = aligned(case)
     assert choose_name(spec, problem) == WEIGHT_ONLY_MM_SM90.name
     for config in hardest(WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)), 1):

@@ -4,7 +4,8 @@ Chosen for weight-only GEMMs that no kernel takes, above all for M where dequant
 multiplying with cuBLAS is faster than dequantizing it for every tile (``preferred_rows``).
 
 Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
-and stores the result, rounded once. If fields lie along K, so does W (``is_written_along_k``).
+and stores the result, rounded once. If the packed weight lies along K, so does W
+(``is_written_along_k``).
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class WeightOnlyDequantize(Kernel):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         along_k = rules.is_written_along_k(rules.weight_of(problem))
-        n, k = (32, 256) if along_k else (128, 32)
+        n, k = (8, 256) if along_k else (128, 32)
         return [GemmConfig(16, n, k, num_warps=4, num_stages=1)]
 
 

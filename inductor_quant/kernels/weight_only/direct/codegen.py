@@ -13,6 +13,7 @@ from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, ke
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
+from inductor_quant.kernels.problem import DECODE_M
 
 G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
@@ -104,6 +105,11 @@ class DirectCodegen(DigitCodegen):
         return f"tile = {tile}\n{self.load('tile', stride, size)}"
 
     @property
+    def x_is_shared(self) -> bool:
+        """Whether x takes the way of shared memory."""
+        return self.x_layout == "X_LOADED"
+
+    @property
     def zero(self) -> str:
         return "0.0" if self.x_dtype.is_floating_point else "0"
 
@@ -112,15 +118,22 @@ class DirectCodegen(DigitCodegen):
         dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
         target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
         shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
-        x = x if self.x_layout == "X_READ" else f"gl.convert_layout({x}, X_READ)"
+        x = f"gl.convert_layout({x}, X_READ)" if self.x_is_shared else x
         code = self.dialect.reordered(x, dims, target, shape)
         return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
 
     @property
     def max_registers(self) -> int:
         """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
+        if self.has_row_tiles:  # the sums and x of many rows take more than that leaves
+            return REGISTERS // (32 * max(self.warps, MAX_WARPS // 2))
         warps = MAX_WARPS_MASKED if self.n % self.block_n else MAX_WARPS
         return REGISTERS // (32 * warps)
+
+    @property
+    def has_row_tiles(self) -> bool:
+        """Whether M may have several tiles."""
+        return self.block_m > DECODE_M
 
     @property
     def loads_x_early(self) -> bool:

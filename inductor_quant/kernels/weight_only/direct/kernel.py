@@ -1,7 +1,8 @@
 """``weight_only_direct``: x [M, K] @ W [K, N] for every weight format, in Gluon.
 
-Chosen for M <= 16 and 16-bit x whose rows are aligned, on sm_80, 86, 89 and 90, when no
-kernel for one format takes the GEMM.
+Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
+format takes the GEMM; M <= 512 on sm_90, where it costs less than ``weight_only_mm_sm90``, as for
+small layers.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -11,8 +12,8 @@ the format (``codegen/digits/tile``). Once per tile the warps' sums are added in
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -24,7 +25,9 @@ from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, P
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import n_order, operand_rejection, plan_of
-from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
+from inductor_quant.kernels.weight_only.direct import cost
+from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -40,9 +43,13 @@ TILES = (
 )
 TABLE_TILE = (16, 256)  # up to 8 rows; with more x is loaded too often
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
-# In one unit of time: an iteration of a warp with a tile of 4096 values, as a share of what the SM
-# does and as a wait; adding partials; starting and joining a warp.
-BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 20.0, 0.5
+ROWS = (8, 16)  # of a tile
+# From 17 rows on, in as many tiles as it takes.
+MAX_M, MAX_SIZE = 512, 2**24  # N x K
+ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
+TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
+WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
+MOST_SUMS = 8192  # of all warps of a CTA: more would spill, or leave one CTA an SM
 
 
 class WeightOnlyDirect(rules.WeightOnlyKernel):
@@ -51,12 +58,13 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     is_gluon = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if detail := problem.rows_outside(0, DECODE_M):
+        if detail := problem.rows_outside(0, MAX_M):
             return no_kernel(detail)
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")
         refused = operand_rejection(spec, problem, device, FLOAT8)
-        if refused is None and _is_for_bytes(spec, rules.weight_of(problem)):
+        is_few = problem.m <= DECODE_M
+        if refused is None and is_few and _is_for_bytes(spec, rules.weight_of(problem)):
             return no_kernel("weight_only_bytes is faster")
         return refused
 
@@ -70,12 +78,18 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        refused = tile_misfit(problem, config, device, MAX_VALUES)
+        rows = ROWS
+        if problem.m > DECODE_M:  # in tiles
+            rows = ROWS_MEDIUM
+            problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
+        refused = tile_misfit(problem, config, device, MAX_VALUES, rows)
         if refused is None and plan_of(rules.weight_of(problem), config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return refused
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        if problem.m > DECODE_M:
+            return self._medium_configs(spec, problem, device)
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
         tiles = list(TILES[0 if is_narrow else 1])
@@ -87,19 +101,46 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return direct_configs(
             problem,
             tiles,
-            lambda config: _cost(problem, config, device),
+            lambda config: cost.of_few_rows(problem, config, device),
             lambda config: self.config_rejection(spec, problem, config, device),
         )
 
+    def _medium_configs(
+        self, spec: QuantGemmSpec, problem: Problem, device: Device
+    ) -> list[GemmConfig]:
+        """Those that cost less than ``weight_only_mm_sm90`` and the library."""
+        if device.arch not in rules.WGMMA_ARCHS or problem.n * problem.k > MAX_SIZE:
+            return []  # never timed there, or never faster
+        costs: dict[GemmConfig, float] = {}
+        listed = itertools.product(ROWS_MEDIUM, TILES_MEDIUM, WARPS_MEDIUM, SPLITS_MEDIUM)
+        for block_m, (block_n, slice_k), warps, split in listed:
+            config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
+            is_empty = problem.m <= block_m // 2 and block_m > ROWS_MEDIUM[0]
+            is_large = warps * block_m * block_n > MOST_SUMS
+            if is_empty or is_large or self.config_rejection(spec, problem, config, device):
+                continue
+            codegen = self.codegen(spec, problem, config)
+            if codegen.x_is_shared and block_m > MAX_ROWS_SHARED:
+                continue
+            costs[config] = cost.cycles(problem, config, device, codegen)
+        most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
+        order = sorted(costs, key=costs.__getitem__)
+        return split_k.same_split([config for config in order if costs[config] < most])
+
 
 def tile_misfit(
-    problem: Problem, config: GemmConfig, device: Device, most: int
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    most: int,
+    rows: Sequence[int] = ROWS,
 ) -> Rejection | None:
-    """Why warps that share K cannot have such tiles, of at most ``most`` values a thread."""
+    """Why warps that share K cannot have such tiles, of at most ``most`` values a thread and of one
+    of these numbers of ``rows``."""
     slice_k = config.block_k // config.num_warps
     if problem.k % slice_k or problem.k < config.split_k * config.block_k:
         return bad_blocks(f"{config}: slices of {slice_k} do not divide K={problem.k}")
-    if config.num_stages > 1 or config.block_m not in (8, 16) or problem.m > config.block_m:
+    if config.num_stages > 1 or config.block_m not in rows or problem.m > config.block_m:
         return bad_blocks(f"{config} does not cover M={problem.m}")
     return rules.reject_if_too_many_unpacked(config, most) or tile_rejection(
         GemmConfig(16, config.block_n, 128, config.num_warps, 1),
@@ -112,7 +153,7 @@ def tile_misfit(
 def direct_configs(
     problem: Problem,
     tiles: Sequence[tuple[int, int]],
-    cost: Callable[[GemmConfig], float],
+    cost_of: Callable[[GemmConfig], float],
     reject: Callable[[GemmConfig], Rejection | None],
 ) -> list[GemmConfig]:
     """The cheapest configuration of each of ``tiles``, (columns, k) of a warp, that is not
@@ -125,7 +166,7 @@ def direct_configs(
             for warps in _WARPS
             for split in _SPLITS
         ]
-        listed.sort(key=cost)
+        listed.sort(key=cost_of)
         found += list(itertools.islice((c for c in listed if reject(c) is None), 1))
     return split_k.same_split(found)
 
@@ -137,18 +178,6 @@ def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:
         return False
     loop_ops, _ = rules.dequant_ops_of(spec, weight)
     return not loop_ops or weight.tensors[weight.format.code.source].dtype in FLOAT8
-
-
-def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:
-    """The time of a configuration, to be compared with that of others of the same tile."""
-    slice_k = config.block_k // config.num_warps
-    slices = math.ceil(problem.k / slice_k / config.split_k)
-    iterations = math.ceil(slices / config.num_warps)
-    ctas = math.ceil(problem.n / config.block_n) * config.split_k
-    waves = math.ceil(ctas / (device.num_sms * (MAX_WARPS // config.num_warps)))
-    of_one_sm = math.ceil(ctas / device.num_sms) * config.num_warps
-    loop = (BUSY * of_one_sm + WAIT * waves) * iterations * config.block_n * slice_k / 4096
-    return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
 
 
 WEIGHT_ONLY_DIRECT = WeightOnlyDirect()

@@ -21,7 +21,7 @@ import torch
 from inductor_quant.kernels.codegen.weight import WeightCodegen
 from inductor_quant.kernels.config import GemmConfig, reject_if_split, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem
-from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.ops.weight_only import preferred_rows
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -29,8 +29,11 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # Dequantized elements per thread: with more, configurations of the list spill.
 MAX_TILE_REGISTERS = 32
 
-# From this K on a few tiles take longer than the launches of W written once and of a product.
+# From this K on a few tiles take longer than the launches of W written once and of a product. On
+# sm_90 both are estimated: cycles of a tile for each 64 of K, for a table times as many, while so
+# many CTAs share an SM; by a margin, as tiles of all sizes count alike.
 LONG_K = 2048
+TILE_CYCLES, LOOKED_UP, CTAS_PER_SM, MARGIN = 1120, 2.6, 2, 1.25
 
 # (largest M, configurations). The first is for small N, the second for WIDE_N and more, the rest
 # are for autotuning. Small M gets small tiles: that makes enough CTAs to keep the memory busy.
@@ -73,12 +76,18 @@ CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 )
 
 
-def leaves_sms_idle(problem: Problem, config: GemmConfig, device: Device) -> bool:
+def is_slower_than_library(problem: Problem, config: GemmConfig, device: Device) -> bool:
     """Whether W written once and a product of the library take less time, because K is not split
     here and there are few tiles."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    if device.arch in rules.WGMMA_ARCHS and problem.m > DECODE_M and problem.m_is_bounded:
+        format = rules.weight_of(problem).format
+        factor = LOOKED_UP if format.element != format.code else 1
+        rounds = math.ceil(tiles / (CTAS_PER_SM * device.num_sms))
+        cycles = rounds * problem.k / 64 * TILE_CYCLES * factor
+        return cycles > MARGIN * library.cycles(problem, device)
     if problem.m <= config.block_m // 2 or config.block_m < 128 or problem.k < LONG_K:
         return False
-    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
     return tiles < device.num_sms * (0.5 if problem.m <= config.block_m else 1)
 
 
@@ -133,7 +142,7 @@ class WeightOnlyMM(rules.WeightOnlyKernel):
         narrow, wide, *others = next(entries for most, entries in CONFIGS if problem.m <= most)
         first = (wide, narrow) if problem.n >= rules.WIDE_N else (narrow, wide)
         found = self.fitted((*first, *others), spec, problem, device)
-        return [] if found and leaves_sms_idle(problem, found[0], device) else found
+        return [] if found and is_slower_than_library(problem, found[0], device) else found
 
     def fitted(
         self,

@@ -25,7 +25,7 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
-from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     n_order,
     operand_rejection,
@@ -85,12 +85,6 @@ SPLIT_CYCLES = 2650  # of partials, beside what grows with them
 # do so at different times.
 SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4560, 10.4, 0.06
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
-# The alternative, W written once and the library's product: cycles of both launches; bytes that the
-# GPU reads and writes in a cycle while W stays in the L2 cache; if it does not, in a cycle beyond
-# the first FROM_L2; bytes that a product reads in one, and multiply-adds; cycles of 64 of K for
-# each round of the library's tiles.
-LIBRARY_CYCLES, L2_BYTES_PER_CYCLE, BYTES_PER_CYCLE, FROM_L2 = 6650, 2200, 1650, 1900
-READ_PER_CYCLE, MADS_PER_CYCLE, ROUND_CYCLES, LIBRARY_TILE = 2670, 246_000, 61, 128
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
@@ -190,15 +184,21 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         cost = self._cost(spec, problem, device)
-        most = _cost_of_library(problem, device)
+        most = library.cycles(problem, device)
         order = sorted(cost, key=cost.__getitem__)
         return split_k.same_split([config for config in order if cost[config] < most])
+
+    def least_cycles(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
+        """Of the best configuration or of the library, whichever is less."""
+        is_taken = self.rejection(spec, problem, device) is None
+        cost = self._cost(spec, problem, device) if is_taken else {}
+        return min([library.cycles(problem, device), *cost.values()])
 
     def prefers_library(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
         """The later kernels are slower than this one, wherever it has a tile. If M is any number,
         its cost is that of one number alone."""
         cost = self._cost(spec, problem, device) if problem.m_is_bounded else {}
-        return bool(cost) and min(cost.values()) >= _cost_of_library(problem, device)
+        return bool(cost) and min(cost.values()) >= library.cycles(problem, device)
 
     def _cost(
         self, spec: QuantGemmSpec, problem: Problem, device: Device
@@ -356,19 +356,6 @@ class Costs:
 def _of_tile(config: GemmConfig) -> float:
     """Cycles of a tile beside its K iterations."""
     return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n
-
-
-def _cost_of_library(problem: Problem, device: Device) -> float:
-    """Cycles of W written once and a product of the library."""
-    size = problem.n * problem.k
-    packed = (rules.weight_of(problem).format.code.width or 8) / 8
-    reads, products = 2 * size / READ_PER_CYCLE, size * problem.m / MADS_PER_CYCLE
-    tiles = math.ceil(problem.m / LIBRARY_TILE) * math.ceil(problem.n / LIBRARY_TILE)
-    rounds = math.ceil(tiles / device.num_sms) * problem.k / 64
-    product = math.hypot(reads**2, products**2) ** 0.5 + rounds * ROUND_CYCLES
-    written = size * (packed + 2)
-    written = max(written / L2_BYTES_PER_CYCLE, written / BYTES_PER_CYCLE - FROM_L2)
-    return LIBRARY_CYCLES + written + product
 
 
 def boxed(

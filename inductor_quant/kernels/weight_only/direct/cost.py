@@ -1,0 +1,69 @@
+"""The time of a configuration of ``weight_only_direct``; README.md says what was measured."""
+
+from __future__ import annotations
+
+import math
+
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
+from inductor_quant.spec.weight_format import Field
+
+# Up to 16 rows, in one unit of time: an iteration of a warp with a tile of 4096 values, as a share
+# of what the SM does and as a wait; adding partials; starting and joining a warp.
+BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 20.0, 0.5
+# Above, in cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py: the launch; partials
+# of K. Of an iteration, what the SM does for each k of a warp: for a row of x, for a column, for 64
+# of both.
+LAUNCH_CYCLES, SPLIT_CYCLES = 1860, 1865
+ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0185, 0.0167, 0.0138
+# Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
+WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 546, 3.22, 5.47, 145
+MOST_SUMS = 1024  # of a warp; with more, half as many warps are on an SM at once, for registers
+# Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, and one that
+# is rounded for each small group; if x takes the way of shared memory.
+WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP = 1.52, 1.65, 1.76, 2.07, 32
+
+
+def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
+    """To be compared with that of others of the same tile."""
+    slice_k = config.block_k // config.num_warps
+    slices = math.ceil(problem.k / slice_k / config.split_k)
+    iterations = math.ceil(slices / config.num_warps)
+    ctas = math.ceil(problem.n / config.block_n) * config.split_k
+    waves = math.ceil(ctas / (device.num_sms * (MAX_WARPS // config.num_warps)))
+    of_one_sm = math.ceil(ctas / device.num_sms) * config.num_warps
+    loop = (BUSY * of_one_sm + WAIT * waves) * iterations * config.block_n * slice_k / 4096
+    return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
+
+
+def cycles(problem: Problem, config: GemmConfig, device: Device, codegen: DirectCodegen) -> float:
+    """Of more than 16 rows."""
+    rows, columns, slice_k = config.block_m, config.block_n, config.block_k // config.num_warps
+    slices = math.ceil(problem.k / slice_k / config.split_k)
+    iterations = math.ceil(slices / config.num_warps)
+    ctas = math.ceil(problem.m / rows) * math.ceil(problem.n / columns) * config.split_k
+    of_one_sm = math.ceil(ctas / device.num_sms)
+    resident = MAX_WARPS // 2 if rows * columns > MOST_SUMS else MAX_WARPS
+    waves = math.ceil(of_one_sm / max(1, resident // config.num_warps))
+    dequantized = _factor(rules.weight_of(problem)) * (X_SHARED if codegen.x_is_shared else 1)
+    busy = ROW_CYCLES * min(problem.m, rows) + COLUMN_CYCLES * columns * dequantized
+    busy = slice_k * (busy + PRODUCT_CYCLES * rows * columns / 64)
+    wait = WAIT_W_CYCLES * columns / 32 * dequantized + WAIT_X_CYCLES * rows / 64
+    wait = WAIT_CYCLES + slice_k * wait
+    warps = of_one_sm * config.num_warps
+    loop = iterations * (warps * busy + waves * wait)
+    sums = SUM_CYCLES * warps * rows * columns / 1024
+    return LAUNCH_CYCLES + loop + sums + (SPLIT_CYCLES if config.split_k > 1 else 0)
+
+
+def _factor(weight: Weight) -> float:
+    """Times as many cycles as 4 bits take."""
+    format = weight.format
+    factor = WIDTH ** math.log2((format.code.width or 8) / 4)
+    if format.element == format.code:
+        return factor
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    is_small = any(0 < format.block(field)[0] <= SMALL_GROUP for field in operands)
+    return factor * LOOKED_UP * (ROUNDED if is_small else 1)
