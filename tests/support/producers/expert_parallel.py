@@ -54,7 +54,10 @@ class ExpertParallel(Experts):
 
 
 def _unsorted(y: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(y).index_copy(0, order, y)
+    """Gathered, not written with ``index_copy``: torch 2.11 cannot lower that on a GPU where the
+    rows of ``y`` are a sum of unbacked sizes and those of ``order`` a number."""
+    places = torch.arange(len(order), device=order.device)
+    return y[torch.empty_like(order).scatter(0, order, places)]
 
 
 def _exchange(x: torch.Tensor, received: Any = None, sent: Any = None) -> torch.Tensor:
