@@ -45,7 +45,9 @@ def compare(rank, format, form, is_inside):
     # Outside, the number of rows is symbolic: not every number is ours.
     codes = {rejection.code.value for rejection in report.rejections}
     assert codes <= (set() if is_inside else {"many_rows"})
-    assert {match.family for match in report.matches} == {FAMILIES[format]}
+    # A process that is sent no rows at first has a graph without rows, which quantizes none.
+    families = {match.family for match in report.matches}
+    assert {FAMILIES[format]} <= families <= {FAMILIES[format], "experts"}
     assert {match.site.experts for match in report.matches} == {SIZES["e"] // 2}
     assert {kernel.chosen.partition("_")[0] for kernel in report.kernels} <= {"experts", "scaled"}
 

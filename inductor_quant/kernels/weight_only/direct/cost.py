@@ -7,7 +7,11 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
+from inductor_quant.kernels.weight_only.direct.codegen import (
+    MAX_WARPS,
+    DirectCodegen,
+    warps_at_once,
+)
 from inductor_quant.spec.weight_format import Field
 
 # Up to 16 rows, in one unit of time: an iteration of a warp with a tile of 4096 values, as a share
@@ -16,14 +20,13 @@ BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 20.0, 0.5
 # Above, in cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py: the launch; partials
 # of K. Of an iteration, what the SM does for each k of a warp: for a row of x, for a column, for 64
 # of both.
-LAUNCH_CYCLES, SPLIT_CYCLES = 1860, 1865
-ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0185, 0.0167, 0.0138
+LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
+ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0127, 0.0281, 0.0022
 # Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
-WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 546, 3.22, 5.47, 145
-MOST_SUMS = 1024  # of a warp; with more, half as many warps are on an SM at once, for registers
+WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
 # Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, and one that
 # is rounded for each small group; if x takes the way of shared memory.
-WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP = 1.52, 1.65, 1.76, 2.07, 32
+WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP = 1.365, 1.48, 1.63, 1.78, 32
 
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
@@ -45,8 +48,7 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, codegen: Direct
     iterations = math.ceil(slices / config.num_warps)
     ctas = math.ceil(problem.m / rows) * math.ceil(problem.n / columns) * config.split_k
     of_one_sm = math.ceil(ctas / device.num_sms)
-    resident = MAX_WARPS // 2 if rows * columns > MOST_SUMS else MAX_WARPS
-    waves = math.ceil(of_one_sm / max(1, resident // config.num_warps))
+    waves = math.ceil(of_one_sm / max(1, warps_at_once(rows) // config.num_warps))
     dequantized = _factor(rules.weight_of(problem)) * (X_SHARED if codegen.x_is_shared else 1)
     busy = ROW_CYCLES * min(problem.m, rows) + COLUMN_CYCLES * columns * dequantized
     busy = slice_k * (busy + PRODUCT_CYCLES * rows * columns / 64)
