@@ -16,15 +16,14 @@ from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summe
 from inductor_quant.kernels.problem import DECODE_M
 
 G: Dim = ("g", 8)
-# Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N or
-# a table beside many rows.
+# Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 REGISTERS = 65536
 VECTOR = 8  # elements of x that a thread should load at once
 
 
 def warps_at_once(block_m: int) -> int:
-    """On an SM, with tiles of rows; the sums and x of 64 take more than 128 registers."""
+    """On an SM, with tiles of rows: the sums and x of 64, or a table, take more than 128 registers."""
     return MAX_WARPS if block_m <= 32 else MAX_WARPS // 2
 
 
@@ -131,10 +130,10 @@ class DirectCodegen(DigitCodegen):
     @property
     def max_registers(self) -> int:
         """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
-        takes_more = self.n % self.block_n or (self.has_row_tiles and self.table)
-        warps = MAX_WARPS_MASKED if takes_more else MAX_WARPS
+        warps = MAX_WARPS_MASKED if self.n % self.block_n else MAX_WARPS
         if self.has_row_tiles:
-            warps = max(self.warps, min(warps, warps_at_once(self.block_m)))
+            most = warps_at_once(64 if self.table else self.block_m)
+            warps = max(self.warps, min(warps, most))
         return REGISTERS // (32 * warps)
 
     @property
