@@ -23,7 +23,7 @@ VECTOR = 8  # elements of x that a thread should load at once
 
 
 def warps_at_once(block_m: int) -> int:
-    """On an SM, with tiles of rows: the sums and x of 64, or a table, take more than 128 registers."""
+    """On an SM, with tiles of rows: x and the sums of 64 (or a table) exceed 128 registers."""
     return MAX_WARPS if block_m <= 32 else MAX_WARPS // 2
 
 
