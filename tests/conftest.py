@@ -12,6 +12,8 @@ from pathlib import Path
 # Before torch or triton read them: a cache left by another run would hide what this one compiles.
 for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ[_variable] = tempfile.mkdtemp(prefix="inductor_quant_tests_")
+# What is imported and collected stays: a third of that time would go to looking for what does not.
+gc.disable()
 # There are as many workers as cores: more threads would only wait. (Child processes inherit it.)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -102,14 +104,16 @@ def _mark_quick(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Slows the garbage collector down: it takes a seventh of the time to look at what was
-    imported, which stays, and at what compilations allocate and give back. Not on a GPU, where a
+    """Starts the garbage collector, but a slow one, and not after each compilation: it takes a
+    seventh of the time to look at what compilations allocate and give back. Not on a GPU, where a
     cycle of references may hold its memory."""
-    if _capability():
-        return
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
+    if not _capability():
+        from torch._dynamo import config
+
+        gc.set_threshold(50_000, 20, 20)
+        config.run_gc_after_compile = False
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
