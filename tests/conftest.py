@@ -12,6 +12,8 @@ from pathlib import Path
 # Before torch or triton read them: a cache left by another run would hide what this one compiles.
 for _variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ[_variable] = tempfile.mkdtemp(prefix="inductor_quant_tests_")
+# What is imported and collected stays: a third of that time would go to looking for what does not.
+gc.disable()
 # There are as many workers as cores: more threads would only wait. (Child processes inherit it.)
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,13 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mark_slow(items: list[pytest.Item]) -> None:
     """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``; of a test that
-    runs in the interpreter, two of three."""
+    runs in the interpreter, three of four."""
     seen: Counter[str] = Counter()
     for item in items:
         if "slow" in item.keywords:
             continue
         marker = item.get_closest_marker("one_in")
-        every = marker.args[0] if marker else 3 if "interp" in item.keywords else 1
+        every = marker.args[0] if marker else 4 if "interp" in item.keywords else 1
         test = item.nodeid.partition("[")[0]
         if seen[test] % every:
             item.add_marker("slow")
@@ -102,14 +104,16 @@ def _mark_quick(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Slows the garbage collector down: it takes a seventh of the time to look at what was
-    imported, which stays, and at what compilations allocate and give back. Not on a GPU, where a
+    """Starts the garbage collector, but a slow one, and not after each compilation: it takes a
+    seventh of the time to look at what compilations allocate and give back. Not on a GPU, where a
     cycle of references may hold its memory."""
-    if _capability():
-        return
-    gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
+    if not _capability():
+        from torch._dynamo import config
+
+        gc.set_threshold(50_000, 20, 20)
+        config.run_gc_after_compile = False
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -139,13 +143,15 @@ def _plain_cpp():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _guards_are_not_timed():
+def _little_is_logged():
     """Dynamo times the guards of each compilation for its log, and empties the CPU's caches first:
-    20 to 30 ms a compilation."""
-    from torch._dynamo import guards
+    20 to 30 ms a compilation. It writes all options down, too: 5 ms."""
+    from torch._dynamo import guards, utils
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0, raising=False)
+        for name in ("_scrubbed_inductor_config_for_logging", "_get_dynamo_config_for_logging"):
+            patch.setattr(utils, name, lambda: None, raising=False)
         yield
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo import config
 
+from tests.support.forks import Program
 from tests.support.graphs.post_grad import EagerBackend
 from tests.support.producers.expert_parallel import FAMILIES, ExpertParallel, routings
 
@@ -19,7 +22,7 @@ CASES = (
 )
 
 
-def run(_, rank, path):
+def run(rank, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     try:
@@ -57,8 +60,12 @@ def compare(rank, format, form, is_inside):
 
 
 @pytest.mark.compiles
-def test_two_processes_compute_what_one_does_with_all_experts(tmp_path):
+def test_two_processes_compute_what_one_does_with_all_experts(tmp_path, forks):
     path = str(tmp_path / "rendezvous")
-    other = torch.multiprocessing.spawn(run, (1, path), join=False, daemon=True)
-    run(0, 0, path)
-    assert other.join()
+    other = Program(f"from {__name__} import run; run(1, {path!r})")
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(forks.run, other)
+        try:
+            run(0, path)
+        finally:
+            done.result()

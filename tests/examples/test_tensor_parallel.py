@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from examples import tensor_parallel as example
+from tests.support.forks import Program
 from tests.support.graphs.post_grad import EagerBackend
 
 FAMILIES = {"int8": "w8a8", "int4": "weight_only", "fp8": "fp8"}
@@ -15,7 +18,7 @@ CASES = ((MLP, "int8", 3), (MLP, "int4", 3), (ATTENTION, "fp8", 4))
 HIDDEN = 256
 
 
-def run(_, rank, path):
+def run(rank, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     try:
@@ -40,8 +43,12 @@ def compare(rank):
 
 
 @pytest.mark.compiles
-def test_two_processes_compute_what_one_does_and_every_product_is_matched(tmp_path):
+def test_two_processes_compute_what_one_does_and_every_product_is_matched(tmp_path, forks):
     path = str(tmp_path / "rendezvous")
-    other = torch.multiprocessing.spawn(run, (1, path), join=False, daemon=True)
-    run(0, 0, path)
-    assert other.join()
+    other = Program(f"from {__name__} import run; run(1, {path!r})")
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(forks.run, other)
+        try:
+            run(0, path)
+        finally:
+            done.result()

@@ -18,7 +18,9 @@ from types import TracebackType
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
-import json, os, sys, tempfile, traceback
+import gc, json, os, sys, tempfile, traceback
+
+gc.disable()  # what is imported here stays, in every fork
 import torch
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx
@@ -28,6 +30,8 @@ with config.patch(force_disable_caches=True), torch.no_grad():
     torch.compile(torch.mm, backend=compile_fx)(torch.ones(8, 8), torch.ones(8, 8))
 torch._dynamo.reset()
 torch._dynamo.utils.counters.clear()
+gc.freeze()
+gc.enable()
 
 def run(path, program, arguments, environment):
     os.environ.update(environment)

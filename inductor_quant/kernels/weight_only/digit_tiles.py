@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_in_place
@@ -41,10 +43,20 @@ def plan_of(
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
     ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
+    warps = config.num_warps
+    tile_k = config.block_k // (warps if own else 1)
+    return _plan_of(weight, config.block_n, tile_k, warps, own, low)
+
+
+# Many configurations have one tile, and are looked at several times for one GEMM.
+@functools.lru_cache(maxsize=4096)
+def _plan_of(
+    weight: Weight, block_n: int, tile_k: int, warps: int, own: bool, low: tuple[int, ...] | None
+) -> TilePlan | None:
     weight = as_words(weight).weight
     format = weight.format
-    n = tile_digits(format, "n", config.block_n, n_order(format))
-    k = tile_digits(format, "k", config.block_k // (config.num_warps if own else 1))
+    n = tile_digits(format, "n", block_n, n_order(format))
+    k = tile_digits(format, "k", tile_k)
     if not n or not k:
         return None
     # These are computed where only the position within the tile is known.
@@ -57,7 +69,6 @@ def plan_of(
         low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
     # A thread that rounds the table of each group takes long parts of groups.
     vectors = (2 * VECTORS[0], *VECTORS) if own and format.element != format.code else VECTORS
-    warps = config.num_warps
     return tile_plan(weight, format.code, n, k, warps=warps, low=low, own=own, vectors=vectors)
 
 

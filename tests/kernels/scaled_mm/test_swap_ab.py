@@ -73,6 +73,7 @@ def test_only_its_own_tiles_can_be_pinned():
         assert (found is None) == is_legal
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("config", [str(config) for config in SWAPPED])
 def test_wgmma_has_the_columns_of_b_as_rows(config):

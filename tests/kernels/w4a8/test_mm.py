@@ -158,7 +158,7 @@ def test_configurations_use_the_matrix_unit_and_do_not_spill(arch, case):
         for config in (*CONFIGS, *SMALL_CONFIGS)
         if W4A8_MM.config_rejection(spec, problem, config, device(arch)) is None
     ]
-    for config in hardest(legal, 4):
+    for config in hardest(legal, 2):
         this = dataclasses.replace(case, m=2 * config.block_m)
         generated = generate_case(this, f"{W4A8_MM.name} {config}", arch=arch)
         [(name, source)] = generated.kernels.items()

@@ -44,6 +44,12 @@ def test_the_halves_of_a_byte_become_neighbours_along_n():
     assert [eval(numbers.column(str(i))) for i in range(4)] == [0, 128, 1, 129]
 
 
+def test_a_result_of_one_element_is_left_to_the_next_kernel():
+    for m, n, is_taken in ((1, 1, False), (2, 1, True), (1, 2, True)):
+        spec, problem = described(Case("int8_channel", m, n, 64))
+        assert (WEIGHT_ONLY_BYTES.rejection(spec, problem, device(90)) is None) == is_taken
+
+
 def test_indices_that_are_negative_or_not_linear_are_rejected():
     row, column = AffineIndex(linear=(("n0", 1),)), AffineIndex(linear=(("k0", 1),))
 

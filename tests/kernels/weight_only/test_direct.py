@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from tests.support.gemms import formats
@@ -76,6 +78,21 @@ def test_x_in_shared_memory_takes_tiles_of_32_rows():
         spec, problem = aligned(Case(name, 64, 1024, 1024, f16))
         found = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
         assert {config.block_m for config in found} == rows
+
+
+def test_a_tile_is_planned_once(monkeypatch):
+    """Dozens of configurations are listed, checked and compared."""
+    planned = Counter()
+
+    def tile_plan(weight, code, n, k, *, warps, own, **kwargs):
+        planned[tuple(n), tuple(k), warps, own] += 1
+        return plan_tile(weight, code, n, k, warps=warps, own=own, **kwargs)
+
+    plan_tile = digit_tiles.tile_plan
+    monkeypatch.setattr(digit_tiles, "tile_plan", tile_plan)
+    assert chosen(Case("gptq", 64, 1152, 1024, bf16)) is WEIGHT_ONLY_DIRECT  # N of no other test
+    assert len(planned) > 10
+    assert set(planned.values()) == {1}
 
 
 def test_k_need_not_be_a_multiple_of_what_the_warps_share():

@@ -59,14 +59,13 @@ def test_a_symbolic_number_of_tokens():
     assert (got - want).norm() <= 0.03 * want.norm()
 
 
-@pytest.mark.parametrize("is_symbolic", [False, True])
 @pytest.mark.parametrize(
-    ("format", "has_fp8", "least", "is_ours"),
+    ("format", "has_fp8", "least", "is_ours", "is_symbolic"),
     [
-        ("int8", False, 128, True),
-        ("fp8_block", True, 32, True),
-        ("fp8_block", True, 64, False),
-        ("fp8_block", False, 32, False),
+        ("int8", False, 128, True, False),
+        ("fp8_block", True, 32, True, True),
+        ("fp8_block", True, 64, False, True),
+        ("fp8_block", False, 32, False, False),
     ],
 )
 def test_many_rows_are_ours_where_their_type_is_multiplied(

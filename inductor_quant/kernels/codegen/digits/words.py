@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class WordView:
     dim: int | None = None
 
 
+@functools.lru_cache(maxsize=1024)  # asked for once a configuration
 def as_words(weight: Weight) -> WordView:
     """The view, if quantized values are in bytes, the bytes of a word are neighbours along k or n,
     and words are aligned."""

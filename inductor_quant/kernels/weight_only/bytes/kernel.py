@@ -91,6 +91,9 @@ class WeightOnlyBytes(rules.WeightOnlyKernel):
             most = min(most, MAX_M_FIELDS)
         if problem.m > most:
             return no_kernel(f"M = {problem.m} is above {most}")
+        if problem.m * problem.n == 1:
+            # and this kernel computes rows beyond M, too
+            return no_kernel("Inductor stores a single element without a mask")
         if layout.width < MIN_WIDTH:
             return no_kernel(f"fields of {layout.width} bits")
         return None

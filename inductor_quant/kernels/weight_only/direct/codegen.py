@@ -27,6 +27,17 @@ def warps_at_once(block_m: int) -> int:
     return MAX_WARPS if block_m <= 32 else MAX_WARPS // 2
 
 
+def shares_x(plan: TilePlan, block_m: int, width: int = 2) -> bool:
+    """Whether x, of which ``width`` elements fill a register, takes the way of shared memory."""
+    return block_m > G[1] and 1 << min(_lane_bits(plan, width)) < VECTOR
+
+
+def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
+    """The bits of k that lanes differ in."""
+    in_register = width.bit_length() - 1
+    return plan.depth[in_register : in_register + 2]
+
+
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``."""
@@ -47,8 +58,7 @@ class DirectCodegen(DigitCodegen):
         self.warp_dims = (w,)
         self.row_dims: tuple[Dim, ...] = (("b", self.block_m // G[1]), G)
         width = 4 // tile.x_dtype.itemsize  # neighbours along K in a register
-        in_register = width.bit_length() - 1
-        self.lane_dims = tuple(ks[bit] for bit in plan.depth[in_register : in_register + 2])
+        self.lane_dims = tuple(ks[bit] for bit in _lane_bits(plan, width))
         loaded = self.k_dims[: len(ks) - (self.x_packs.bit_length() - 1)]
         self.of_tile_k_dims = tuple(ks[bit] for bit in plan.order)
         partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
@@ -65,8 +75,7 @@ class DirectCodegen(DigitCodegen):
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
         self.x_layout = "X_READ"
-        lowest = min(plan.depth[in_register : in_register + 2])
-        if self.block_m > G[1] and self.x_packs == 1 and 1 << lowest < VECTOR:
+        if self.x_packs == 1 and shares_x(plan, self.block_m, width):
             # Lanes load whole lines of rows, and get what they multiply through shared memory.
             rows = bits("m", self.block_m)
             lanes = [*reversed(self.k_dims), *reversed(rows)][VECTOR.bit_length() - 1 :][:5]

@@ -7,11 +7,7 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.direct.codegen import (
-    MAX_WARPS,
-    DirectCodegen,
-    warps_at_once,
-)
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
 from inductor_quant.spec.weight_format import Field
 
 # Up to 16 rows, in one unit of time: an iteration of a warp with a tile of 4096 values, as a share
@@ -41,15 +37,15 @@ def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
     return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
 
 
-def cycles(problem: Problem, config: GemmConfig, device: Device, codegen: DirectCodegen) -> float:
-    """Of more than 16 rows."""
+def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared: bool) -> float:
+    """Of more than 16 rows; ``x_is_shared``: x takes the way of shared memory."""
     rows, columns, slice_k = config.block_m, config.block_n, config.block_k // config.num_warps
     slices = math.ceil(problem.k / slice_k / config.split_k)
     iterations = math.ceil(slices / config.num_warps)
     ctas = math.ceil(problem.m / rows) * math.ceil(problem.n / columns) * config.split_k
     of_one_sm = math.ceil(ctas / device.num_sms)
     waves = math.ceil(of_one_sm / max(1, warps_at_once(rows) // config.num_warps))
-    dequantized = _factor(rules.weight_of(problem)) * (X_SHARED if codegen.x_is_shared else 1)
+    dequantized = _factor(rules.weight_of(problem)) * (X_SHARED if x_is_shared else 1)
     busy = ROW_CYCLES * min(problem.m, rows) + COLUMN_CYCLES * columns * dequantized
     busy = slice_k * (busy + PRODUCT_CYCLES * rows * columns / 64)
     wait = WAIT_W_CYCLES * columns / 32 * dequantized + WAIT_X_CYCLES * rows / 64

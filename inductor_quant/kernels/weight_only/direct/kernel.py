@@ -26,7 +26,7 @@ from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import n_order, operand_rejection, plan_of
 from inductor_quant.kernels.weight_only.direct import cost
-from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
+from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen, shares_x
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -119,10 +119,12 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             is_large = warps * block_m * block_n > MOST_SUMS
             if is_empty or is_large or self.config_rejection(spec, problem, config, device):
                 continue
-            codegen = self.codegen(spec, problem, config)
-            if codegen.x_is_shared and block_m > MAX_ROWS_SHARED:
+            plan = plan_of(rules.weight_of(problem), config, own=True)
+            assert plan is not None
+            x_is_shared = shares_x(plan, block_m)
+            if x_is_shared and block_m > MAX_ROWS_SHARED:
                 continue
-            costs[config] = cost.cycles(problem, config, device, codegen)
+            costs[config] = cost.cycles(problem, config, device, x_is_shared=x_is_shared)
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
         order = sorted(costs, key=costs.__getitem__)
         return split_k.same_split([config for config in order if costs[config] < most])
