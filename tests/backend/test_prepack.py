@@ -228,7 +228,7 @@ def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights():
         x = torch.empty(rows, K, dtype=torch.float16, device=device)
         return x, *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in state)
 
-    for rows, kernel in ((3, "weight_only_direct"), (64, "weight_only_medium_m_sm90")):  # noqa: B007
+    for rows, kernel in ((3, "weight_only_direct"), (600, "weight_only_large_m_sm90")):  # noqa: B007
         with collect() as report:
             generate(fn, make)
         assert report.kernels[0].chosen.startswith(kernel)

@@ -29,7 +29,6 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.one_in(4)  # without ``-m quick``: the tests of the kernels compile such GEMMs, too
 @pytest.mark.quick
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
