@@ -19,6 +19,7 @@ import torch
 
 from inductor_quant import fallback, row_buckets
 from inductor_quant._compat import inductor as compat
+from inductor_quant._compat import narrow_casts
 from inductor_quant._compat.symbols import SUPPORTED, problems
 from inductor_quant.errors import OptionError, UnsupportedTorchError
 from inductor_quant.options import PREFIX, Options, is_disabled_by_environment
@@ -261,6 +262,15 @@ def _register() -> None:
         for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
         compat.surround_compilation(row_buckets.compile_graph)
+        narrow_casts.keep(_acts)
+
+
+def _acts() -> bool:
+    """Whether our pass acts in the current compilation."""
+    from inductor_quant.patterns.graph_pass import SLOT, QuantGemmPass
+
+    found = compat.active_passes(SLOT)
+    return any(isinstance(item, QuantGemmPass) and item.options is not None for item in found)
 
 
 _register()

@@ -34,6 +34,7 @@ from . import fx_utils, has_third_party, patterns
 from .fusion.concat_weights import concat_weights
 from .fusion.cse import eliminate_common_subexpressions
 from .fusion.duplicate_casts import duplicate_casts
+from .fusion.erf import narrow_erf
 from .fusion.expert_ids import read_ids_of_topk
 from .fusion.expert_rows import gather_in_experts
 from .fusion.horizontal import horizontal_fusion
@@ -313,6 +314,7 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
     log.info("%d int8 weights are copied to K-major", copies)
     if options.numerics != "strict":  # divides by a reciprocal
         simplify_quantization(graph)
+        log.info("%d error functions are quantized", narrow_erf(graph))
         joined = fuse_norm_and_group_quant(graph)  # sums a row in another order
         log.info("%d quantizations in groups joined the kernel of a norm", joined)
     if options.horizontal_fusion:  # after them: the passes above look for single GEMMs

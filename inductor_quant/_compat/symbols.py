@@ -97,6 +97,7 @@ _add(
 _add("inductor", "torch._inductor.compile_fx", "", "compile_fx_inner")
 _add("inductor", "torch._inductor.decomposition", "select_decomp_table")
 _add("inductor", "torch._inductor.compile_fx", "_compile_fx_inner", is_patched=True)
+_add("inductor", "torch._inductor.fx_passes.joint_graph", "patterns")
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile")
 _add("inductor", "torch._inductor.async_compile", "AsyncCompile.wait", is_patched=True)
 _add("inductor", "torch._inductor.codecache", "CodeCacheFuture", "PyCodeCache")

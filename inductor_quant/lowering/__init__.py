@@ -10,6 +10,7 @@ from inductor_quant.lowering import (  # noqa: F401
     weight_only,
 )
 from inductor_quant.lowering.fusion import (  # noqa: F401
+    erf,
     group_reduce,
     horizontal,
     quantized_linear,

@@ -16,6 +16,7 @@ from inductor_quant.ops import (
     weight_only,
 )
 from inductor_quant.ops.fusion import (
+    erf,
     group_reduce,
     horizontal,
     quantize,
@@ -25,6 +26,7 @@ from inductor_quant.ops.fusion import (
 
 __all__ = [
     "block_sparse",
+    "erf",
     "experts",
     "fp8",
     "fp8_block",

@@ -125,3 +125,25 @@ def test_q_k_v_read_one_quantization(m):
         want = q @ w.double().t() * scale.double()
         error = (y.double() - want).abs().max() / want.square().mean().sqrt()
         assert error <= 0.05
+
+
+def test_erf_is_right_to_1e_6():
+    x = torch.randn(1 << 20, device="cuda") * 2
+    got = compiled(torch.ops.inductor_quant.erf)(x)
+    assert (got.double() - torch.erf(x.double())).abs().max() < 1e-6
+
+
+def test_a_result_that_was_rounded_is_not_written_in_fp32():
+    """Torch 2.11 drops the cast to bf16 before a GELU."""
+
+    def fn(x, w, scale, bias):
+        a = (x.float() / 0.02).round().clamp(-128, 127).to(i8)
+        y = (torch._int_mm(a, w.t()).float() * scale + bias).to(bf16)
+        return torch.nn.functional.gelu(y).amax(-1)
+
+    x = torch.randn(1024, 512, dtype=bf16, device="cuda")
+    w = torch.randint(-128, 128, (1024, 512), dtype=i8, device="cuda")
+    scale, bias = torch.rand(1024, device="cuda") * 0.001, torch.randn(1024, device="cuda")
+    got, (code,) = run_and_get_code(compiled(fn), x, w, scale, bias)
+    assert re.search(r"arg_BIAS': '\*fp32', 'out_ptr0': '\*bf16'", code), code
+    torch.testing.assert_close(got, fn(x, w, scale, bias), atol=0.02, rtol=0.01)

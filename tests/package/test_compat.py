@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config, custom_graph_pass
 from torch._inductor.choices import InductorChoices
 
-from inductor_quant._compat import gluon, inductor, symbols
+from inductor_quant._compat import gluon, inductor, narrow_casts, symbols
 from inductor_quant._compat import inductor as compat
 
 SLOT = "post_grad_custom_pre_pass"
@@ -383,3 +383,27 @@ def test_the_choices_of_another_stay_behind_ours():
         assert decide(features(10**6, "other", wanted=True), False)
         assert len(Theirs.asked) == 5
     assert virtualized.choices is not ours
+
+
+# ------------------------------------------------------------------------------------------
+# casts that narrow
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_cast_that_narrows_is_kept_where_that_is_wanted(is_wanted):
+    ordinary = narrow_casts._checks_width(lambda match: True, lambda: is_wanted)
+
+    def drops(inner, outer):
+        return ordinary(SimpleNamespace(kwargs={"dtype1": inner, "dtype2": outer}))
+
+    assert drops(torch.bfloat16, torch.float32) is not is_wanted
+    assert drops(torch.float32, torch.bfloat16)
+    assert drops(torch.bfloat16, torch.float16)
+    assert not narrow_casts._checks_width(lambda match: False, lambda: False)(
+        SimpleNamespace(kwargs={})
+    )
+
+
+def test_inductors_pattern_is_found():
+    [entry] = narrow_casts._entries()
+    assert entry.extra_check.__module__ == narrow_casts.__name__

@@ -99,6 +99,8 @@ def _operand(registers: Registers, text: str) -> Array:
     for known in (_OF_LANE_0, _SYMBOLS):
         if text in known:
             return np.asarray(known[text], np.uint32)
+    if text.startswith("0f"):  # the bits of a float
+        return np.asarray(int(text[2:], 16), np.uint32)
     return np.asarray(int(text, 0) & 0xFFFFFFFF, dtype=np.uint32)
 
 
@@ -176,13 +178,16 @@ def _e4m3_pair(pair: Array) -> Array:
 
 
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
+    "abs.f32": _fp32(np.abs),
     "add.rn.f32": _fp32(np.add),
     "and.b32": np.bitwise_and,
+    "copysign.f32": _fp32(lambda sign, x: np.copysign(x, sign)),
     "cvt.rn.bf16x2.f32": _rounded_pair(tl.bfloat16),
     "cvt.rn.f16x2.e4m3x2": _e4m3_pair,
     "cvt.rn.f16x2.f32": _rounded_pair(tl.float16),
     "cvt.rni.sat.s8.f32": _round_to_s8,
     "cvt.u16.u32": lambda word: word & np.uint32(0xFFFF),
+    "ex2.approx.ftz.f32": _fp32(np.exp2),
     "fma.rn.bf16x2": _halves(_fma, tl.bfloat16, np.uint16),
     "fma.rn.f16x2": _halves(_fma),
     "fma.rn.f32": _fp32(_fma),
@@ -194,7 +199,9 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mov.u32": np.positive,
     "mul.lo.u32": np.multiply,
     "mul.rn.f32": _fp32(np.multiply),
+    "neg.f32": _fp32(np.negative),
     "prmt.b32": _prmt,
+    "rcp.approx.ftz.f32": _fp32(np.reciprocal),
     "shl.b32": np.left_shift,
     "shr.b32": np.right_shift,
     "shr.u32": np.right_shift,

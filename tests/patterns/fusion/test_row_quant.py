@@ -77,7 +77,7 @@ def test_a_row_is_read_and_its_gelu_computed_once(k):
     name, source = next(iter(compiled(fn, 256, k).kernels.items()))
     assert name.startswith("triton_per")
     assert source.count("tl.load(") == 1
-    assert source.count("erf(") == 1
+    assert source.count("ex2.approx") == 1  # of its error function
     assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
