@@ -41,8 +41,9 @@ def draw(
     sizes = sorted(nk for nk in layers if least <= nk[0] * nk[1] < most)
     cells: list[Row] = []
     for format in formats:
+        fitting = [(n, k) for n, k in sizes if k % FORMATS[format].group == 0]
         for m in ms:
-            n, k = source.choice(sizes)
+            n, k = source.choice(fitting)
             cells.append({"family": format, "m": m, "n": n, "k": k})
     source.shuffle(cells)
     return cells

@@ -57,6 +57,7 @@ class Format:
     make: Callable[[Source, int, int], tuple[Tensor, ...]]
     dequantize: Callable[..., Tensor]
     dtype: torch.dtype = BF16
+    group: int = 1  # of K, which it must divide
 
 
 def in_order(position: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ def gptq(group: int, bits: int = 4, dtype: torch.dtype = FP16) -> Format:
         q = fields(words, bits, 0).unflatten(0, (scales.shape[0], -1))
         return ((q - fields(zeros, bits, 1)[:, None]) * scales[:, None]).flatten(0, 1).t()
 
-    return Format(make, dequantize, dtype)
+    return Format(make, dequantize, dtype, group)
 
 
 def gptq_with_zeros(zero: torch.dtype) -> Format:
@@ -117,7 +118,7 @@ def gptq_with_zeros(zero: torch.dtype) -> Format:
         q = fields(words, 4, 0).unflatten(0, (scales.shape[0], -1)).to(BF16)
         return ((q - zeros[:, None].to(BF16)) * scales[:, None]).flatten(0, 1).t()
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=128)
 
 
 def awq(group: int = 128) -> Format:
@@ -132,7 +133,7 @@ def awq(group: int = 128) -> Format:
         q = fields(words, 4, 1, interleaved).unflatten(0, (scales.shape[0], -1))
         return ((q - fields(zeros, 4, 1, interleaved)[:, None]) * scales[:, None]).flatten(0, 1).t()
 
-    return Format(make, dequantize, FP16)
+    return Format(make, dequantize, FP16, group)
 
 
 def rows(storage: torch.dtype, group: int, offset: int = 8, bits: int = 4) -> Format:
@@ -145,7 +146,7 @@ def rows(storage: torch.dtype, group: int, offset: int = 8, bits: int = 4) -> Fo
     def dequantize(k: int, words: Tensor, scales: Tensor) -> Tensor:
         return grouped((fields(words, bits, 1).to(torch.int8) - offset).to(BF16), None, scales)
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=group)
 
 
 def halves(group: int, axis: int) -> Format:
@@ -166,7 +167,7 @@ def halves(group: int, axis: int) -> Format:
         q = torch.cat([packed >> 4, packed & 15]).to(BF16)
         return ((q - zeros) * scales).reshape(-1, k)
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=group)
 
 
 def table(values: tuple[float, ...], group: int) -> Format:
@@ -179,7 +180,7 @@ def table(values: tuple[float, ...], group: int) -> Format:
     def dequantize(k: int, codes: Tensor, values: Tensor, scales: Tensor) -> Tensor:
         return grouped(values[fields(codes, 4, 1, last_first).int()], None, scales)
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=group)
 
 
 def mxfp4() -> Format:
@@ -193,7 +194,7 @@ def mxfp4() -> Format:
         w = values[fields(codes, 4, 1).int()].unflatten(1, (exponents.shape[1], -1))
         return torch.ldexp(w, exponents.to(torch.int32)[:, :, None] - 127).flatten(1)
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=32)
 
 
 def nvfp4() -> Format:
@@ -209,7 +210,7 @@ def nvfp4() -> Format:
     ) -> Tensor:
         return grouped(values[fields(codes, 4, 1).int()], None, (scales.float() * overall).to(BF16))
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=16)
 
 
 def bytes_of(storage: torch.dtype, group: int | None, zero: bool = False) -> Format:
@@ -223,7 +224,7 @@ def bytes_of(storage: torch.dtype, group: int | None, zero: bool = False) -> For
     def dequantize(k: int, w: Tensor, scales: Tensor, *zeros: Tensor) -> Tensor:
         return grouped(w.to(BF16), zeros[0].to(BF16) if zeros else None, scales)
 
-    return Format(make, dequantize)
+    return Format(make, dequantize, group=group or 1)
 
 
 def fp8_blocks() -> Format:

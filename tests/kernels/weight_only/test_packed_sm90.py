@@ -11,6 +11,7 @@ import triton
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.weight_only.large_m_sm90.kernel import (
@@ -20,7 +21,8 @@ from inductor_quant.kernels.weight_only.large_m_sm90.kernel import (
 from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import MIN_M, WEIGHT_ONLY_MEDIUM_M_SM90
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.generated import device
-from tests.support.gemms.weight_only import Case, described, generate_case
+from tests.support.gemms.weight_only import Case, described, gemm, generate_case, make_inputs
+from tests.support.in_flight import machine_code
 from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("large_groups")
@@ -224,6 +226,38 @@ def test_the_weight_stays_in_registers(m):
     assert kernel.spill_stores == 0, f"{config}: {kernel.registers} registers"
     assert any("wgmma" in name for name in kernel.matrix_instructions())
     assert "st.shared" not in kernel.ptx
+
+
+@needs_gluon
+@pytest.mark.compiles
+def test_a_symbolic_m_costs_no_instructions_in_the_loop():
+    """ptxas computed addresses anew in each K iteration for want of registers."""
+    case, counts = Case("gptq", 4096, 4096, 4096, f16), []
+    options = {"inductor_quant.row_buckets": False, "inductor_quant.on_error": "raise"}
+    for is_symbolic in (False, True):
+
+        def make(device, is_symbolic=is_symbolic):
+            x, *rest = make_inputs(case, device)
+            y = torch.empty(case.m, case.n, dtype=f16, device=device)
+            if is_symbolic:
+                for rows in (x, y):
+                    torch._dynamo.mark_dynamic(rows, 0, min=2049, max=4097)
+            return y, x, *rest
+
+        generated = simulate.generate(
+            lambda y, *inputs: gemm(case)(*inputs) + y,
+            make,
+            arch=90,
+            backend=inductor_quant_backend,
+            options=options,
+        )
+        [(name, source)] = generated.kernels.items()
+        assert ("ks0" in source) == is_symbolic
+        assert "weight_only_large_m_sm90" in source
+        code = [each for _, each in machine_code(simulate.compile_kernel(name, source).ptx)]
+        products = [i for i, each in enumerate(code) if "GMMA" in each]
+        counts.append(products[-1] - products[0])
+    assert counts[1] < 1.03 * counts[0]
 
 
 @pytest.mark.one_in(2)
