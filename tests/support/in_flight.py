@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import triton
+from triton.backends.nvidia.compiler import get_ptxas
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 Code = list[tuple[int, str]]
@@ -21,7 +22,8 @@ def machine_code(ptx: str) -> Code:
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
-        subprocess.run([BIN / "ptxas", "-arch=sm_90a", source, "-o", cubin], check=True)
+        assembler = get_ptxas(90).path  # Triton 3.9 has two, and writes PTX for the newer one
+        subprocess.run([assembler, "-arch=sm_90a", source, "-o", cubin], check=True)
         command = [BIN / "cuobjdump", "-sass", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", text)
