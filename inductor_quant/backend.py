@@ -262,15 +262,7 @@ def _register() -> None:
         for op in (*ours, ops.group_reduce.reduce_op, ops.group_reduce.value_op):
             compat.add_dont_constant_fold(op)
         compat.surround_compilation(row_buckets.compile_graph)
-        narrow_casts.keep(_acts)
-
-
-def _acts() -> bool:
-    """Whether our pass acts in the current compilation."""
-    from inductor_quant.patterns.graph_pass import SLOT, QuantGemmPass
-
-    found = compat.active_passes(SLOT)
-    return any(isinstance(item, QuantGemmPass) and item.options is not None for item in found)
+        narrow_casts.keep(lambda: fallback.active_options() is not None)
 
 
 _register()

@@ -2,9 +2,9 @@
 
 A layer of fp16 or bf16 rounds its result; the next operation, GELU for one, computes in fp32. The
 graph then has fp32 -> bf16 -> fp32. Torch 2.11 drops both casts (``pointless_convert``). A GEMM
-whose result is fp32 until that cast would write it to memory in fp32: twice the bytes, and a tile
-that takes twice the shared memory to store. Torch 2.13 keeps what narrows, since the intermediate
-may be materialized.
+whose result is fp32 until that cast would write it to memory in fp32: twice the bytes, and so much
+shared memory to store a tile (131 KB a CTA, not 107) that an SM holds one CTA of
+``w8a8_persistent`` instead of two. Torch 2.13 keeps what narrows, since it may be materialized.
 """
 
 from __future__ import annotations
