@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import operator
 import threading
@@ -42,6 +43,9 @@ from inductor_quant.spec import row_ranges
 log = logging.getLogger(__name__)
 
 MAX_VARIANTS = 64  # of one graph; more sizes run the general one
+# Largest sizes of a range that guards of the program may exclude: 32 rows, say, where strides are
+# those of 32 heads.
+MAX_EXCLUDED = 8
 MAX_SIZES = 1 << 16  # that a graph remembers the variant of
 # Variants of one range that guards of Inductor keep from serving all of it.
 MAX_OF_ONE_RANGE = 3
@@ -287,16 +291,21 @@ class RowBuckets:
                     step = max(step, multiple)
         largest = max(2 * (low - 1), 1) if is_open or high is None else high
         largest = largest if high is None else min(largest, high)
-        if step > 1:  # multiples are compiled for the largest one, other sizes likewise
-            is_multiple, is_bound = sizes[each] % step == 0, largest == high
-            while largest >= low and (largest % step == 0) != is_multiple:
-                largest -= 1
-            largest = largest if largest >= low else sizes[each]
-            high = largest if is_bound else high
-            low, step = (low + -low % step, step) if is_multiple else (low, 1)
-        hints = [largest, sizes[each]]
-        if not self._admits({**numbers, each: hints[0]}):
-            hints = hints[1:]
+        # The largest size like this one that the program's guards admit. Multiples are compiled for
+        # the largest multiple, other sizes likewise.
+        is_multiple, is_bound = sizes[each] % step == 0, largest == high
+        alike = (
+            size
+            for size in range(largest, (max(low, sizes[each]) if is_bound else low) - 1, -1)
+            if (size % step == 0) == is_multiple
+        )
+        candidates = list(itertools.islice(alike, MAX_EXCLUDED + 1))
+        admitted = (size for size in candidates if self._admits({**numbers, each: size}))
+        hint = next(admitted, sizes[each])
+        if is_bound and candidates:
+            high = hint if hint in candidates else candidates[0]
+        low, step = (low + -low % step, step) if is_multiple else (low, 1)
+        hints = [hint, sizes[each]]
         for hint in dict.fromkeys(hints):
             yield Bucket(each, low, high, step, hint, tuple(numbers.items()))
 

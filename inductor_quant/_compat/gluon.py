@@ -203,6 +203,13 @@ def _tile_access() -> dict[str, Any]:
     return {"tile_load": tile_load, "tile_store": tile_store}
 
 
+# The mask of a template whose indices are in bounds where it is false, too: of stores alone.
+_STORE_MASK = "store_mask"
+_MASKED_LOAD = re.compile(
+    rf"(tl\.load\(.*), {_STORE_MASK}(, eviction_policy='\w+')?(?:, other=[^,)]+)?(?=[,)])"
+)
+
+
 def fast_math(epilogue: str) -> str:
     """An epilogue with fewer instructions, for values that are stored in 16 bits.
 
@@ -275,7 +282,9 @@ def template_type() -> type:
 
     ``store_output`` takes indices in a layout that suits memory, and a value in the layout
     EPILOGUE: see ``_tile_access``. With the constant ``FAST_MATH_EPILOGUE`` its text goes through
-    ``fast_math``.
+    ``fast_math``. Under the mask ``store_mask`` indices are in bounds everywhere, and loads take no
+    mask: ptxas does not move a load that may not happen, and in a large tile it then has registers
+    for addresses, not for values, each of which it waits for and spills.
     """
     kernel = symbol("torch._inductor.select_algorithm:TritonTemplateKernel")
     template = symbol("torch._inductor.select_algorithm:TritonTemplate")
@@ -303,6 +312,7 @@ def template_type() -> type:
                 text = str(ordinary())
                 if self.meta.get("FAST_MATH_EPILOGUE") and self._stores_16_bits():
                     text = fast_math(text)
+                text = _MASKED_LOAD.sub(r"\1\2", text)
                 return text.replace("tl.load(", "tile_load(EPILOGUE, ").replace(
                     "tl.store(", "tile_store("
                 )

@@ -166,6 +166,25 @@ class Attending(Scaled):
 
 
 @pytest.mark.slow
+class Sixteen(Scaled):
+    """Another program for 16 rows, as where strides of 16 heads are those of 16 tokens."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        return 2 * out if x.shape[0] == 16 else out
+
+
+def test_a_range_ends_below_the_size_that_a_guard_excludes():
+    with session(Sixteen) as run:
+        report = run[10]
+        assert rows(report) == ["9..15"]
+        assert [kernel.sizes[0] for kernel in report.kernels] == [15]
+        assert rows(run[15]) == []
+        assert run.graphs == 1
+        run[16]
+        assert run.graphs == 2
+
+
 def test_a_length_that_is_in_no_rows_stays_symbolic():
     with session(Attending) as run:
         found = []

@@ -187,6 +187,25 @@ def test_only_divisions_by_more_than_one_are_approximated():
     assert "tmp1 = tile_exp(tmp0)" in got
 
 
+@needs_gluon
+@pytest.mark.compiles
+@pytest.mark.parametrize(("n", "is_masked"), [(1024, False), (1040, True)])
+def test_loads_of_an_epilogue_have_a_mask_where_columns_end_in_a_tile(n, is_masked):
+    case = dataclasses.replace(CASE, m=4000, n=n)
+
+    def make(device):
+        residual = torch.empty(case.m, case.n, dtype=torch.bfloat16, device=device)
+        return residual, *make_inputs(case, device)
+
+    [(_, source)] = generate_gluon(
+        lambda residual, *inputs: gemm(case)(*inputs) + residual, make
+    ).kernels.items()
+    [load] = [line for line in source.splitlines() if "tile_load(" in line]
+    assert ("mask" in load) == is_masked
+    [store] = [line for line in source.splitlines() if "tile_store(" in line]
+    assert "mask)" in store
+
+
 def test_tiles_that_leave_the_chip_idle_come_later():
     def tile(m, n):
         problem = dataclasses.replace(PROBLEM, m=m, n=n)

@@ -231,21 +231,22 @@ def test_the_weight_stays_in_registers(m):
 @needs_gluon
 @pytest.mark.compiles
 def test_a_symbolic_m_costs_no_instructions_in_the_loop():
-    """ptxas computed addresses anew in each K iteration for want of registers."""
+    """ptxas computed addresses anew in each K iteration for want of registers, and spilled each
+    value that an epilogue loads under a mask."""
     case, counts = Case("gptq", 4096, 4096, 4096, f16), []
     options = {"inductor_quant.row_buckets": False, "inductor_quant.on_error": "raise"}
     for is_symbolic in (False, True):
 
         def make(device, is_symbolic=is_symbolic):
             x, *rest = make_inputs(case, device)
-            y = torch.empty(case.m, case.n, dtype=f16, device=device)
+            y, z = (torch.empty(case.m, case.n, dtype=f16, device=device) for _ in range(2))
             if is_symbolic:
-                for rows in (x, y):
+                for rows in (x, y, z):
                     torch._dynamo.mark_dynamic(rows, 0, min=2049, max=4097)
-            return y, x, *rest
+            return y, z, x, *rest
 
         generated = simulate.generate(
-            lambda y, *inputs: gemm(case)(*inputs) + y,
+            lambda y, z, *inputs: gemm(case)(*inputs) + (y + z),
             make,
             arch=90,
             backend=inductor_quant_backend,
@@ -254,7 +255,9 @@ def test_a_symbolic_m_costs_no_instructions_in_the_loop():
         [(name, source)] = generated.kernels.items()
         assert ("ks0" in source) == is_symbolic
         assert "weight_only_large_m_sm90" in source
-        code = [each for _, each in machine_code(simulate.compile_kernel(name, source).ptx)]
+        kernel = simulate.compile_kernel(name, source)
+        assert kernel.spill_stores == 0
+        code = [each for _, each in machine_code(kernel.ptx)]
         products = [i for i, each in enumerate(code) if "GMMA" in each]
         counts.append(products[-1] - products[0])
     assert counts[1] < 1.03 * counts[0]
