@@ -22,13 +22,11 @@ compiled, and is timed alone. ``--tiny`` tries the script, also without a GPU.""
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +36,7 @@ from torch import Tensor
 import inductor_quant
 from examples.benchmarks.dynamic_m import FORMATS, MEAN, MOST, ROWS
 from examples.benchmarks.serving import System
-from examples.benchmarks.timing import Replay, machine
+from examples.benchmarks.timing import Replay, alone, machine
 from examples.benchmarks.workers.quantizers import replace
 from examples.benchmarks.workers.serving import ServedLlama, served_llama
 
@@ -99,18 +97,6 @@ class Comparison:
             found[name] = round(1e6 * static, 1)
             found[f"{prefix}ratio"] = round(ratios[rounds // 2], 3)
         return found
-
-
-@contextlib.contextmanager
-def alone(lock: Path | None) -> Iterator[Callable[[], None]]:
-    """Within the block the processes of one ``lock`` run beside each other until each calls what it
-    is given: from then on one after the other, the first when all have called it or ended."""
-    if lock is None:
-        yield lambda: None
-        return
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        yield lambda: fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ one model with a static KV cache:
 What is compiled is a layer, which serves all layers; with ``--whole`` it is the model. Decoding
 replays a CUDA graph for each batch size, as servers do; prompts are calls from Python. Each system
 runs the trace in turn; the median of the ratios of such rounds counts. Each line of the result
-is JSON: first the compilations (``compile_s`` at each size, ``ranges``), then times and ratios."""
+is JSON: first the compilations (``compile_s`` at each size, ``ranges``), then times and ratios.
+Formats may run in processes beside each other: with ``--lock FILE`` each waits until all have
+compiled, and is timed alone."""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from torch._dynamo.utils import counters  # noqa: TID251
 
 import inductor_quant
 from examples.benchmarks.dynamic_m import FORMATS, copied
-from examples.benchmarks.timing import machine
+from examples.benchmarks.timing import alone, machine
 from examples.benchmarks.workers.quantizers import replace
 from examples.benchmarks.workers.serving import Cache, ServedLlama, served_llama
 
@@ -273,6 +275,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--whole", action="store_true", help="compile the model, not its layers")
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--lock", type=Path, help="processes with one: compile, then each alone")
     parser.add_argument("--json", type=Path, help="append each line to this file")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 4 requests")
     options = parser.parse_args()
@@ -290,13 +293,14 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
 
     show({**machine(device), "seed": options.seed, **dataclasses.asdict(trace)})
-    with torch.no_grad():
-        for name in options.formats:
+    for name in options.formats:
+        with alone(options.lock) as wait, torch.no_grad():
             systems = compiled_systems(
                 name, trace, device, options.systems, is_whole=options.whole, is_tiny=options.quick
             )
             for line in compilations(name, systems):
                 show(line)
+            wait()
             if not options.compile_only:
                 for line in compare(name, trace, systems, options.rounds):
                     show(line)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,3 +98,15 @@ def machine(device: str) -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None) -> Iterator[Callable[[], None]]:
+    """Within the block the processes of one ``lock`` run beside each other until each calls what it
+    is given: from then on one after the other, the first when all have called it or ended."""
+    if lock is None:
+        yield lambda: None
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        yield lambda: fcntl.flock(file, fcntl.LOCK_EX)
