@@ -42,7 +42,7 @@ def aligned(case):
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("awq", (17, 4096)),
+        ("awq", (17, 1024)),
         ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
         ("int8_group", (17, 4096)),
@@ -67,6 +67,21 @@ def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, la
         if WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)):
             taken.append(m)
     assert ((taken[0], taken[-1]) if taken else None) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "is_taken"),
+    [
+        ("nibble_pairs", 5120, 12288, True),
+        ("nibble_pairs", 5120, 13824, False),  # x is larger than the L2 cache
+        ("awq", 24576, 1536, False),  # a word holds values of eight columns
+        ("nibble_pairs", 24576, 1536, True),
+    ],
+)
+def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
+    spec, problem = aligned(Case(name, 2048, n, k, f16 if name == "awq" else bf16))
+    configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
+    assert bool(configs) == is_taken
 
 
 def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():

@@ -74,6 +74,9 @@ LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
 VARYING = 2.5  # and if each value of a tile has a scale of its own
 LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
+OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
+# If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
+CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
@@ -315,7 +318,10 @@ class Costs:
         factor = self.looked_up if format.element != format.code else 1
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
         factor *= VARYING if varying(format) else 1
+        if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
+            factor *= OF_COLUMNS
         factor *= SLOWED if self.problem.m > LONG_M else 1
+        factor *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
         return alone * factor, paired * factor
 
     def tiles(self, config: GemmConfig) -> float:
