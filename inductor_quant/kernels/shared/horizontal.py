@@ -50,9 +50,12 @@ class HorizontalCode:
 
         return chosen
 
-    def choose(self, names: Sequence[str], stride: Callable[..., str]) -> str:
+    def choose(
+        self, names: Sequence[str], stride: Callable[..., str], others: Sequence[str] = ()
+    ) -> str:
         """Statements that bind ``names`` to the tensors of the GEMM that tile ``pid_n`` belongs to,
-        ``first_n`` to its first tile, and make ``pid_n`` relative to that."""
+        ``first_n`` to its first tile, and make ``pid_n`` relative to that. ``others``: values
+        without strides that the template has computed for each GEMM, such as descriptors."""
         own = [name for name in names if name not in self.shared]
         lines = []
         ends = list(itertools.accumulate(n // self.block_n for n in self.columns))
@@ -60,7 +63,7 @@ class HorizontalCode:
             is_last = end == ends[-1]
             lines.append("else:" if is_last else f"{'el' if i else ''}if pid_n < {end}:")
             lines.append(f"    first_n = {begin}")
-            lines += [f"    {name} = {name}_{i}" for name in own]
+            lines += [f"    {name} = {name}_{i}" for name in (*own, *others)]
             lines += [f"    {line}" for name in own for line in self._strides(name, i, stride)]
         return "\n".join([*lines, "pid_n = pid_n - first_n"])
 

@@ -59,6 +59,7 @@ class Persistent(ScaledMm):
 
 class W8A8Persistent(Persistent, Int8Kernel):
     name = "w8a8_persistent"
+    is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch != INTERPRETER_ARCH and device.arch < DESCRIPTOR_ARCH:
