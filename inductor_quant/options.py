@@ -46,8 +46,9 @@ class Options:
                       in fp64, see ``Report.verifications``; a larger error than the graph's warns,
                       or with ``on_error="raise"`` raises VerificationError. Copies each result,
                       disables caches. For tests
-    horizontal_fusion GEMMs of one activation (q, k and v; gate and up) in one launch, for small M
-                      if a kernel supports it; False: one launch each
+    horizontal_fusion GEMMs of one activation (q, k and v; gate and up) in one launch, for small M,
+                      and for short int8 GEMMs of any, if a kernel supports it; False: one launch
+                      each
     fuse_quantization quantize an activation of up to four rows in the GEMM, if that is its only
                       reader and a kernel does both faster; False, and with ``verify``: before it
     row_buckets       with a symbolic M, compile the graph for each range of M that a call meets:

@@ -19,8 +19,8 @@ _DECODE = (1, 8, 16)
 # From 256 on tiles have 128 rows; the kernel for large M asks that they be filled by 5/6.
 _MEASURED = (22, 45, 64, 90, 128, 181, 255, 312, 384, 512, 768, 1024, 1536, 2048)
 TOPS: dict[str, tuple[int, ...]] = {
-    # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs. 1023: beyond, a
-    # weight along N is copied.
+    # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs,
+    # beyond it for short ones. 1023: beyond, a weight along N is copied.
     "w8a8": (*_DECODE, 4, 63, 1023, *_MEASURED),
     # 32 and 64: with groups a kernel of its own between. 1024: beyond, the int8 weight is written;
     # 64 and 128: rows of a tile.

@@ -4,11 +4,12 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``w4a8`` and ``weight_only``. Applies to M <= ``MAX_ROWS`` of ``ops/fusion/horizontal``
-and calls that differ in N and in their weights only: q, k and v, or gate and up. At small M a GEMM
-pays for its launch and its ramp, and a narrow one leaves SMs idle. The kernel takes all the
-weights, so nothing is copied (constant weights: see ``concat_weights``). The lowering decides
-whether a kernel exists and pays; otherwise it lowers the op to the GEMMs that it stands for.
+The same for ``w4a8`` and ``weight_only``. Applies to calls that differ in N and in their weights
+only: q, k and v, or gate and up. M is at most ``MAX_ROWS`` of ``ops/fusion/horizontal``, or a
+``w8a8`` of more rows ``may_pay``. A short GEMM pays for its launch, its ramp and its last round of
+tiles, and a narrow one leaves SMs idle. The kernel takes all the weights, so nothing is copied
+(constant weights: see ``concat_weights``). The lowering decides whether a kernel exists and pays;
+otherwise it lowers the op to the GEMMs that it stands for.
 """
 
 from __future__ import annotations
@@ -74,14 +75,16 @@ _ZEROS = ("a_zero_point", "b_zero_point", "b_sum", "a_zero")
 
 
 def _is_candidate(call: fx.Node) -> bool:
-    """Small M, no zero points of integers, and a result whose memory nobody sees: it may
-    become a part of a larger matrix, with the strides of that one."""
+    """Small M or a short GEMM, no zero points of integers, and a result whose memory nobody sees:
+    it may become a part of a larger matrix, with the strides of that one."""
     family = _FAMILIES[call.target]
     m, n = fx_utils.value(call).shape
     most = fx_utils.limit(m)
     if most is None or not isinstance(n, int):
         return False
-    if not 0 < most <= horizontal.MAX_ROWS[family.name] or n == 0:
+    if most == 0 or n == 0:
+        return False
+    if most > horizontal.MAX_ROWS[family.name] and not _may_pay(call, most, n):
         return False
     zeros = (*call.args[family.operands :], *(call.kwargs.get(name) for name in _ZEROS))
     if len(call.args) < family.operands or any(item not in (None, 0) for item in zeros):
@@ -91,6 +94,13 @@ def _is_candidate(call: fx.Node) -> bool:
     )
     # A call moves to the place of the first member.
     return not is_seen and not any(map(fx_utils.is_mutated, call.all_input_nodes))
+
+
+def _may_pay(call: fx.Node, m: int, n: int) -> bool:
+    k = fx_utils.value(call.args[0]).shape[1]
+    if call.target is not w8a8.op or not isinstance(k, int):
+        return False
+    return horizontal.may_pay(m, n, k, fx_utils.value(call).dtype)
 
 
 def _key(call: fx.Node) -> object:

@@ -87,6 +87,24 @@ def test_integers_are_exact(m):
         assert torch.equal(result.double(), want)
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "columns"),
+    [
+        (8200, 1024, (1024, 1024, 1024)),
+        (2050, 4096, (4096, 1024, 1024)),
+        (300, 2048, (2048, 512, 512)),
+    ],
+)
+def test_integers_of_many_rows_are_exact(m, k, columns):
+    torch.manual_seed(0)
+    group = Integers(w8a8.Case(m, 0, k, bias=False), columns)
+    inputs = group.make_inputs("cuda")
+    got, report = run(group.grouped, inputs)
+    assert all(choice.is_horizontal for choice in report.kernels)
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        assert torch.equal(result, want.to(result.dtype))
+
+
 # torch 2.11 leaves out the rounding of gate to bf16 where SiLU widens it again: gate and up then
 # differ in their type, and stay apart.
 INTEGERS = 5 if torch.__version__ >= (2, 13) else 3

@@ -39,6 +39,10 @@ class HorizontalCode:
         own = [name for name in names if name not in self.shared]
         return shared + [f"{name}_{i}" for i in range(len(self.columns)) for name in own]
 
+    def of_each(self, name: str) -> list[str]:
+        """The names of each GEMM's ``name``."""
+        return [f"{name}_{i}" for i in range(len(self.columns))]
+
     def stride(self, stride: Hook) -> Hook:
         """The template's ``stride`` of the selected tensor: a literal if all GEMMs agree."""
 
@@ -79,11 +83,13 @@ class HorizontalCode:
 
 
 def together(members: Sequence[Problem], *, lost_fusions: int = 0) -> Problem:
-    """One problem for the GEMMs ``members``: the sum of their N, the weight of the widest."""
+    """One problem for the GEMMs ``members``: the sum of their N, the weight of the widest; aligned
+    rows only if all have them."""
     widest = max(members, key=lambda member: member.n)
     return dataclasses.replace(
         widest,
         n=sum(member.n for member in members),
+        has_aligned_rows=all(member.has_aligned_rows for member in members),
         members=tuple(members),
         lost_fusions=lost_fusions,
     )

@@ -80,6 +80,8 @@ def _in_one_launch(family: str, gemms: Sequence[Gemm]) -> list[Any] | None:
     if len(gemms) == 1 or node is None or not is_alike or not is_bounded or is_empty:
         return None
     problem = together([g.problem for g in gemms], lost_fusions=lost_fusions(node))
+    if problem.lost_fusions and problem.m > horizontal.MAX_ROWS[family]:
+        return None  # with many rows a kernel for an epilogue costs more than a launch
     x = first.shared[0]
     out_dtype = first.spec.out_dtype
     layout = compat.FixedLayout(x.get_device(), out_dtype, [x.get_size()[0], problem.n])

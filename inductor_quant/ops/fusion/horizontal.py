@@ -29,8 +29,23 @@ WEIGHT_ONLY_SCHEMA = (
     "str[] format, ScalarType out_dtype) -> Tensor[]"
 )
 # Largest M for which one launch is preferred, by family (lowering/README.md). Beyond these
-# the kernels of packed weights have no horizontal launch.
+# the kernels of packed weights have no horizontal launch, and w8a8 asks ``may_pay``.
 MAX_ROWS = {"w8a8": 128, "w4a8": 16, "weight_only": 32}
+# Of w8a8 with more rows: multiply-adds of one GEMM. One that has as many computes for 100 us and
+# takes four rounds of tiles on each SM; of that its launch, and the last round, are a few percent.
+MAX_PRODUCTS = 4096**3
+TILE_N = 128  # columns of the tiles that are fastest there; none may belong to two GEMMs
+
+
+def may_pay(m: int, n: int, k: int, out_dtype: torch.dtype) -> bool:
+    """Whether a ``w8a8`` GEMM of more rows than ``MAX_ROWS`` gains by a launch with others.
+
+    It is short enough for its launch and its last round of tiles to count, and whole tiles of the
+    fast kernels are its own. Results of 32 bits have no such kernels, and what is fused into a
+    single GEMM decides their type.
+    """
+    return m * n * k <= MAX_PRODUCTS and n % TILE_N == 0 and out_dtype.itemsize <= 2
+
 
 Calls = Iterator[tuple[tuple[Any, ...], dict[str, Any]]]
 

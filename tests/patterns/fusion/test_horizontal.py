@@ -248,6 +248,32 @@ def test_only_small_m(rows: int, found: list[int]) -> None:
     assert sizes(gm) == found
 
 
+@pytest.mark.parametrize(
+    ("columns", "out_dtype", "found"),
+    [
+        ((256, 128, 128), bf16, [3]),
+        ((256, 128, 64), bf16, [2]),  # no whole tile
+        ((384, 128, 128), bf16, [2]),  # long
+        ((256, 128, 128), torch.float32, []),
+    ],
+)
+def test_many_rows_where_it_may_pay(
+    columns: tuple[int, ...],
+    out_dtype: torch.dtype,
+    found: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(horizontal, "MAX_PRODUCTS", 130 * 256 * 32)
+    members = Integers(Case(130, 0, 32, out_dtype=out_dtype), columns)
+    gm = regrouped(activated(members), members.make_inputs("cpu"))
+    assert sizes(gm) == found
+
+
+def test_packed_weights_of_many_rows_stay_alone() -> None:
+    members = PackedLayout(WordsCase("gptq", 129, 0, 128), (128, 128))
+    assert sizes(regrouped(activated(members), members.make_inputs("cpu"))) == []
+
+
 def test_rows_that_are_not_known_stay_alone() -> None:
     backend = EagerBackend()
     model = nn.ModuleList([words(64, 32), words(64, 16)])

@@ -27,6 +27,7 @@ from inductor_quant.kernels.scaled_mm.base import (
 )
 from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel, is_block_scaled, reject_unless_128
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel, reject_if_only_mm
+from inductor_quant.kernels.shared import horizontal
 from inductor_quant.kernels.shared.grids import persistent_grid
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -104,7 +105,11 @@ class WarpSpecialized(ScaledMm):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        return unlisted_rejection(config, self.listed) or reject_if_it_spills(spec, problem, config)
+        return (
+            unlisted_rejection(config, self.listed)
+            or horizontal.config_rejection(problem, config)
+            or reject_if_it_spills(spec, problem, config)
+        )
 
 
 def reject_if_it_spills(
@@ -136,7 +141,9 @@ class LargeM(WarpSpecialized):
 
     def filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
         """Share of the chip's time that computes output elements, with the best configuration."""
-        return _filled(self.configs(spec, problem, device)[0], problem, device)
+        ranked = self.configs(spec, problem, device)
+        legal = (each for each in ranked if horizontal.config_rejection(problem, each) is None)
+        return _filled(next(legal, ranked[0]), problem, device)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
@@ -150,6 +157,7 @@ class LargeM(WarpSpecialized):
 
 class W8A8LargeM(LargeM, Int8Kernel):
     name = "w8a8_large_m_sm90"
+    is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if found := super().rejection(spec, problem, device) or reject_if_only_mm(spec, problem):
