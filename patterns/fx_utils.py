@@ -217,6 +217,19 @@ def are_strides_read(node: fx.Node) -> bool:
     )
 
 
+def has_fixed_strides(node: fx.Node) -> bool:
+    """Whether an op of another library reads ``node``, for which Inductor copies a tensor that has
+    other strides than when the graph was traced, unless the op says that it takes any."""
+    return any(map(_takes_fixed_strides, _users_of_memory(node)))
+
+
+def _takes_fixed_strides(user: fx.Node) -> bool:
+    if not isinstance(user.target, torch._ops.OpOverload):
+        return str(user.target).startswith("auto_functionalized")
+    is_ours = user.target.namespace in ("aten", "prims", "inductor_quant")
+    return not is_ours and torch.Tag.flexible_layout not in user.target.tags
+
+
 def _users_of_memory(node: fx.Node) -> Iterator[fx.Node]:
     """The users of ``node`` and of its views; the views are among them."""
     for user in node.users:

@@ -97,10 +97,13 @@ def _is_candidate(call: fx.Node) -> bool:
 
 
 def _may_pay(call: fx.Node, m: int, n: int) -> bool:
-    k = fx_utils.value(call.args[0]).shape[1]
-    if call.target is not w8a8.op or not isinstance(k, int):
+    activation = call.args[0]
+    if call.target is not w8a8.op or not isinstance(activation, fx.Node):
         return False
-    return horizontal.may_pay(m, n, k, fx_utils.value(call).dtype)
+    if fx_utils.has_fixed_strides(call):  # a copy of many rows costs more than a launch
+        return False
+    k = fx_utils.value(activation).shape[1]
+    return isinstance(k, int) and horizontal.may_pay(m, n, k, fx_utils.value(call).dtype)
 
 
 def _key(call: fx.Node) -> object:

@@ -269,6 +269,27 @@ def test_many_rows_where_it_may_pay(
     assert sizes(gm) == found
 
 
+@pytest.mark.parametrize(
+    ("rows", "name", "found"), [(130, "any", [2]), (130, "own", []), (5, "own", [2])]
+)
+def test_strides_of_many_rows_are_those_that_a_library_asks_for(
+    rows: int, name: str, found: list[int]
+) -> None:
+    """Else Inductor would copy the results."""
+    with torch.library._scoped_library("test_horizontal", "FRAGMENT") as library:
+        tags = (torch.Tag.flexible_layout,) if name == "any" else ()
+        library.define(f"read_{name}(Tensor x) -> Tensor", tags=tags)
+        library.impl(f"read_{name}", lambda x: x.sum(), "CompositeExplicitAutograd")
+        read = getattr(torch.ops.test_horizontal, f"read_{name}").default
+        members = Integers(Case(rows, 0, 32, out_dtype=bf16), (128, 128))
+        alone = members.alone
+        gm = regrouped(
+            lambda *inputs: [read(result.view(rows, 2, 64)) for result in alone(*inputs)],
+            members.make_inputs("cpu"),
+        )
+        assert sizes(gm) == found
+
+
 def test_packed_weights_of_many_rows_stay_alone() -> None:
     members = PackedLayout(WordsCase("gptq", 129, 0, 128), (128, 128))
     assert sizes(regrouped(activated(members), members.make_inputs("cpu"))) == []
