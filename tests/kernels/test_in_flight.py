@@ -34,6 +34,13 @@ def test_sums_that_are_read_before_the_wait_are_found():
     assert in_flight.read_early([LOOP[2], LOOP[1], early]) == []
 
 
+def test_spills_count_in_the_shortest_loop_around_a_product():
+    spill = (0x18, "LDL R8, [R1]")
+    outside = [(0x4, "STL [R1], R8"), *LOOP, (0x50, "LDL R9, [R1]"), (0x60, "@P1 BRA 0x4")]
+    assert in_flight.spilled_in_loops(outside) == []
+    assert in_flight.spilled_in_loops([LOOP[0], spill, *LOOP[1:]]) == ["0x18 LDL R8, [R1]"]
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.parametrize(

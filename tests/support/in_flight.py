@@ -12,18 +12,21 @@ from pathlib import Path
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
+from inductor_quant.simulate.compile import PTXAS_OPTIONS
+
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 Code = list[tuple[int, str]]
 _STORES = ("ST", "BRA", "RED", "BAR", "SYNCS.ARR", "WARPGROUP", "DEPBAR")
 
 
 def machine_code(ptx: str) -> Code:
-    """(address, instruction) of each instruction for sm_90a."""
+    """(address, instruction) of each instruction for sm_90a, assembled as by Triton."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)
         assembler = get_ptxas(90).path  # Triton 3.9 has two, and writes PTX for the newer one
-        subprocess.run([assembler, "-arch=sm_90a", source, "-o", cubin], check=True)
+        command = [assembler, *PTXAS_OPTIONS, "-arch=sm_90a", source, "-o", cubin]
+        subprocess.run(command, check=True)
         command = [BIN / "cuobjdump", "-sass", cubin]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", text)
@@ -49,16 +52,26 @@ def spills(code: Code) -> list[str]:
     return found
 
 
+def spilled_in_loops(code: Code) -> list[str]:
+    """The accesses to local memory in the shortest loop around each product, of any kind."""
+    loops = _loops(code, "MMA")
+    shortest = set()
+    for i, (_, instruction) in enumerate(code):
+        around = [loop for loop in loops if loop[0] <= i <= loop[1]]
+        if "MMA" in instruction and around:
+            shortest.add(min(around, key=lambda loop: loop[1] - loop[0]))
+    return [
+        f"{address:#x} {instruction}"
+        for first, last in sorted(shortest)
+        for address, instruction in code[first : last + 1]
+        if re.search(r"\b(LDL|STL)\b", instruction)
+    ]
+
+
 def overwritten(code: Code) -> list[str]:
     """The instructions that write to a register of a product in flight, in two rounds of each loop
     with products."""
-    at = {address: i for i, (address, _) in enumerate(code)}
-    loops = []
-    for i, (_, instruction) in enumerate(code):
-        target = re.search(r"BRA 0x([0-9a-f]+)", instruction)
-        first = at.get(int(target[1], 16), i) if target else i
-        if first < i and any("GMMA" in each for _, each in code[first:i]):
-            loops.append((first, i))
+    loops = _loops(code, "GMMA")
     inner = [a for a in loops if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in loops)]
     return [each for first, last in inner for each in _overwritten(code[first : last + 1] * 2)]
 
@@ -76,6 +89,18 @@ def read_early(code: Code) -> list[str]:
         elif sums & _read(instruction):
             found.append(f"{address:#x} {instruction}")
     return found
+
+
+def _loops(code: Code, product: str) -> list[tuple[int, int]]:
+    """First and last instruction of each loop with such products."""
+    at = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (_, instruction) in enumerate(code):
+        target = re.search(r"BRA 0x([0-9a-f]+)", instruction)
+        first = at.get(int(target[1], 16), i) if target else i
+        if first < i and any(product in each for _, each in code[first:i]):
+            loops.append((first, i))
+    return loops
 
 
 def _read(instruction: str) -> set[int]:

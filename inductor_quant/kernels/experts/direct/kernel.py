@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
-from inductor_quant.kernels.experts.rules import ExpertsKernel, mean_rows
-from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
+from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import operand_rejection
+from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
     FLOAT8,
@@ -23,6 +25,7 @@ from inductor_quant.kernels.weight_only.direct.kernel import (
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
 # tiles of 8 rows.
@@ -30,6 +33,8 @@ MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 12, 5
 MAX_MEAN_SM90 = 16  # beyond it experts_mm_sm90
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
+# Of W that a thread dequantizes at once, where it has many stored zero points: with more it spills.
+MAX_VALUES_ZEROS = 64
 
 
 class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
@@ -56,9 +61,8 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         block_m = 8 if mean_rows(problem) <= MAX_MEAN_8 else 16
-        is_narrow = 0 < rules.weight_of(problem).format.code.width <= 4
         found = []
-        for block_n, slice_k in TILES[0 if is_narrow else 1]:
+        for block_n, slice_k in _tiles(rules.weight_of(problem)):
             slices = problem.k // slice_k
             for warps in WARPS:
                 config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1)
@@ -69,6 +73,38 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
                     found.append(config)
                     break
         return found
+
+    def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
+        found = super().codegen(spec, problem, config)
+        # With the zero points x would spill if it were loaded ahead. The rows of a tile are one
+        # row, whose few lines are in a cache.
+        zeros = _stored_zeros(rules.weight_of(problem).format)
+        if zeros is not None and not groups_of(problem).is_sorted:
+            found.loads_x_early = False
+        return found
+
+
+def _tiles(weight: Weight) -> list[tuple[int, int]]:
+    """(columns, k) of a warp's tile, best first."""
+    format = weight.format
+    tiles = list(TILES[0 if 0 < format.code.width <= 4 else 1])
+    zeros = _stored_zeros(format)
+    if zeros is None:
+        return tiles
+    in_word = as_words(weight).weight.format.code.offset.digits
+    is_along_n = bool(in_word) and all(name[0] == "n" for name in in_word)
+    has_groups = 0 < format.block(zeros)[0] < tiles[0][1]  # several in a tile
+    if is_along_n or has_groups:
+        tiles = [(n, k) for n, k in tiles if n * k <= MAX_VALUES_ZEROS * 32]
+    if is_along_n:  # whole words
+        tiles.sort(key=lambda tile: tile[0] != 64)
+    return tiles
+
+
+def _stored_zeros(format: WeightFormat) -> Field | None:
+    """The zero points, if they are bits of words."""
+    found = [format.element.minus, *(op.operand for op in format.dequant_ops if op.kind == "sub")]
+    return next((each for each in found if isinstance(each, Field) and each.width), None)
 
 
 EXPERTS_DIRECT = ExpertsDirect()

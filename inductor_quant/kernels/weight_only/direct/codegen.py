@@ -74,6 +74,9 @@ class DirectCodegen(DigitCodegen):
             # Free of bank conflicts for what the MMA leaves and for a row of columns.
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
+        # Whether x is loaded one iteration ahead, like W: not if that takes many registers, as
+        # tables do.
+        self.loads_x_early = self.block_m == G[1] and not self.places
         self.x_layout = "X_READ"
         if self.x_packs == 1 and shares_x(plan, self.block_m, width):
             # Lanes load whole lines of rows, and get what they multiply through shared memory.
@@ -149,12 +152,6 @@ class DirectCodegen(DigitCodegen):
     def has_row_tiles(self) -> bool:
         """Whether M may have several tiles."""
         return self.block_m > DECODE_M
-
-    @property
-    def loads_x_early(self) -> bool:
-        """Whether x is loaded one iteration ahead, like W: not if that takes many registers, as
-        tables do."""
-        return self.block_m == G[1] and not self.places
 
     def used(self, i: int, slot: int) -> str:
         return f"now{i}"
