@@ -63,8 +63,14 @@ def compile_for_virtual_gpu(folder: Path, batch: int, layers: int) -> Row:
             backend="inductor_quant",
         )
     chosen = {kernel.node: kernel.chosen for kernel in report.kernels}
+    # q, k and v are one call, and may be one launch
+    together = {member: group.call for group in report.groups for member in group.members}
     rows = Counter(
-        (f"{match.m}x{match.n}x{match.k}", f"{match.family} {match.spec}", chosen[match.call])
+        (
+            f"{match.m}x{match.n}x{match.k}",
+            f"{match.family} {match.spec}",
+            chosen[together.get(match.call, match.call)],
+        )
         for match in report.matches
     )
     kernels = []
