@@ -25,6 +25,12 @@ def varying(format: WeightFormat) -> list[Field]:
     return [field for field in operands if format.block(field)[0] == 1]
 
 
+def are_words_of_columns(weight: Weight) -> bool:
+    """Whether the values of a word differ in n alone, as AWQ's."""
+    in_word = as_words(weight).weight.format.code.offset.digits
+    return bool(in_word) and all(name[0] == "n" for name in in_word)
+
+
 def n_order(format: WeightFormat) -> list[str]:
     """The digits of n in the order in which a tile covers them. Last are those that choose a value
     of a word; before them, if scales change with every k, those that these scales do not depend

@@ -125,6 +125,7 @@ def tiles_of(kernel):
     return kernel.ptx.count("cp.async.bulk.tensor"), len(kernel.matrix_instructions())
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

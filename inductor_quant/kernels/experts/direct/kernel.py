@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import operand_rejection
+from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, operand_rejection
 from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
@@ -91,8 +90,7 @@ def _tiles(weight: Weight) -> list[tuple[int, int]]:
     zeros = _stored_zeros(format)
     if zeros is None:
         return tiles
-    in_word = as_words(weight).weight.format.code.offset.digits
-    is_along_n = bool(in_word) and all(name[0] == "n" for name in in_word)
+    is_along_n = are_words_of_columns(weight)
     has_groups = 0 < format.block(zeros)[0] < tiles[0][1]  # several in a tile
     if is_along_n or has_groups:
         tiles = [(n, k) for n, k in tiles if n * k <= MAX_VALUES_ZEROS * 32]
