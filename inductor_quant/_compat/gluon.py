@@ -205,9 +205,7 @@ def _tile_access() -> dict[str, Any]:
 
 # The mask of a template whose indices are in bounds where it is false, too: of stores alone.
 _STORE_MASK = "store_mask"
-_MASKED_LOAD = re.compile(
-    rf"(tl\.load\(.*), {_STORE_MASK}(, eviction_policy='\w+')?(?:, other=[^,)]+)?(?=[,)])"
-)
+_MASKED_LOAD = re.compile(rf"(tl\.load\(.*), {_STORE_MASK}(?=[,)])")
 
 
 def fast_math(epilogue: str) -> str:
@@ -312,7 +310,7 @@ def template_type() -> type:
                 text = str(ordinary())
                 if self.meta.get("FAST_MATH_EPILOGUE") and self._stores_16_bits():
                     text = fast_math(text)
-                text = _MASKED_LOAD.sub(r"\1\2", text)
+                text = _MASKED_LOAD.sub(r"\1", text)
                 return text.replace("tl.load(", "tile_load(EPILOGUE, ").replace(
                     "tl.store(", "tile_store("
                 )
