@@ -14,7 +14,7 @@ from tests.support.gemms import formats
 from tests.support.gemms.generated import device
 from tests.support.gemms.w4a8 import Case, described, generate_case
 
-E4M3 = w4a8.E4M3
+INT8, E4M3 = w4a8.INT8, w4a8.E4M3
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
@@ -25,19 +25,20 @@ def large_groups(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "groups", "rows"),
+    ("name", "groups", "a_dtype", "rows"),
     [
-        ("nibble_pairs", True, (33, 64)),
-        ("nibble_pairs", False, (17, 1024)),
-        ("int4_words", False, (17, 1024)),
-        ("gptq", True, None),
-        ("shift_table", False, None),
+        ("nibble_pairs", True, INT8, (33, 4096)),
+        ("nibble_pairs", True, E4M3, (33, 256)),
+        ("nibble_pairs", False, INT8, (17, 1024)),
+        ("int4_words", False, INT8, (17, 1024)),
+        ("gptq", True, INT8, None),
+        ("shift_table", False, INT8, None),
     ],
 )
-def test_it_takes_the_rows_at_which_it_was_faster(name, groups, rows):
+def test_it_takes_the_rows_at_which_it_was_faster(name, groups, a_dtype, rows):
     taken = []
-    for m in (1, 16, 17, 32, 33, 64, 65, 256, 1024, 1025, 4096):
-        spec, problem = described(Case(name, m, 8192, 8192, groups=groups))
+    for m in (1, 16, 17, 32, 33, 64, 65, 256, 257, 1024, 1025, 4096):
+        spec, problem = described(Case(name, m, 8192, 8192, groups=groups, a_dtype=a_dtype))
         if W4A8_MM_SM90.rejection(spec, problem, device(90)) is None:
             taken.append(m)
             assert W4A8_MM_SM90.configs(spec, problem, device(90))
@@ -51,7 +52,7 @@ def test_a_weight_that_is_scaled_to_int8_is_taken_up_to_256_rows():
 
 
 def test_an_iteration_never_overwrites_what_the_product_before_reads():
-    for k, is_taken in ((4096, True), (4096 + 128, False)):
+    for k, is_taken in ((4096, True), (4096 + 128, True), (128, False)):
         spec, problem = described(Case("nibble_pairs", 64, 1024, k))
         found = W4A8_MM_SM90.configs(spec, problem, device(90))
         assert bool(found) == is_taken
@@ -73,6 +74,9 @@ def test_m_must_be_bounded_the_card_sm90_and_operands_aligned():
     [
         (64, 8192, 8192, False, "64x64x128_w4_s6_g8"),
         (64, 6144, 4096, True, "64x64x128_w4_s6_g8"),
+        (128, 6144, 4096, True, "128x64x128_w4_s4_g8"),
+        (256, 28672, 4096, True, "128x64x128_w4_s4_g8"),
+        (1024, 8192, 8192, True, "128x128x128_w8_s5_g8"),
         (256, 8192, 8192, False, "128x128x128_w8_s5_g8"),
         (64, 4096, 14336, False, "64x64x128_w4_s6_g8 shared"),  # half of the SMs have no tile
         (256, 4096, 14336, False, "128x128x128_w8_s5_g8 shared"),
@@ -95,7 +99,16 @@ def test_the_tile_is_the_one_that_was_fastest(m, n, k, groups, config):
                 (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x128x128_w8_s5_g8"),
                 (Case("nibble_pairs", 256, 1024, 4096, groups=False), "128x64x128_w4_s4_g8"),
                 (Case("int4_words", 64, 1024, 4096), "64x64x128_w4_s6_g8"),
-                (Case("nibble_pairs", 64, 1024, 4096, a_dtype=E4M3), "64x64x128_w4_s6_g8"),
+                (Case("nibble_pairs", 256, 1024, 4096), "128x128x128_w8_s5_g8"),
+                (Case("nibble_pairs", 256, 1024, 4096), "128x64x128_w4_s4_g8"),
+                *(
+                    (Case("nibble_pairs", m, 1024, 4096, a_dtype=E4M3), config)
+                    for m, config in (
+                        (64, "64x64x128_w4_s6_g8"),
+                        (256, "128x64x128_w4_s4_g8"),
+                        (256, "128x128x128_w8_s5_g8"),
+                    )
+                ),
             )
         ),
     ],

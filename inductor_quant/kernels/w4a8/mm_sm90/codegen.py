@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook
-from inductor_quant.kernels.w4a8.quads import MAGIC, MAGIC_BITS, QuadCodegen
+from inductor_quant.kernels.w4a8.quads import QuadCodegen
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 
 
@@ -29,29 +29,27 @@ class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
     def sums(self) -> str:
         if not self.is_promoted:
             return "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.int32, MMA)"
-        start = ("0.0", "gl.float32") if self.is_float else (MAGIC_BITS, "gl.int32")
-        lines = [
-            "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)",
-            f"start = gl.full([BLOCK_N, BLOCK_M], {start[0]}, {start[1]}, MMA)",
-            "group = warpgroup_mma_init(start)",
-        ]
-        if self.has_groups:
-            lines.append("scale_before = gl.zeros([BLOCK_N], gl.float32, gl.SliceLayout(1, MMA))")
-        return "\n".join(lines)
+        type = "gl.float32" if self.is_float else "gl.int32"
+        return (
+            "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)\n"
+            f"zero = gl.zeros([BLOCK_N, BLOCK_M], {type}, MMA)"
+        )
 
-    def multiplied(self, x: str) -> str:
+    def multiplied(self, x: str, i: int, count: int) -> str:
         if not self.is_promoted:
-            return super().multiplied(x)
-        # One product at a time: registers for a second one are lacking.
-        how = ", use_acc=False" if self.is_float else ""
-        lines = [self.finished(), f"group = warpgroup_mma(w, {x}, start{how}, is_async=True)"]
-        return "\n".join([*lines, "scale_before = scale"] if self.has_groups else lines)
+            return super().multiplied(x, i, count)
+        # One product at a time, W is unpacked beside it; registers for a second one are lacking.
+        lines = [self._promoted()] if i > 0 else []
+        lines.append(f"product = warpgroup_mma(w, {x}, zero, use_acc=False, is_async=True)")
+        lines += ["scale_before = scale"] if self.has_groups else []
+        # None runs when the loop comes round: that took a spill, or the registers of its operand.
+        return "\n".join([*lines, self._promoted()] if i == count - 1 else lines)
+
+    def _promoted(self) -> str:
+        """Statements that wait for the product, scale and add it."""
+        wait = "product = warpgroup_mma_wait(0, deps=(product,))"
+        scale = " * gl.expand_dims(scale_before, 1)" if self.has_groups else ""
+        return f"{wait}\nacc = acc + product.to(gl.float32){scale}"
 
     def finished(self) -> str:
-        if not self.is_promoted:
-            return super().finished()
-        product = "group" if self.is_float else f"(group.to(gl.float32, bitcast=True) - {MAGIC})"
-        scale = " * gl.expand_dims(scale_before, 1)" if self.has_groups else ""
-        return "\n".join(
-            ["group = warpgroup_mma_wait(0, deps=(group,))", f"acc = acc + {product}{scale}"]
-        )
+        return "" if self.is_promoted else super().finished()

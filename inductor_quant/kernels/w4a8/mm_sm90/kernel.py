@@ -1,7 +1,8 @@
 """``w4a8_mm_sm90``: int8 or e4m3 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups, or A in e4m3, 33 to
-64; of a weight that is scaled to int8 to 256), if the packed words of a tile are a box of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups, or A in e4m3, from
+33; of a weight that is scaled to int8, or A in e4m3, to 256), if the packed words of a tile are a box
+of a matrix.
 
 ``weight_only_mm_sm90`` with operands of 8 bits: W goes from shared memory to the registers of the
 first operand of wgmma, four nibbles unpacked at once, while the product before runs. With groups
@@ -33,17 +34,17 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     unrolled,
 )
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
+from inductor_quant.ops.w4a8 import INT8
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 Block = tuple[int, int, int, int, int]
 # (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
-# of two that share it (0: they do not); the same with groups (None: not timed). README.md says what
-# was measured.
-_BLOCKS: tuple[tuple[Block, tuple[int, int], tuple[int, int] | None], ...] = (
-    ((64, 64, 128, 4, 6), (520, 680), (585, 995)),
-    ((128, 64, 128, 4, 4), (650, 880), None),
-    ((128, 128, 128, 8, 5), (860, 0), None),
+# of two that share it (0: they do not); the same with groups. README.md says what was measured.
+_BLOCKS: tuple[tuple[Block, tuple[int, int], tuple[int, int]], ...] = (
+    ((64, 64, 128, 4, 6), (520, 680), (545, 965)),
+    ((128, 64, 128, 4, 4), (650, 880), (695, 1130)),
+    ((128, 128, 128, 8, 5), (860, 0), (1100, 0)),
 )
 SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
@@ -52,11 +53,12 @@ SHARED_CYCLES, MARGIN = 9000, 0.9
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
 PARTIALS_PER_CYCLE = 150
 HALF_AN_SM = 113 << 10  # bytes of stages
-PAIRED = 64  # accumulators of a thread up to which two CTAs share an SM's registers
+PAIRED = 128  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond MAX_M writing the int8 weight once is faster; beyond SCALED_M if making an int8 takes more
-# instructions. With groups kernels of weight_only are faster outside of GROUPED_M.
-MAX_M, SCALED_M, GROUPED_M = 1024, MEDIUM_M, (SMALL_M + 1, 64)
+# Beyond MAX_M writing the int8 weight once is faster, which groups do not allow; beyond SCALED_M if
+# making an int8 takes more instructions; of e4m3 kernels of weight_only are.
+MAX_M, SCALED_M = 1024, MEDIUM_M
+LEAST_M_PROMOTED = SMALL_M + 1  # with fewer rows those of weight_only are faster
 
 
 class W4A8MMSm90(rules.W4A8Kernel):
@@ -68,9 +70,10 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least, most = GROUPED_M if rules.is_promoted(spec) else (DECODE_M + 1, MAX_M)
-        if problem.weight is not None and problem.weight.format.to_int8:
-            most = SCALED_M
+        least = LEAST_M_PROMOTED if rules.is_promoted(spec) else DECODE_M + 1
+        is_scaled = problem.weight is not None and problem.weight.format.to_int8
+        is_limited = is_scaled or spec.a.dtype != INT8
+        most = SCALED_M if is_limited else problem.m if spec.group_size else MAX_M
         if detail := problem.rows_outside(least, most):
             return no_kernel(detail)
         if not problem.has_weight_descriptors:
@@ -91,7 +94,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
-        own = constants_of(problem, config, device, *shared)
+        own = constants_of(problem, config, device, *shared, pads=True)
         shares = self.scratch(spec, problem, config, device) > 0
         return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": shares}
 
@@ -120,6 +123,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
             ctas=_ctas_per_sm(spec, config),
             sums=_sums(spec),
             offered=_unrolls(spec, config),
+            pads=True,
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -154,9 +158,9 @@ def _ctas_per_sm(spec: QuantGemmSpec, config: GemmConfig) -> int:
 
 
 def _unrolls(spec: QuantGemmSpec, config: GemmConfig) -> tuple[int, ...]:
-    """K iterations in the loop's body: the scales of each take registers. At least two: one would
-    be unpacked to the registers that the product before still reads."""
-    return UNROLLED[-1:] if rules.is_promoted(spec) else UNROLLED
+    """K iterations in the loop's body. The scales of each take registers, if sums are promoted."""
+    is_full = _accumulators(spec, config) > PAIRED // 2
+    return UNROLLED[-1:] if rules.is_promoted(spec) and is_full else UNROLLED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +180,11 @@ class _Costs:
         rows = math.ceil(self.problem.m / config.block_m)
         return rows * math.ceil(self.problem.n / config.block_n) * config.split_k
 
+    def _turns(self, config: GemmConfig) -> tuple[int, int]:
+        """K iterations of a turn, and turns of a tile."""
+        turn = unrolled(self.problem, config, _unrolls(self.spec, config), pads=True) or 1
+        return turn, math.ceil(self.problem.k / (turn * config.block_k))
+
     def may_split(self, config: GemmConfig) -> bool:
         """Whether SMs without a tile get one, and K iterations enough."""
         k_iters = self.problem.k // (config.split_k * config.block_k)
@@ -184,7 +193,8 @@ class _Costs:
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K."""
         split, ctas = config.split_k, _ctas_per_sm(self.spec, config)
-        k_iters = self.problem.k // (split * config.block_k)
+        turn, turns = self._turns(config)
+        k_iters = turn * math.ceil(turns / split)
         alone, paired = (k_iters * each + TILE_CYCLES for each in self.listed(config))
         pairs, rest = divmod(math.ceil(self._tiles(config) / self.device.num_sms), ctas)
         loop = pairs * (paired if ctas > 1 else alone) + rest * alone
@@ -195,8 +205,8 @@ class _Costs:
         """If all CTAs have the same number of K iterations, of tiles that they share."""
         most = _ctas_per_sm(self.spec, config)
         ctas = most * self.device.num_sms
-        turn = unrolled(self.problem, config, _unrolls(self.spec, config))
-        turns = self._tiles(config) * (self.problem.k // (turn * config.block_k))
+        turn, of_a_tile = self._turns(config)
+        turns = self._tiles(config) * of_a_tile
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         loop = turn * math.ceil(turns / ctas) * self.listed(config)[most - 1]

@@ -133,8 +133,9 @@ class MMSm90Codegen(DigitCodegen):
         """Statements before the loop."""
         return "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)"
 
-    def multiplied(self, x: str) -> str:
-        """Statements that start the product of ``w`` with ``x`` and wait for the one before."""
+    def multiplied(self, x: str, i: int, count: int) -> str:
+        """Statements that start the product of ``w`` with ``x``, the ``i``-th of ``count`` in the
+        loop's body, and wait for the one before."""
         start = f"acc = warpgroup_mma(w, {x}, acc, is_async=True)"
         return f"{start}\nacc = warpgroup_mma_wait(1, deps=(acc,))"
 

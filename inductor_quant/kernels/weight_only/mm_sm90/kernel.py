@@ -90,10 +90,17 @@ SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4560, 10.4, 0.06
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 
 
-def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
-    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
-    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
-    return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
+def unrolled(
+    problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED, *, pads: bool = False
+) -> int:
+    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns.
+    ``pads``: the last turn may go beyond K, where x is zero."""
+    for n in offered:
+        turns, rest = divmod(problem.k, n * config.block_k)
+        is_whole = not rest or (pads and n == offered[-1] and rest % config.block_k == 0)
+        if is_whole and turns >= config.split_k:
+            return n
+    return 0
 
 
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
@@ -237,11 +244,12 @@ def tile_misfit(
     sums: int = 1,
     table: int = 0,
     offered: Sequence[int] = UNROLLED,
+    pads: bool = False,
 ) -> Rejection | None:
     """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
     accumulators for each output; ``table``: bytes of it in shared memory; ``offered``: K iterations
-    in the loop's body."""
-    if not unrolled(problem, config, offered):
+    in the loop's body; ``pads``: see ``unrolled``."""
+    if not unrolled(problem, config, offered, pads=pads):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
     if refused is not None:
@@ -270,11 +278,13 @@ def constants_of(
     device: Device,
     ctas: int,
     offered: Sequence[int] = UNROLLED,
+    *,
     together: int = 1,
+    pads: bool = False,
 ) -> dict[str, Any]:
     """The template's constants, for ``ctas`` an SM, ``together`` K iterations under one barrier."""
     return {
-        "UNROLLED": unrolled(problem, config, offered),
+        "UNROLLED": unrolled(problem, config, offered, pads=pads),
         "TOGETHER": together,
         "NUM_CTAS": ctas * device.num_sms,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
