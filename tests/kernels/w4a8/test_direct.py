@@ -37,11 +37,11 @@ def large_groups(monkeypatch):
     ],
 )
 def test_it_takes_few_rows_of_what_it_unpacks(name, groups, is_taken):
-    for m in (1, 16, 17):
+    for m in (1, 16, 17, 32, 33):
         spec, problem = described(Case(name, m, 1024, 4096, groups=groups))
-        chosen = [kernel for kernel, _ in candidates("w4a8", spec, problem, device(90))]
-        assert (W4A8_DIRECT in chosen) == (is_taken and m <= 16)
-        assert W4A8_DIRECT.rejection(spec, problem, device(100)) is not None
+        for arch, most in ((90, 32), (80, 16), (100, 0)):
+            found = [kernel for kernel, _ in candidates("w4a8", spec, problem, device(arch))]
+            assert (found[:1] == [W4A8_DIRECT]) == (is_taken and m <= most)
 
 
 def test_small_groups_and_unaligned_rows_are_left(monkeypatch):
@@ -59,6 +59,7 @@ def test_small_groups_and_unaligned_rows_are_left(monkeypatch):
         (1, 8192, 8192, "8x32x1024_w8_s1_g8"),
         (1, 6144, 4096, "8x32x1024_w8_s1_g8"),
         (16, 8192, 8192, "16x32x1024_w8_s1_g8"),
+        (20, 8192, 8192, "32x16x512_w4_s1_g8"),
         (1, 28672, 4096, "8x32x512_w4_s1_g8"),  # many CTAs: smaller ones
         (1, 4096, 14336, "8x32x2048_w16_s1_g8"),  # few: larger ones
     ],
@@ -81,6 +82,15 @@ def test_partials_of_integers_are_exact_in_fp32():
     [
         (Case("nibble_pairs", 16, 1024, 4096), 90),
         pytest.param(Case("gptq", 8, 1024, 4096, groups=False), 90, marks=pytest.mark.slow),
+        *(
+            pytest.param(case, 90, marks=pytest.mark.slow)
+            for case in (
+                Case("nibble_pairs", 32, 1024, 4096),
+                Case("nibble_pairs", 32, 1024, 4096, groups=False),
+                Case("nibble_pairs", 32, 1024, 4096, to_int8="round"),
+                Case("awq", 32, 1024, 4096, groups=False),
+            )
+        ),
         pytest.param(Case("awq", 16, 1024, 4096, groups=False), 80, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -49,6 +49,11 @@ def generated_by(kernel, case, config):
         (DIRECT, Case("int4_words", 4, 64, 256, zero="int", sums=True), "8x32x128_w2_s1_g8_k2"),
         # 3 slices of K for 2 warps of 2 CTAs
         (DIRECT, Case("nibble_pairs", 3, 32, 384), "8x32x256_w2_s1_g8"),
+        (DIRECT, Case("nibble_pairs", 19, 40, 256), "32x16x256_w2_s1_g8"),
+        pytest.param(
+            *(DIRECT, Case("int4_words", 31, 64, 256, groups=False), "32x32x256_w2_s1_g8"),
+            marks=slow,
+        ),
         (MM, Case("nibble_pairs", 40, 64, 640), "64x64x128_w4_s4_g8"),  # a turn goes beyond K
         (MM, Case("nibble_pairs", 40, 64, 512, a_dtype=e4m3), "64x64x128_w4_s4_g8"),
         pytest.param(

@@ -1,6 +1,6 @@
 """``w4a8_direct``: int8 A [M, K] @ int4 W [K, N] for few rows, in Gluon.
 
-Chosen for M <= 16 and A whose rows are aligned, on sm_80, 86, 89 and 90.
+Chosen for A whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, M <= 32 on sm_90.
 
 ``weight_only_direct`` with int8 operands of mma.sync: words of nibbles go straight to the registers
 of the lane that multiplies them, which unpacks four at once.
@@ -12,13 +12,19 @@ import math
 
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import DECODE_M, Device, Problem
+from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.direct.codegen import W4A8DirectCodegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
-from inductor_quant.kernels.weight_only.direct.kernel import ARCHS, direct_configs, tile_misfit
+from inductor_quant.kernels.weight_only.direct.kernel import (
+    ARCHS,
+    ROWS,
+    direct_configs,
+    tile_misfit,
+)
 from inductor_quant.kernels.weight_only.rules import (
+    WGMMA_ARCHS,
     bad_blocks,
     horizontal_rejection,
     no_kernel,
@@ -31,6 +37,7 @@ MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 1
 # (columns, k) of a warp's tile, best first: for few rows, and for more, whose A is read less often.
 FEW_ROWS = 8
 _WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
+_HALF = (16, 128)
 # The model of a configuration's time in us (README.md): bytes of W per us with all resident warps;
 # the share of the time that does not depend on their number; a further round of CTAs; the sum of
 # partials.
@@ -44,10 +51,11 @@ class W4A8Direct(rules.W4A8Kernel):
     is_horizontal = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
-        if detail := problem.rows_outside(0, DECODE_M):
-            return no_kernel(detail)
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")
+        most = SMALL_M if device.arch in WGMMA_ARCHS else DECODE_M
+        if detail := problem.rows_outside(0, most):
+            return no_kernel(detail)
         if spec.a.dtype != INT8:
             return no_kernel("few rows of e4m3: those of weight_only read the weight as fast")
         return rules.quad_rejection(spec, problem, device)
@@ -68,7 +76,7 @@ class W4A8Direct(rules.W4A8Kernel):
     ) -> Rejection | None:
         if rules.has_inexact_partials(spec, problem, config):
             return bad_blocks(f"{config}: fp32 does not hold the integer sums of its parts")
-        refused = tile_misfit(problem, config, device, MAX_VALUES)
+        refused = tile_misfit(problem, config, device, MAX_VALUES, (*ROWS, SMALL_M))
         plan = rules.quad_plan(rules.weight_of(problem), config, own=True)
         if refused is None and plan is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
@@ -81,12 +89,23 @@ class W4A8Direct(rules.W4A8Kernel):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         tiles = ((16, 256), *_WIDE) if problem.m <= FEW_ROWS else _WIDE
+        if problem.m > DECODE_M:
+            tiles = (_HALF if _needs_registers(spec, problem) else _WIDE[0], *_WIDE[2:4])
         return direct_configs(
             problem,
             tiles,
             lambda config: _cost(problem, config, device),
             lambda config: self.config_rejection(spec, problem, config, device),
         )
+
+
+def _needs_registers(spec: QuantGemmSpec, problem: Problem) -> bool:
+    """Whether tiles of 32 rows and ``_WIDE[0]`` spill: sums of groups beside those of all K, an int8
+    that is computed, or values of a register in four words."""
+    format = as_words(rules.weight_of(problem)).weight.format
+    in_word = format.code.offset.digits
+    is_along_n = bool(in_word) and all(name[0] == "n" for name in in_word)
+    return bool(spec.group_size or format.to_int8 or is_along_n)
 
 
 def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:

@@ -1,8 +1,8 @@
 """``w4a8_mm_sm90``: int8 or e4m3 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups, or A in e4m3, from
-33; of a weight that is scaled to int8, or A in e4m3, to 256), if the packed words of a tile are a box
-of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups from 33 to any; of a
+weight that is scaled to int8 to 256; for A in e4m3 from 33 to 256), if ``w4a8_direct`` does not take
+it and the packed words of a tile are a box of a matrix.
 
 ``weight_only_mm_sm90`` with operands of 8 bits: W goes from shared memory to the registers of the
 first operand of wgmma, four nibbles unpacked at once, while the product before runs. With groups
@@ -58,7 +58,8 @@ MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
 # Beyond MAX_M writing the int8 weight once is faster, which groups do not allow; beyond SCALED_M if
 # making an int8 takes more instructions; of e4m3 kernels of weight_only are.
 MAX_M, SCALED_M = 1024, MEDIUM_M
-LEAST_M_PROMOTED = SMALL_M + 1  # with fewer rows those of weight_only are faster
+# Two CTAs that share an SM take so many times as long for other M than multiples of 256.
+UNEVEN, EVEN_M = 1.4, 256
 
 
 class W4A8MMSm90(rules.W4A8Kernel):
@@ -70,7 +71,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least = LEAST_M_PROMOTED if rules.is_promoted(spec) else DECODE_M + 1
+        least = SMALL_M + 1 if rules.is_promoted(spec) else DECODE_M + 1
         is_scaled = problem.weight is not None and problem.weight.format.to_int8
         is_limited = is_scaled or spec.a.dtype != INT8
         most = SCALED_M if is_limited else problem.m if spec.group_size else MAX_M
@@ -171,10 +172,12 @@ class _Costs:
     problem: Problem
     device: Device
 
-    def listed(self, config: GemmConfig) -> tuple[int, ...]:
+    def listed(self, config: GemmConfig) -> tuple[float, ...]:
         """Those of ``_BLOCKS``; (): such a tile was not timed."""
         found = {GemmConfig(*block): each[rules.is_promoted(self.spec)] for block, *each in _BLOCKS}
-        return found.get(dataclasses.replace(config, split_k=1)) or ()
+        alone, paired = found.get(dataclasses.replace(config, split_k=1)) or (0, 0)
+        is_uneven = self.problem.m > config.block_m and self.problem.m % EVEN_M
+        return (alone, paired * (UNEVEN if is_uneven else 1)) if alone else ()
 
     def _tiles(self, config: GemmConfig) -> int:
         rows = math.ceil(self.problem.m / config.block_m)
