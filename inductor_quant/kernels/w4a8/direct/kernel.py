@@ -38,6 +38,7 @@ MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 1
 FEW_ROWS = 8
 _WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
 _HALF = (16, 128)
+MAX_WARPS_MEDIUM = 8  # for more than 16 rows, in tiles of 32: one CTA an SM would be left
 # The model of a configuration's time in us (README.md): bytes of W per us with all resident warps;
 # the share of the time that does not depend on their number; a further round of CTAs; the sum of
 # partials.
@@ -80,6 +81,8 @@ class W4A8Direct(rules.W4A8Kernel):
         plan = rules.quad_plan(rules.weight_of(problem), config, own=True)
         if refused is None and plan is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+        if problem.m > DECODE_M and config.num_warps > MAX_WARPS_MEDIUM:
+            return bad_blocks(f"{config}: the sums of more than {MAX_WARPS_MEDIUM} warps")
         if refused is not None or not problem.members:
             return refused
         plans = [rules.quad_plan(rules.weight_of(m), config, own=True) for m in problem.members]

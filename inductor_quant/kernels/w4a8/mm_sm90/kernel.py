@@ -51,7 +51,7 @@ MIN_K_ITERS = 8  # of a split
 # Of tiles that CTAs share, and by how much this must be faster by the model.
 SHARED_CYCLES, MARGIN = 9000, 0.9
 TILE_CYCLES, SPLIT_CYCLES = 800, 4200  # of a tile, and of partials, beside what grows with them
-PARTIALS_PER_CYCLE = 150
+PARTIALS_PER_CYCLE, PARTIALS_OF_PEERS_PER_CYCLE = 150, 15  # of all CTAs; of one
 HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 128  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
@@ -213,7 +213,9 @@ class _Costs:
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         loop = turn * math.ceil(turns / ctas) * self.listed(config)[most - 1]
-        return (loop + TILE_CYCLES + SHARED_CYCLES) / MARGIN
+        peers = max(0.0, ctas / self._tiles(config) - 1)  # whose sums one CTA adds, one by one
+        added = peers * config.block_m * config.block_n / PARTIALS_OF_PEERS_PER_CYCLE
+        return (loop + added + TILE_CYCLES + SHARED_CYCLES) / MARGIN
 
 
 W4A8_MM_SM90 = W4A8MMSm90()
