@@ -64,7 +64,7 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("hqq", 33, 64, 256, bias=True), "64x16x128_w2_s1_g8"),
         (DIRECT, Case("gptq", 20, 64, 320, f16), "32x32x128_w2_s1_g8_k2"),
         (DIRECT, Case("int8_channel", 57, 48, 128), "64x32x128_w2_s1_g8"),
-        (DIRECT, Case("nibble_pairs", 70, 40, 192, bias=True), "32x16x128_w2_s1_g8_k2"),
+        (DIRECT, Case("nibble_pairs", 70, 40, 320, bias=True), "32x16x128_w2_s1_g8_k2"),
         (DIRECT, Case("awq", 29, 64, 256, f16, column_scale="channel"), "32x32x128_w2_s1_g8"),
         (MM, Case("gptq", 17, 64, 256, f16, bias=True), "32x64x64_w4_s4_g8"),
         (MM, Case("gptq", 20, 64, 256, bf16), "32x64x64_w4_s4_g8_k2"),  # scales of another dtype
@@ -74,13 +74,13 @@ def generated_by(kernel, fn, make, config):
             "64x64x64_w4_s4_g8_k2",
         ),  # 96 of N
         (MM, Case("nibble_pairs", 20, 128, 256, bias=True), "32x128x64_w8_s4_g8"),
-        (MM, Case("hqq", 30, 128, 256), "32x64x64_w4_s4_g8"),
+        (MM, Case("hqq", 30, 128, 320), "32x64x64_w4_s4_g8"),  # a turn goes beyond K
         (MM, Case("int8_group", 25, 64, 256), "32x64x64_w4_s3_g8"),
         (MM, Case("int8_zero_channel", 33, 64, 128), "64x64x64_w4_s4_g8"),
         (MM, Case("int8_channel", 50, 64, 128, f16), "64x64x64_w4_s4_g8"),
         # four turns in two rounds of the stages; the sums are multiplied
         (MM, Case("int8_channel", 20, 64, 1024), "32x64x64_w4_s8_g8"),
-        (MM, Case("nf4", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        (MM, Case("nf4", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_row", 20, 64, 128), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_block", 20, 128, 128, f16), "32x64x64_w4_s4_g8"),
         (MM, Case("e5m2_group", 20, 64, 128), "32x64x64_w4_s4_g8"),

@@ -9,6 +9,7 @@ of the lane that multiplies them, which unpacks four at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
@@ -37,7 +38,7 @@ MAX_VALUES = 128  # of W that a thread unpacks at once: with more it spills at 1
 # (columns, k) of a warp's tile, best first: for few rows, and for more, whose A is read less often.
 FEW_ROWS = 8
 _WIDE = ((32, 128), (64, 64), (32, 64), (32, 32), (128, 32))
-_HALF = (16, 128)
+_FEW, _HALF = (16, 256), (16, 128)
 MAX_WARPS_MEDIUM = 8  # for more than 16 rows, in tiles of 32: one CTA an SM would be left
 # The model of a configuration's time in us (README.md): bytes of W per us with all resident warps;
 # the share of the time that does not depend on their number; a further round of CTAs; the sum of
@@ -91,7 +92,9 @@ class W4A8Direct(rules.W4A8Kernel):
         return horizontal_rejection(problem, config)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        tiles = ((16, 256), *_WIDE) if problem.m <= FEW_ROWS else _WIDE
+        tiles: Sequence[tuple[int, int]] = _WIDE
+        if problem.m <= FEW_ROWS:
+            tiles = (_FEW, *_WIDE)
         if problem.m > DECODE_M:
             tiles = (_HALF if _needs_registers(spec, problem) else _WIDE[0], *_WIDE[2:4])
         return direct_configs(
@@ -103,8 +106,8 @@ class W4A8Direct(rules.W4A8Kernel):
 
 
 def _needs_registers(spec: QuantGemmSpec, problem: Problem) -> bool:
-    """Whether tiles of 32 rows and ``_WIDE[0]`` spill: sums of groups beside those of all K, an int8
-    that is computed, or values of a register in four words."""
+    """Whether tiles of 32 rows and ``_WIDE[0]`` spill: sums of groups beside those of all K, an
+    int8 that is computed, or values of a register in four words."""
     format = as_words(rules.weight_of(problem)).weight.format
     in_word = format.code.offset.digits
     is_along_n = bool(in_word) and all(name[0] == "n" for name in in_word)

@@ -103,6 +103,11 @@ def unrolled(
     return 0
 
 
+def may_pad(problem: Problem) -> bool:
+    """Whether what lies beyond K, other rows of the packed weight, is finite: times zero then."""
+    return not rules.weight_of(problem).format.element.float8
+
+
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales of small groups of a table's values take the registers that large tiles need."""
     format = rules.weight_of(problem).format
@@ -155,8 +160,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
         ctas, together = ctas_per_sm(config), loaded_together(problem, config)
-        offered = _unrolls(problem, config)
-        return constants_of(problem, config, device, ctas, offered, together=together)
+        offered, pads = _unrolls(problem, config), may_pad(problem)
+        return constants_of(problem, config, device, ctas, offered, together=together, pads=pads)
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -190,6 +195,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             ctas=ctas,
             table=table,
             offered=_unrolls(problem, config),
+            pads=may_pad(problem),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -338,10 +344,17 @@ class Costs:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
+    def _turns(self, config: GemmConfig) -> tuple[int, int]:
+        """K iterations of a turn, and turns of a tile."""
+        offered, pads = _unrolls(self.problem, config), may_pad(self.problem)
+        turn = unrolled(self.problem, config, offered, pads=pads) or 1
+        return turn, math.ceil(self.problem.k / (turn * config.block_k))
+
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
         split, most = config.split_k, ctas_per_sm(config)
-        k_iters = math.ceil(self.problem.k / (split * config.block_k))
+        turn, turns = self._turns(config)
+        k_iters = turn * math.ceil(turns / split)
         alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
@@ -356,14 +369,14 @@ class Costs:
         tiles, ctas = int(self.tiles(config)), most * self.device.num_sms
         whole = max(tiles // ctas - 1, 0)
         shared_tiles = tiles - whole * ctas
-        turn = unrolled(self.problem, config, _unrolls(self.problem, config))
-        turns = shared_tiles * self.problem.k // (turn * config.block_k)
+        turn, turns_of_tile = self._turns(config)
+        turns = shared_tiles * turns_of_tile
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n
         loop = turn * math.ceil(turns / ctas) * cycles * apart
-        loop += whole * (self.problem.k / config.block_k * cycles + _of_tile(config))
+        loop += whole * (turn * turns_of_tile * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
         return START_CYCLES + loop + _of_tile(config) + shared
