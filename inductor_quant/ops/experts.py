@@ -25,7 +25,7 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 # faster: kernels dequantize a weight for each tile of its rows. On sm_90 for weights that tiles of
 # 256 rows are read from.
 MAX_MEAN_ROWS, MAX_MEAN_ROWS_SM90 = 64, 2048
-_PACKED, _TILE_K = (torch.int8, torch.uint8, torch.int32), 128
+_PACKED, _TILE_K = (torch.int8, torch.uint8, torch.int32), 64
 
 
 def max_mean_rows(
@@ -37,9 +37,11 @@ def max_mean_rows(
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     is_whole = not (code.wrap or code.size or code.minus or code.high or code.offset.is_data)
     is_packed = is_whole and code.width <= 8 and dtypes[code.source] in _PACKED
-    is_grouped = all(format.block(field)[0] != 1 and not field.nested for field in operands)
+    is_grouped = all(format.block(field)[0] != 1 for field in operands)
     is_grouped &= all(op.kind != "div" for op in format.dequant_ops)
-    has_tiles = k % _TILE_K == 0 and not any(index.is_data or index.tables for index in code.index)
+    # beyond K, up to an even number of tiles, x is zero, but a float may be NaN
+    has_tiles = k % (2 * _TILE_K if format.element.float8 else _TILE_K) == 0
+    has_tiles &= not any(index.is_data or index.tables for index in code.index)
     if is_sm90 and x_dtype.itemsize == 2 and is_packed and is_grouped and has_tiles:
         return MAX_MEAN_ROWS_SM90
     return MAX_MEAN_ROWS

@@ -21,7 +21,7 @@ from inductor_quant.ops import experts, weight_only
 from inductor_quant.spec import row_ranges
 from tests.support import in_flight
 from tests.support.gemms import formats
-from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, stacked
+from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, mxfp4, stacked
 from tests.support.gemms.generated import device, generate
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
@@ -40,7 +40,7 @@ def _groups(large_groups):
 
 
 def described(name: str, rows: int, *, is_sorted: bool = True, n: int = 1536, k: int = 2048):
-    packed = formats.build(name, k, n)
+    packed = mxfp4(k, n) if name == "mxfp4" else formats.build(name, k, n)
     format = stacked(packed, E)
     spec = weight_only.make_spec(
         format,
@@ -135,6 +135,21 @@ def test_a_format_that_is_taken_at_many_rows_has_the_kernel_for_them(name):
     if name in MANY_ROWS:
         kernels = [kernel for kernel, _ in candidates("experts", spec, problem, device(90))]
         assert kernels[0] is EXPERTS_MM_SM90
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"), [("mxfp4", True), ("nibble_pairs", True), ("fp8_words", False)]
+)
+def test_k_is_any_number_of_blocks_unless_a_code_may_be_nan(name, is_taken, monkeypatch):
+    """gpt-oss has K = 2880; the last turn of the loop goes beyond."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    spec, problem = described(name, 512 * E, n=5760, k=2880)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    dtypes = [tensor.dtype for tensor in problem.weight.tensors]
+    most = experts.max_mean_rows(problem.weight.format, dtypes, bf16, is_sm90=True)
+    assert (most > experts.MAX_MEAN_ROWS) == is_taken
+    kernels = [kernel for kernel, _ in candidates("experts", spec, problem, device(90))]
+    assert (EXPERTS_MM_SM90 in kernels) == is_taken
 
 
 def test_tiles_of_many_rows_follow_from_their_mean():

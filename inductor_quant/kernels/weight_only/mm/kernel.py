@@ -33,7 +33,7 @@ MAX_TILE_REGISTERS = 32
 # sm_90 both are estimated: cycles of a tile for each 64 of K, for a table times as many, while so
 # many CTAs share an SM; by a margin, as tiles of all sizes count alike.
 LONG_K = 2048
-TILE_CYCLES, LOOKED_UP, CTAS_PER_SM, MARGIN = 1120, 2.6, 2, 1.25
+TILE_CYCLES, LOOKED_UP, OF_COLUMNS, CTAS_PER_SM, MARGIN = 1120, 2.6, 2.2, 2, 1.25
 
 # (largest M, configurations). The first is for small N, the second for WIDE_N and more, the rest
 # are for autotuning. Small M gets small tiles: that makes enough CTAs to keep the memory busy.
@@ -83,6 +83,8 @@ def is_slower_than_library(problem: Problem, config: GemmConfig, device: Device)
     if device.arch in rules.WGMMA_ARCHS and problem.m > DECODE_M and problem.m_is_bounded:
         format = rules.weight_of(problem).format
         factor = LOOKED_UP if format.element != format.code else 1
+        if any(name[0] == "n" for name in format.code.offset.digits):
+            factor *= OF_COLUMNS
         rounds = math.ceil(tiles / (CTAS_PER_SM * device.num_sms))
         cycles = rounds * problem.k / 64 * TILE_CYCLES * factor
         return cycles > MARGIN * library.cycles(problem, device)
