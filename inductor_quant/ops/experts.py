@@ -39,9 +39,7 @@ def max_mean_rows(
     is_packed = is_whole and code.width <= 8 and dtypes[code.source] in _PACKED
     is_grouped = all(format.block(field)[0] != 1 for field in operands)
     is_grouped &= all(op.kind != "div" for op in format.dequant_ops)
-    # beyond K, up to an even number of tiles, x is zero, but a float may be NaN
-    has_tiles = k % (2 * _TILE_K if format.element.float8 else _TILE_K) == 0
-    has_tiles &= not any(index.is_data or index.tables for index in code.index)
+    has_tiles = k % _TILE_K == 0 and not any(index.is_data or index.tables for index in code.index)
     if is_sm90 and x_dtype.itemsize == 2 and is_packed and is_grouped and has_tiles:
         return MAX_MEAN_ROWS_SM90
     return MAX_MEAN_ROWS

@@ -81,7 +81,7 @@ def generated_by(kernel, fn, make, config):
         # four turns in two rounds of the stages; the sums are multiplied
         (MM, Case("int8_channel", 20, 64, 1024), "32x64x64_w4_s8_g8"),
         (MM, Case("nf4", 20, 64, 192), "32x64x64_w4_s4_g8"),
-        (MM, Case("fp8_row", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        (MM, Case("fp8_row", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_block", 20, 128, 128, f16), "32x64x64_w4_s4_g8"),
         (MM, Case("e5m2_group", 20, 64, 128), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_words", 20, 64, 128), "32x64x64_w4_s4_g8"),

@@ -30,8 +30,8 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     boxed,
     constants_of,
     grid,
+    padded,
     tile_misfit,
-    unrolled,
 )
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.ops.w4a8 import INT8
@@ -95,7 +95,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
-        own = constants_of(problem, config, device, *shared, pads=True)
+        own = constants_of(problem, config, device, *shared)
         shares = self.scratch(spec, problem, config, device) > 0
         return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": shares}
 
@@ -124,7 +124,6 @@ class W4A8MMSm90(rules.W4A8Kernel):
             ctas=_ctas_per_sm(spec, config),
             sums=_sums(spec),
             offered=_unrolls(spec, config),
-            pads=True,
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -185,7 +184,7 @@ class _Costs:
 
     def _turns(self, config: GemmConfig) -> tuple[int, int]:
         """K iterations of a turn, and turns of a tile."""
-        turn = unrolled(self.problem, config, _unrolls(self.spec, config), pads=True) or 1
+        turn = padded(self.problem, config, _unrolls(self.spec, config)) or 1
         return turn, math.ceil(self.problem.k / (turn * config.block_k))
 
     def may_split(self, config: GemmConfig) -> bool:

@@ -90,22 +90,18 @@ SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4560, 10.4, 0.06
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 
 
-def unrolled(
-    problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED, *, pads: bool = False
-) -> int:
-    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns.
-    ``pads``: the last turn may go beyond K, where x is zero."""
-    for n in offered:
-        turns, rest = divmod(problem.k, n * config.block_k)
-        is_whole = not rest or (pads and n == offered[-1] and rest % config.block_k == 0)
-        if is_whole and turns >= config.split_k:
-            return n
-    return 0
+def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
+    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
+    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
+    return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
 
 
-def may_pad(problem: Problem) -> bool:
-    """Whether what lies beyond K, other rows of the packed weight, is finite: times zero then."""
-    return not rules.weight_of(problem).format.element.float8
+def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
+    """``unrolled``, or of the last turn a part is beyond K; 0: K is no multiple of a block, or has
+    too few turns."""
+    turns, rest = divmod(problem.k, offered[-1] * config.block_k)
+    may_pad = turns >= config.split_k and rest % config.block_k == 0
+    return unrolled(problem, config, offered) or (offered[-1] if may_pad else 0)
 
 
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
@@ -160,8 +156,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
         ctas, together = ctas_per_sm(config), loaded_together(problem, config)
-        offered, pads = _unrolls(problem, config), may_pad(problem)
-        return constants_of(problem, config, device, ctas, offered, together=together, pads=pads)
+        offered = _unrolls(problem, config)
+        return constants_of(problem, config, device, ctas, offered, together=together)
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -195,7 +191,6 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             ctas=ctas,
             table=table,
             offered=_unrolls(problem, config),
-            pads=may_pad(problem),
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
@@ -250,12 +245,11 @@ def tile_misfit(
     sums: int = 1,
     table: int = 0,
     offered: Sequence[int] = UNROLLED,
-    pads: bool = False,
 ) -> Rejection | None:
     """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
     accumulators for each output; ``table``: bytes of it in shared memory; ``offered``: K iterations
-    in the loop's body; ``pads``: see ``unrolled``."""
-    if not unrolled(problem, config, offered, pads=pads):
+    in the loop's body."""
+    if not padded(problem, config, offered):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
     if refused is not None:
@@ -284,13 +278,11 @@ def constants_of(
     device: Device,
     ctas: int,
     offered: Sequence[int] = UNROLLED,
-    *,
     together: int = 1,
-    pads: bool = False,
 ) -> dict[str, Any]:
     """The template's constants, for ``ctas`` an SM, ``together`` K iterations under one barrier."""
     return {
-        "UNROLLED": unrolled(problem, config, offered, pads=pads),
+        "UNROLLED": padded(problem, config, offered),
         "TOGETHER": together,
         "NUM_CTAS": ctas * device.num_sms,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
@@ -346,8 +338,7 @@ class Costs:
 
     def _turns(self, config: GemmConfig) -> tuple[int, int]:
         """K iterations of a turn, and turns of a tile."""
-        offered, pads = _unrolls(self.problem, config), may_pad(self.problem)
-        turn = unrolled(self.problem, config, offered, pads=pads) or 1
+        turn = padded(self.problem, config, _unrolls(self.problem, config)) or 1
         return turn, math.ceil(self.problem.k / (turn * config.block_k))
 
     def whole(self, config: GemmConfig) -> float:
