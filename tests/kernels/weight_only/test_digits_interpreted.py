@@ -97,6 +97,20 @@ def test_results_are_close_to_fp64(kernel, case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+def test_codes_beyond_k_are_not_multiplied():
+    """The loop's last turn goes beyond K = 192, where the words of the next column begin."""
+    torch.manual_seed(0)
+    case = Case("fp8_row", 20, 64, 192)
+    inputs = make_inputs(case, "cpu")
+    weight = next(t for t in inputs if t is not None and t.dtype == torch.float8_e4m3fn)
+    weight.view(torch.uint8)[1::2, :64] = 0x7F  # NaN
+    config = "32x64x64_w4_s4_g8"
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    is_nan = torch.isnan(simulate.interpret(generated, inputs).float())
+    assert is_nan[:, 1::2].all()
+    assert not is_nan[:, ::2].any()
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "ctas"), [("gptq", 2), ("gptq", 3), ("gptq", 5), ("gptq", 16), ("nf4", 2), ("nf4", 5)]
