@@ -22,8 +22,8 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 4: quantizes in the GEMM. 63: a spare row. 128: one launch for several GEMMs,
     # beyond it for short ones. 1023: beyond, a weight along N is copied.
     "w8a8": (*_DECODE, 4, 63, 1023, *_MEASURED),
-    # 32 and 64: with groups a kernel of its own between. 1024: beyond, the int8 weight is written;
-    # 64 and 128: rows of a tile.
+    # 32: tiles of few rows in registers. 256: beyond, other kernels for e4m3 and scaled int8. 1024:
+    # beyond, the int8 weight is written. 64 and 128: rows of a tile.
     "w4a8": (*_DECODE, 32, 64, 128, 192, 256, 320, 512, 768, 1024, 1536, 2048),
     # 4: quantizes in the GEMM. 32: tiles of 32 rows. 192: beyond, tiles of 96 and 192 columns. 256:
     # beyond, tiles of 128 rows.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.scaled_mm.large_m_sm90 import kernel as large_m_sm90
 from tests.support.gemms.fp8 import Case, gemm, make_inputs, reference
 from tests.support.gemms.generated import generate
+from tests.support.gemms.large_m import at_any_size
 from tests.support.gemms.w8a8 import assert_close
 from tests.support.sampling import sampled
 
@@ -24,12 +23,7 @@ BLOCK = (128, 128)
 
 @pytest.fixture(autouse=True)
 def any_size_and_a_small_chip(monkeypatch):
-    for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS_FLOAT", "SPLIT_ROWS"):
-        monkeypatch.setattr(large_m_sm90, bound, 0)
-    for kernel in (large_m_sm90.LargeM, large_m_sm90.Fp8LargeM):
-        monkeypatch.setattr(kernel, "min_m", 0)
-    small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
-    monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
+    at_any_size(monkeypatch, sms=2)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.scaled_mm.large_m_sm90 import kernel as large_m_sm90
 from tests.support.gemms.generated import generate
+from tests.support.gemms.large_m import at_any_size
 from tests.support.gemms.w8a8 import Case, assert_close, gemm, make_inputs, reference
 from tests.support.gemms.zero_points import Zeros, meaning
 from tests.support.sampling import sampled
@@ -24,11 +23,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def any_size_and_a_small_chip(monkeypatch):
-    monkeypatch.setattr(large_m_sm90.LargeM, "min_m", 0)
-    for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS"):
-        monkeypatch.setattr(large_m_sm90, bound, 0)
-    small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
-    monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
+    at_any_size(monkeypatch, sms=2)
 
 
 def interpreted(fn, make, columns, inputs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -14,6 +12,7 @@ from inductor_quant.kernels.scaled_mm.large_m_sm90 import kernel as large_m_sm90
 from inductor_quant.lowering import select
 from tests.support.gemms.generated import generate
 from tests.support.gemms.horizontal import Integers
+from tests.support.gemms.large_m import at_any_size
 from tests.support.gemms.w8a8 import Case, assert_close
 from tests.support.sampling import sampled
 
@@ -25,11 +24,7 @@ PERSISTENT = "w8a8_persistent 128x128x128_w4_s3_g4"
 @pytest.fixture(autouse=True)
 def any_size_and_a_small_chip(monkeypatch):
     """A CTA has several tiles, of several GEMMs."""
-    monkeypatch.setattr(large_m_sm90.LargeM, "min_m", 0)
-    for bound in ("MIN_FILL", "MIN_PRODUCTS", "MIN_K_STEPS"):
-        monkeypatch.setattr(large_m_sm90, bound, 0)
-    chip = dataclasses.replace(simulate.GPUS[90], num_sms=2)
-    monkeypatch.setitem(simulate.GPUS, 90, chip)
+    at_any_size(monkeypatch, sms=2)
     small = Device(90, num_sms=1, shared_memory=232448)
     monkeypatch.setattr(select, "describe_device", lambda device: small)
 

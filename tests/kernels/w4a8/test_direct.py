@@ -69,6 +69,12 @@ def test_the_warps_of_all_ctas_fill_the_sms(m, n, k, config):
     assert str(W4A8_DIRECT.configs(spec, problem, device(90))[0]) == config
 
 
+def test_at_most_8_warps_have_32_rows():
+    """With 16, 32 x 4096 x 14336 took 0.97 of W8A8's time, with 8 0.66 (H100)."""
+    spec, problem = described(Case("nibble_pairs", 32, 4096, 14336, groups=False))
+    assert W4A8_DIRECT.configs(spec, problem, device(90))[0].num_warps == 8
+
+
 def test_partials_of_integers_are_exact_in_fp32():
     config = GemmConfig(8, 32, 512, 4, 1, split_k=2)
     for groups, k, may_split in ((False, 14, True), (False, 15, False), (True, 15, True)):

@@ -76,6 +76,7 @@ def test_m_must_be_bounded_the_card_sm90_and_operands_aligned():
         (64, 6144, 4096, True, "64x64x128_w4_s6_g8"),
         (128, 6144, 4096, True, "128x64x128_w4_s4_g8"),
         (256, 28672, 4096, True, "128x64x128_w4_s4_g8"),
+        (400, 13888, 9984, True, "128x128x128_w8_s5_g8 shared"),  # no multiple of 256
         (1024, 8192, 8192, True, "128x128x128_w8_s5_g8"),
         (256, 8192, 8192, False, "128x128x128_w8_s5_g8"),
         (64, 4096, 14336, False, "64x64x128_w4_s6_g8 shared"),  # half of the SMs have no tile
@@ -87,6 +88,21 @@ def test_the_tile_is_the_one_that_was_fastest(m, n, k, groups, config):
     found = W4A8_MM_SM90.configs(spec, problem, device(90))[0]
     shares = W4A8_MM_SM90.constants(spec, problem, found, device(90))["SHARES_TILES"]
     assert (f"{found} shared" if shares else str(found)) == config
+
+
+def test_a_range_has_the_tile_of_most_of_its_rows():
+    """Not that of 256, a multiple of 256."""
+    spec, problem = described(Case("nibble_pairs", 256, 28672, 4096))
+    for is_static, columns in ((True, 64), (False, 128)):
+        given = dataclasses.replace(problem, m_is_static=is_static)
+        assert W4A8_MM_SM90.configs(spec, given, device(90))[0].block_n == columns
+
+
+def test_twelve_ctas_do_not_share_a_tile():
+    """One of them would add the sums of the others."""
+    spec, problem = described(Case("nibble_pairs", 96, 1376, 9344, groups=False))
+    found = W4A8_MM_SM90.configs(spec, problem, device(90))[0]
+    assert not W4A8_MM_SM90.constants(spec, problem, found, device(90))["SHARES_TILES"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
 from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.direct.codegen import W4A8DirectCodegen
-from inductor_quant.kernels.weight_only.digit_tiles import n_order
+from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, n_order
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
@@ -108,10 +108,9 @@ class W4A8Direct(rules.W4A8Kernel):
 def _needs_registers(spec: QuantGemmSpec, problem: Problem) -> bool:
     """Whether tiles of 32 rows and ``_WIDE[0]`` spill: sums of groups beside those of all K, an
     int8 that is computed, or values of a register in four words."""
-    format = as_words(rules.weight_of(problem)).weight.format
-    in_word = format.code.offset.digits
-    is_along_n = bool(in_word) and all(name[0] == "n" for name in in_word)
-    return bool(spec.group_size or format.to_int8 or is_along_n)
+    weight = rules.weight_of(problem)
+    is_computed = bool(spec.group_size or weight.format.to_int8)
+    return is_computed or are_words_of_columns(weight)
 
 
 def _cost(problem: Problem, config: GemmConfig, device: Device) -> float:

@@ -30,8 +30,8 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     boxed,
     constants_of,
     grid,
-    padded,
     tile_misfit,
+    turns_of,
 )
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.ops.w4a8 import INT8
@@ -55,10 +55,12 @@ PARTIALS_PER_CYCLE, PARTIALS_OF_PEERS_PER_CYCLE = 150, 15  # of all CTAs; of one
 HALF_AN_SM = 113 << 10  # bytes of stages
 PAIRED = 128  # accumulators of a thread up to which two CTAs share an SM's registers
 MAX_BLOCK_M = 128  # wgmma of int8 in Triton 3.6 takes no more
-# Beyond MAX_M writing the int8 weight once is faster, which groups do not allow; beyond SCALED_M if
-# making an int8 takes more instructions; of e4m3 kernels of weight_only are.
+# Beyond MAX_M writing the int8 weight once is faster; with groups no kernel takes one. Beyond
+# SCALED_M it is faster already if making an int8 takes more instructions, and for e4m3 a kernel of
+# weight_only is.
 MAX_M, SCALED_M = 1024, MEDIUM_M
-# Two CTAs that share an SM take so many times as long for other M than multiples of 256.
+# Two CTAs that share an SM take so many times as long for other M than multiples of 256, as most of
+# a range are.
 UNEVEN, EVEN_M = 1.4, 256
 
 
@@ -72,9 +74,9 @@ class W4A8MMSm90(rules.W4A8Kernel):
         if device.arch not in WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
         least = SMALL_M + 1 if rules.is_promoted(spec) else DECODE_M + 1
-        is_scaled = problem.weight is not None and problem.weight.format.to_int8
-        is_limited = is_scaled or spec.a.dtype != INT8
-        most = SCALED_M if is_limited else problem.m if spec.group_size else MAX_M
+        most = problem.m if spec.group_size else MAX_M
+        if spec.a.dtype != INT8 or (problem.weight and problem.weight.format.to_int8):
+            most = SCALED_M
         if detail := problem.rows_outside(least, most):
             return no_kernel(detail)
         if not problem.has_weight_descriptors:
@@ -175,17 +177,13 @@ class _Costs:
         """Those of ``_BLOCKS``; (): such a tile was not timed."""
         found = {GemmConfig(*block): each[rules.is_promoted(self.spec)] for block, *each in _BLOCKS}
         alone, paired = found.get(dataclasses.replace(config, split_k=1)) or (0, 0)
-        is_uneven = self.problem.m > config.block_m and self.problem.m % EVEN_M
+        m, is_static = self.problem.m, self.problem.m_is_static
+        is_uneven = m > config.block_m and (m % EVEN_M or not is_static)
         return (alone, paired * (UNEVEN if is_uneven else 1)) if alone else ()
 
     def _tiles(self, config: GemmConfig) -> int:
         rows = math.ceil(self.problem.m / config.block_m)
         return rows * math.ceil(self.problem.n / config.block_n) * config.split_k
-
-    def _turns(self, config: GemmConfig) -> tuple[int, int]:
-        """K iterations of a turn, and turns of a tile."""
-        turn = padded(self.problem, config, _unrolls(self.spec, config)) or 1
-        return turn, math.ceil(self.problem.k / (turn * config.block_k))
 
     def may_split(self, config: GemmConfig) -> bool:
         """Whether SMs without a tile get one, and K iterations enough."""
@@ -195,7 +193,7 @@ class _Costs:
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K."""
         split, ctas = config.split_k, _ctas_per_sm(self.spec, config)
-        turn, turns = self._turns(config)
+        turn, turns = turns_of(self.problem, config, _unrolls(self.spec, config))
         k_iters = turn * math.ceil(turns / split)
         alone, paired = (k_iters * each + TILE_CYCLES for each in self.listed(config))
         pairs, rest = divmod(math.ceil(self._tiles(config) / self.device.num_sms), ctas)
@@ -207,7 +205,7 @@ class _Costs:
         """If all CTAs have the same number of K iterations, of tiles that they share."""
         most = _ctas_per_sm(self.spec, config)
         ctas = most * self.device.num_sms
-        turn, of_a_tile = self._turns(config)
+        turn, of_a_tile = turns_of(self.problem, config, _unrolls(self.spec, config))
         turns = self._tiles(config) * of_a_tile
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf

@@ -24,7 +24,12 @@ from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import n_order, operand_rejection, plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import (
+    are_words_of_columns,
+    n_order,
+    operand_rejection,
+    plan_of,
+)
 from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen, shares_x
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
@@ -95,8 +100,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         tiles = list(TILES[0 if is_narrow else 1])
         if weight.format.element != weight.format.code and problem.m <= 8:  # a table
             tiles.insert(0, TABLE_TILE)
-        in_word = as_words(weight).weight.format.code.offset.digits
-        if in_word and all(name[0] == "n" for name in in_word):
+        if are_words_of_columns(weight):
             tiles.sort(key=lambda tile: tile[0] != 64)
         return direct_configs(
             problem,

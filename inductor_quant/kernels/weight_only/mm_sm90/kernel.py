@@ -104,6 +104,12 @@ def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLL
     return unrolled(problem, config, offered) or (offered[-1] if may_pad else 0)
 
 
+def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:
+    """K iterations of a turn, and turns of a tile."""
+    turn = padded(problem, config, offered) or 1
+    return turn, math.ceil(problem.k / (turn * config.block_k))
+
+
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales of small groups of a table's values take the registers that large tiles need."""
     format = rules.weight_of(problem).format
@@ -336,15 +342,10 @@ class Costs:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
-    def _turns(self, config: GemmConfig) -> tuple[int, int]:
-        """K iterations of a turn, and turns of a tile."""
-        turn = padded(self.problem, config, _unrolls(self.problem, config)) or 1
-        return turn, math.ceil(self.problem.k / (turn * config.block_k))
-
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
         split, most = config.split_k, ctas_per_sm(config)
-        turn, turns = self._turns(config)
+        turn, turns = turns_of(self.problem, config, _unrolls(self.problem, config))
         k_iters = turn * math.ceil(turns / split)
         alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
@@ -360,14 +361,14 @@ class Costs:
         tiles, ctas = int(self.tiles(config)), most * self.device.num_sms
         whole = max(tiles // ctas - 1, 0)
         shared_tiles = tiles - whole * ctas
-        turn, turns_of_tile = self._turns(config)
-        turns = shared_tiles * turns_of_tile
+        turn, of_a_tile = turns_of(self.problem, config, _unrolls(self.problem, config))
+        turns = shared_tiles * of_a_tile
         if config.split_k > 1 or turns < 2 * ctas:
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n
         loop = turn * math.ceil(turns / ctas) * cycles * apart
-        loop += whole * (turn * turns_of_tile * cycles + _of_tile(config))
+        loop += whole * (turn * of_a_tile * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
         return START_CYCLES + loop + _of_tile(config) + shared
