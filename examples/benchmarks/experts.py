@@ -7,8 +7,10 @@
 the layer that is not quantized, compiled. The forwards are those of ``transformers``:
 ``batched_mm`` for one token, as its ``generate`` does, else ``grouped_mm``. Rows of ``fp8_block``
 are quantized 1 x 128. Each cell is a line of JSON: microseconds, the median of interleaved rounds
-of CUDA graphs with a random routing for each call; ``difference`` is that of ours from eager mode,
-as norms. ``--tiny`` tries the script, also without a GPU."""
+of CUDA graphs with a random routing for each call; ``difference`` is that of ours from fp32
+products of one expert at a time, as norms; ``floor_us`` the least time of the two products by the
+card's measured bandwidth, for the experts that are hit, and the rate of its datasheet. ``--skew 2``
+lets some experts have most of the rows. ``--tiny`` tries the script, also without a GPU."""
 
 from __future__ import annotations
 
@@ -28,6 +30,7 @@ from transformers.integrations import moe
 
 from examples.benchmarks.timing import Replay, machine
 from inductor_quant.backend import inductor_quant_backend
+from inductor_quant.report.roofline import roofs
 
 GROUP, BLOCK = 128, 128
 L2_BYTES = 64 * 2**20
@@ -139,9 +142,11 @@ class Experts(nn.Module):
                 bias = "gate_up_proj_bias" if name == "up" else "down_proj_bias"
                 self.register_buffer(bias, torch.randn(model.experts, n).to(bf16))
 
-    def stack(self, name: str) -> Tensor:
+    def stack(self, name: str, expert: int | None = None) -> Tensor:
+        """Of all experts, or the weight of one."""
         keys = ("q", "s") if hasattr(self, f"{name}_s") else ("q",)
-        return self.dequantize(*(getattr(self, f"{name}_{key}") for key in keys))
+        stored = [getattr(self, f"{name}_{key}") for key in keys]
+        return self.dequantize(*(t if expert is None else t[expert] for t in stored))
 
     gate_up_proj = property(lambda self: self.stack("up"))
     down_proj = property(lambda self: self.stack("down"))
@@ -160,6 +165,22 @@ class Experts(nn.Module):
         name = "batched" if len(x) == 1 else "grouped"
         out: Tensor = getattr(moe, f"{name}_mm_experts_forward")(self, x, ids, weights)
         return out
+
+    def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What ``forward`` computes, in fp32; one expert is dense in memory at a time."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        x = rounded(x) if self.quantizes_rows else x
+        for expert in ids.unique().tolist():
+            row, place = (ids == expert).nonzero(as_tuple=True)
+            y = self._apply_gate(self._product(x[row].float(), "up", expert).to(bf16))
+            y = self._product(y.float(), "down", expert)
+            out.index_add_(0, row, y * weights[row, place].float()[:, None])
+        return out
+
+    def _product(self, x: Tensor, name: str, expert: int) -> Tensor:
+        y = x @ self.stack(name, expert).float().t()
+        bias = {"up": "gate_up_proj_bias", "down": "down_proj_bias"}[name]
+        return y + getattr(self, bias)[expert].float() if self.has_bias else y
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -182,6 +203,7 @@ class Cell:
     tokens: int
     hit: float  # experts, in the mean
     difference: float
+    floor_us: float
     systems: dict[str, Replay]
 
     def line(self, rounds: int) -> dict[str, Any]:
@@ -198,6 +220,7 @@ class Cell:
             "difference": round(self.difference, 4),
             **{f"{name}_us": round(time, 1) for name, time in us.items()},
             **{f"of_{name}": round(us["ours"] / us[name], 3) for name in us if name != "ours"},
+            "floor_us": round(self.floor_us, 1),
         }
 
 
@@ -226,25 +249,44 @@ def cell(
     torch.compiler.reset()
     device, model = options.device, layer.model
     with torch.device(device):
-        routes = [routing(model, tokens) for _ in range(calls_of(layer, tokens, device))]
+        count = calls_of(layer, tokens, device)
+        routes = [routing(model, tokens, options.skew) for _ in range(count)]
     hit = statistics.mean(len(ids.unique()) for _, ids, _ in routes)
     backends: dict[str, Any] = {"ours": inductor_quant_backend, "stock": "inductor"}
     systems, difference = {}, 0.0
     for system, backend in backends.items():
         if system == "ours" or system in options.systems:
             run = torch.compile(layer, backend=backend)
-            got, want = run(*routes[0]).float(), layer(*routes[0]).float()
             if system == "ours":
+                got, want = run(*routes[0]).float(), layer.one_by_one(*routes[0])
                 difference = float((got - want).norm() / want.norm())
             systems[system] = replay(run, routes, device)
     if base is not None:
         systems["bf16"] = replay(torch.compile(base, backend="inductor"), routes, device)
-    return Cell(name, layer.format, tokens, hit, difference, systems)
+    floor = floor_us(layer, tokens, hit, device)
+    return Cell(name, layer.format, tokens, hit, difference, floor, systems)
 
 
-def routing(model: Model, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, and the chosen experts of each token with their weights; uniform."""
-    weights, ids = torch.randn(tokens, model.experts).softmax(-1).topk(model.top_k, -1)
+def floor_us(layer: Experts, tokens: int, hit: float, device: str) -> float:
+    """0 where the card's rates are not known."""
+    known = roofs(torch.device(device)) if device == "cuda" else {}
+    if not known:
+        return 0.0
+    bandwidth, rate = known["8 bits" if layer.quantizes_rows else "16 bits"]
+    model, total = layer.model, 0.0
+    for name, n, k in (("up", 2 * model.inner, model.hidden), ("down", model.hidden, model.inner)):
+        stored = sum(t.nbytes for key, t in layer.named_buffers() if key.startswith(f"{name}_"))
+        rows = tokens * model.top_k
+        moved = stored * hit / model.experts + rows * (k + n) * bf16.itemsize
+        total += max(moved / bandwidth, 2 * rows * n * k / rate)
+    return total / 1e6
+
+
+def routing(model: Model, tokens: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """x, and the chosen experts of each token with their weights; uniform without ``skew``, the
+    deviation of the experts' logits for all tokens beside 1 for each."""
+    logits = torch.randn(tokens, model.experts) + skew * torch.randn(model.experts)
+    weights, ids = logits.softmax(-1).topk(model.top_k, -1)
     return torch.randn(tokens, model.hidden).to(bf16), ids, weights.to(bf16)
 
 
@@ -268,6 +310,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--systems", nargs="*", default=["stock", "bf16"])
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--skew", type=float, default=0.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

@@ -123,6 +123,14 @@ def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
             assert chosen(**change) is not EXPERTS_MM_SM90
 
 
+@pytest.mark.parametrize("name", ["int8_channel", "fp8_row"])
+def test_bytes_beyond_32_bits_are_read_as_words_within(name):
+    """DeepSeek-V3 in int8: 256 experts of 4096 x 7168 are 7.5e9 bytes."""
+    spec, problem = described(name, 128 * E, n=2**16)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    assert next(candidates("experts", spec, problem, device(90)))[0] is EXPERTS_MM_SM90
+
+
 @pytest.mark.parametrize("name", sorted(formats.FORMATS))
 def test_a_format_that_is_taken_at_many_rows_has_the_kernel_for_them(name):
     spec, problem = described(name, 256 * E)
