@@ -96,10 +96,12 @@ def test_a_range_of_rows_has_one_kernel(name):
 @pytest.mark.parametrize(
     ("name", "rows", "kernel"),
     [
-        ("nibble_pairs", 16 * E, EXPERTS_DIRECT),
-        ("nibble_pairs", 17 * E, EXPERTS_MM_SM90),
-        ("int8_channel", 16 * E, EXPERTS_MM),
-        ("int8_channel", 17 * E, EXPERTS_MM_SM90),
+        ("nibble_pairs", 8 * E, EXPERTS_DIRECT),
+        ("nibble_pairs", 9 * E, EXPERTS_MM_SM90),
+        ("int8_channel", 8 * E, EXPERTS_DIRECT),
+        ("int8_channel", 9 * E, EXPERTS_MM_SM90),
+        ("fp8_row", 8 * E, EXPERTS_MM),
+        ("fp8_row", 9 * E, EXPERTS_MM_SM90),
         ("nf4", 256 * E, EXPERTS_MM_SM90),
         ("fp8_row", 256 * E, EXPERTS_MM_SM90),
         ("act_order", 256 * E, EXPERTS_MM),  # scales of each value

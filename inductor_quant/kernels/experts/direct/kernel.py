@@ -2,7 +2,8 @@
 
 The template of ``weight_only_direct``, with ``experts/rows.jinja`` in front: a CTA computes up to
 16 rows of one expert times BLOCK_N columns. Chosen for 16-bit x whose rows are aligned and integers
-or a table of 16, up to a mean of rows an expert; of rows that are not sorted whatever their number.
+or a table of 16, up to a mean of rows an expert, if ``experts_mm_sm90`` does not take them; of rows
+that are not sorted whatever their number.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
 # tiles of 8 rows.
-MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 12, 5
-MAX_MEAN_SM90 = 16  # beyond it experts_mm_sm90
+MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 8, 5
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
 # Of W that a thread dequantizes at once, where it has many stored zero points: with more it spills.
@@ -45,8 +45,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         is_wide = not 0 < code.width <= 4
         if code.float8 or weight.tensors[code.source].dtype in FLOAT8:
             return no_kernel("experts_mm is faster")
-        most = MAX_MEAN_SM90 if device.arch == 90 else MAX_MEAN
-        if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else most):
+        if mean_rows(problem) > (MAX_MEAN_WIDE if is_wide else MAX_MEAN):
             return no_kernel(f"M = {problem.m}: too many rows an expert")
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")

@@ -28,7 +28,7 @@ from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-MIN_MEAN = 16  # up to here experts_mm has tiles of 16 rows
+MIN_MEAN = 8  # up to here a tile of experts_direct has the rows of most experts
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
 
