@@ -24,6 +24,7 @@ from inductor_quant.kernels.scaled_mm.decode.kernel import (
     W8A8_DECODE,
     W8A8_DECODE_QUANTIZE,
 )
+from inductor_quant.kernels.scaled_mm.group_large_m_sm90.kernel import W8A8_GROUP_LARGE_M_SM90
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_LARGE_M_SM90,
@@ -63,6 +64,7 @@ KERNELS: tuple[Kernel, ...] = (
     W8A8_DECODE_QUANTIZE,
     W8A8_DECODE,
     W8A8_LARGE_M_SM90,
+    W8A8_GROUP_LARGE_M_SM90,
     W8A8_PERSISTENT,
     W8A8_SWAP_AB,
     W8A8_MM,

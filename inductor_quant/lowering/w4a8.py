@@ -1,9 +1,10 @@
 """Lowering of ``inductor_quant::w4a8``: a kernel of the family, else another family's.
 
 Which kernels are chosen when, ``kernels/w4a8`` says. Without one groups, which only a product of
-floats has, run as ``weight_only``, with the 8-bit activation in bf16; so do few rows, where bf16
-loses nothing. Else the 8-bit weight is written once, as the graph of an ``aten._int_mm`` does, and
-``w8a8`` or ``fp8`` multiplies. So it is with a zero point whose sums of the weight are not given.
+floats has, run as ``weight_only``, with the 8-bit activation in bf16, unless the kernel of
+``w8a8`` for groups is faster; so do few rows, where bf16 loses nothing. Else the 8-bit weight is
+written once, as the graph of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is
+with a zero point whose sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from inductor_quant.lowering.select import (
     lower_gemm,
     lowering_of,
     report_choice,
+    run_first,
 )
 from inductor_quant.lowering.split_k_sum import sum_partials
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import w4a8 as op
 from inductor_quant.ops import w8a8 as integers
+from inductor_quant.ops import weight_only as packed
 from inductor_quant.options import Options
 from inductor_quant.spec.weight_format import WeightFormat
 
@@ -53,7 +56,7 @@ def lower(*args: Any, **kwargs: Any) -> Any:
         )
         if result is not None:
             return call.finished(result)
-    in_16_bits = call.is_in_16_bits(gemm.problem)
+    in_16_bits = call.is_in_16_bits(gemm)
     choice = dispatch.AS_WEIGHT_ONLY if in_16_bits else dispatch.UNPACK_THEN_MULTIPLY
     report_choice("w4a8", gemm.spec, gemm.problem, (choice,))
     return call.in_16_bits() if in_16_bits else call.unpacked()
@@ -156,12 +159,19 @@ class W4A8Call:
 
     @property
     def is_grouped(self) -> bool:
-        return op.split(self.parsed)[1] is not None
+        return self._group_scale is not None
 
-    def is_in_16_bits(self, problem: Problem) -> bool:
+    @property
+    def _group_scale(self) -> Any:
+        return op.split(self.parsed)[1]
+
+    def is_in_16_bits(self, gemm: Gemm) -> bool:
         """Whether the GEMM, which no kernel of the family takes, runs as ``weight_only``."""
-        if self.is_grouped or not self._may_run_in_16_bits(problem):
-            return self.is_grouped
+        problem, device = gemm.problem, describe_device(self.a.get_device())
+        if self.is_grouped:
+            return not rules.is_written_in_groups(gemm.spec, problem, device)
+        if not self._may_run_in_16_bits(problem):
+            return False
         dtypes = [t.get_dtype() for t in self.weight]
         args = self.parsed, dtypes, self.a.get_dtype(), self._zero
         return problem.m <= rules.exact_rows_in_16_bits(*args)
@@ -194,11 +204,13 @@ class W4A8Call:
 
     def unpacked(self) -> Any:
         """The weight written once in the activation's type, and ``w8a8`` or ``fp8``."""
-        q, _ = op.unpacked(self._evaluator)
-        if not self.is_int8:
-            convert = self._evaluator.convert
-            q = convert(convert(q, torch.float32), op.E4M3)
-        weight = _transposed(_stored(_transposed(q)))  # contiguous along K, as the units read it
+        q, group_scale = op.unpacked(self._evaluator)
+        weight = self._written()
+        if weight is None:
+            if not self.is_int8:
+                convert = self._evaluator.convert
+                q = convert(convert(q, torch.float32), op.E4M3)
+            weight = _transposed(_stored(_transposed(q)))
         if not self.is_int8 and self.alpha == 1.0:
             scales = self.a_scale, self.b_scale
             return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
@@ -206,8 +218,40 @@ class W4A8Call:
             none = (None, None, None)
             return self._epilogue(fp8.lower(self.a, weight, *none, out_dtype=torch.float32))
         options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
-        operands = (self.a_scale, self.b_scale, self.bias, self.a_zero_point, None, self.b_sum)
+        b_scale = self.b_scale if group_scale is None else self._of_groups(group_scale)
+        operands = (self.a_scale, b_scale, self.bias, self.a_zero_point, None, self.b_sum)
         return w8a8.lower(self.a, weight, *operands, **options)
+
+    def _written(self) -> Any | None:
+        """The weight [K, N] in the activation's type, contiguous along K, as the matrix units read
+        it, by ``weight_only_dequantize``; None: it has no such kernel."""
+        if self.parsed.to_int8:
+            return None
+        format = dataclasses.replace(self.parsed, dequant_ops=op.split(self.parsed)[0])
+        weight = list(map(compat.realize, self.weight))
+        spec = packed.make_spec(
+            format,
+            [t.get_dtype() for t in weight],
+            x_dtype=torch.float16,  # which holds the integers
+            column_scale=None,
+            out_dtype=torch.float16,
+            bias=False,
+        )
+        k, n = format.shape
+        layout = compat.FixedLayout(self.a.get_device(), self.a.get_dtype(), [k, n], [1, k])
+        problem = describe_packed(compat.realize(self.a), format, weight)
+        return run_first(dispatch.DEQUANTIZE, spec, problem, weight, layout)
+
+    def _of_groups(self, scale: Any) -> Any:
+        """``scale`` of each group, and of columns if there is one, as [K / group, N]."""
+        k, n = self.parsed.shape
+        group = self.parsed.block(self._group_scale)[0]
+        scale = lowering_of(aten.expand.default)(scale, [k, n])
+        scale = lowering_of(aten.slice.Tensor)(scale, 0, 0, k, group)
+        if self.b_scale is None:
+            return lowering_of(aten.clone.default)(scale)  # realizing the slice would write all
+        convert, multiply = self._evaluator.convert, lowering_of(aten.mul.Tensor)
+        return multiply(*(convert(each, torch.float32) for each in (scale, self.b_scale)))
 
     def _epilogue(self, out: Any) -> Any:
         """What the kernels do to the sum over k, which is in fp32."""

@@ -38,9 +38,9 @@ TOPS: dict[str, tuple[int, ...]] = {
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
-    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8 and 32: experts_direct up
-    # to them, by card and the width of values. 16: taller tiles beyond. 64 and 2048: the library
-    # beyond.
+    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8 and 32: up to them
+    # experts_direct, by card and the width of values. 16: taller tiles beyond. 64 and 2048: the
+    # library beyond.
     "experts": (5, 8, 16, 32, 64, 256, 2048),
     # 16: taller tiles, and the library, beyond. 64: the kernel of large M beyond. 128: taller tiles
     # beyond.

@@ -37,7 +37,7 @@ def lower_w4a8(*given: Any, **options: Any) -> list[Any]:
 
 def _in_16_bits(calls: Sequence[w4a8.W4A8Call]) -> list[Any] | None:
     """The values of ``calls`` by a kernel of ``weight_only``, if each alone ran as that."""
-    if not all(call.is_in_16_bits(call.gemm().problem) for call in calls):
+    if not all(call.is_in_16_bits(call.gemm()) for call in calls):
         return None
     others = [call.of_weight_only() for call in calls]
     x = others[0][0][0]

@@ -8,6 +8,7 @@ import pytest
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.mm_sm90.kernel import W4A8_MM_SM90
 from inductor_quant.ops import w4a8
 from tests.support.gemms import formats
@@ -27,7 +28,7 @@ def large_groups(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "groups", "a_dtype", "rows"),
     [
-        ("nibble_pairs", True, INT8, (33, 4096)),
+        ("nibble_pairs", True, INT8, (33, 1536)),
         ("nibble_pairs", True, E4M3, (33, 256)),
         ("nibble_pairs", False, INT8, (17, 1024)),
         ("int4_words", False, INT8, (17, 1024)),
@@ -37,12 +38,31 @@ def large_groups(monkeypatch):
 )
 def test_it_takes_the_rows_at_which_it_was_faster(name, groups, a_dtype, rows):
     taken = []
-    for m in (1, 16, 17, 32, 33, 64, 65, 256, 257, 1024, 1025, 4096):
+    for m in (1, 16, 17, 32, 33, 64, 65, 256, 257, 1024, 1025, 1536, 1537):
         spec, problem = described(Case(name, m, 8192, 8192, groups=groups, a_dtype=a_dtype))
         if W4A8_MM_SM90.rejection(spec, problem, device(90)) is None:
             taken.append(m)
             assert W4A8_MM_SM90.configs(spec, problem, device(90))
     assert ((taken[0], taken[-1]) if taken else None) == rows
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_taken"),
+    [
+        ({}, False),
+        ({"m": 1536}, True),
+        ({"k": 3968}, True),
+        ({"zero": "int", "sums": True}, True),
+        ({"a_dtype": E4M3}, False),  # no kernel of the family, nor the int8 weight
+    ],
+)
+def test_many_rows_of_groups_are_for_an_int8_weight_written_once(changes, is_taken):
+    spec, problem = described(Case("nibble_pairs", **{"m": 2048, "n": 8192, "k": 8192} | changes))
+    refused = W4A8_MM_SM90.rejection(spec, problem, device(90))
+    assert (refused is None) == is_taken
+    is_written = rules.is_written_in_groups(spec, problem, device(90))
+    assert is_written == (changes == {})
+    assert ("written once" in str(refused)) == is_written
 
 
 def test_a_weight_that_is_scaled_to_int8_is_taken_up_to_256_rows():

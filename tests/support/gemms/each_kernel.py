@@ -26,6 +26,7 @@ GEMMS: dict[str, Any] = {
     "w8a8_decode_quantize": quantizing.Case(3, 2053, 4224),
     "w8a8_decode": w8a8.Case(7, 6143, 1152),
     "w8a8_large_m_sm90": w8a8.Case(4095, 4001, 4112),
+    "w8a8_group_large_m_sm90": w8a8.Case(4095, 4008, 1152, group=GROUP),
     "w8a8_persistent": w8a8.Case(4091, 4097, 272),
     "w8a8_swap_ab": w8a8.Case(61, 1149, 1028, a_layout="padded"),
     "w8a8_mm": w8a8.Case(61, 509, 253, a_layout="unaligned", w_layout="sliced"),

@@ -15,7 +15,8 @@ RMS_ERROR = {torch.bfloat16: 2**-8.5, torch.float16: 2**-11.5, torch.float32: 2*
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One W8A8 GEMM. ``a_layout`` and ``w_layout`` name an entry of LAYOUTS."""
+    """One W8A8 GEMM. ``a_layout`` and ``w_layout`` name an entry of LAYOUTS. ``group``: elements
+    along K that share a scale of w, for each channel; 0: all."""
 
     m: int
     n: int
@@ -27,11 +28,12 @@ class Case:
     bias: bool = True
     a_layout: str = "rows"
     w_layout: str = "rows"
+    group: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.m}x{self.n}x{self.k}", str(self.out_dtype).removeprefix("torch.")]
         defaults = Case(0, 0, 0)
-        for name in ("scale_dtype", "a_scale", "b_scale", "bias", "a_layout", "w_layout"):
+        for name in ("scale_dtype", "a_scale", "b_scale", "bias", "a_layout", "w_layout", "group"):
             if getattr(self, name) != getattr(defaults, name):
                 parts.append(f"{name}={getattr(self, name)}".replace("torch.", ""))
         return "-".join(parts)
@@ -79,7 +81,8 @@ def _integers(rows: int, cols: int, device: str) -> torch.Tensor:
 
 
 def make_inputs(case: Case, device: str) -> tuple[torch.Tensor | None, ...]:
-    """a [M, K], w [N, K], a_scale, b_scale, bias. No two scales are equal."""
+    """a [M, K], w [N, K], a_scale, b_scale ([K / group, N] with groups), bias. No two scales are
+    equal."""
     a = LAYOUTS[case.a_layout](case.m, case.k, device)
     w = LAYOUTS[case.w_layout](case.n, case.k, device)
 
@@ -90,7 +93,8 @@ def make_inputs(case: Case, device: str) -> tuple[torch.Tensor | None, ...]:
         return (torch.rand(shape, device=device) * 0.02 + 0.001).to(case.scale_dtype)
 
     a_scale = scale(case.a_scale, (case.m, 1))
-    b_scale = scale(case.b_scale, (case.n,))
+    groups = (case.k // case.group,) if case.group else ()
+    b_scale = scale(case.b_scale, (*groups, case.n))
     bias = torch.randn(case.n, device=device).to(case.scale_dtype) if case.bias else None
     return a, w, a_scale, b_scale, bias
 
@@ -99,6 +103,8 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
     """The GEMM in plain PyTorch, as a quantizer would write it."""
 
     def fn(a, w, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
+        if case.group:
+            return _gemm_of_groups(case, a, w, a_scale, b_scale, bias)
         out = torch._int_mm(a, w.t()).to(torch.float32)
         for scale in (a_scale, b_scale):
             if scale is not None:
@@ -110,12 +116,23 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
     return fn
 
 
+def _gemm_of_groups(case: Case, a, w, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
+    of_k = b_scale.t().repeat_interleave(case.group, 1)
+    out = a.float() @ (w.float() * of_k).t()
+    out = out if a_scale is None else out * a_scale
+    return (out if bias is None else out + bias).to(case.out_dtype)
+
+
 def reference(inputs: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
     """The same in fp64."""
     a, w, a_scale, b_scale, bias = inputs
     assert a is not None
     assert w is not None
-    out = a.double() @ w.double().t()
+    right = w.double()
+    if b_scale is not None and b_scale.dim() > 1:
+        right = right * b_scale.double().t().repeat_interleave(w.shape[1] // len(b_scale), 1)
+        b_scale = None
+    out = a.double() @ right.t()
     for scale in (a_scale, b_scale):
         if scale is not None:
             out = out * scale.double()

@@ -1,14 +1,18 @@
 """Which of racecheck's hazards are at a kernel's own lines.
 
-    python -m tests.support.gpu.racecheck        # on a GPU: two plain kernels under racecheck
+    python -m tests.support.gpu.racecheck        # on a GPU: four plain kernels under racecheck
 
-Reports of the warp-specialized kernels were all at two constructs of Triton. In their PTX the
-accesses are ordered; that racecheck errs is not proved, so they count as findings.
+Reports of the warp-specialized kernels were all at two constructs of Triton.
 
 - ``warp_specialize``: the first warps write what to run, and the captures, to shared memory; all
-  warps meet at ``barrier.sync 1``; the others read. Reported at the kernel's ``def`` and the call.
-- ``make_tensor_descriptor``: one lane writes the descriptor (``st.shared``, ``tensormap.replace``),
-  ``bar.warp.sync``, and the warp copies it to global memory. Reported at the call.
+  warps meet at ``barrier.sync 1``; the others read. Reported at the kernel's ``def`` and the call,
+  of kernels in which the first warps also meet at a barrier of their own: without that one
+  instruction the same kernel has no report. So it is in CUDA (``CUDA``): its two kernels differ
+  in that barrier alone, which orders nothing that others access, and racecheck reports the one that
+  has it (compute-sanitizer of CUDA 13.0).
+- ``make_tensor_descriptor``: one lane writes the descriptor (``tensormap.replace``), and the warp
+  copies it to global memory by an instruction that waits for all its lanes (``.sync.aligned``).
+  Reported at the call, as a warning; not where ``bar.warp.sync`` is put between the two.
 """
 
 from __future__ import annotations
@@ -21,6 +25,25 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+CUDA = r"""
+extern "C" __global__ void NAME(const int* in, int* out) {
+    __shared__ int state;
+    const int t = threadIdx.x;
+    if (t < 128) {
+        state = in[0];
+        ALL ALL  // the others have read it
+        OWN
+        ALL state = 2; ALL
+    } else {
+        while (true) {
+            ALL int now = *(volatile int*)&state;
+            if (now == 2) break;
+            ALL out[t] = now; ALL
+        }
+    }
+}
+"""
+ALL, OWN = 'asm volatile("barrier.sync 1;");', 'asm volatile("bar.sync 2, 128;");'
 _ACCESS = re.compile(r" in (\S+\.py):(\d+)")
 _TRITONS = ("warp_specialize", "make_tensor_descriptor")
 
@@ -65,7 +88,7 @@ def _lines(folder: Path, name: str) -> set[int]:
 
 
 def _kernels() -> None:
-    """Launches the two kernels, in a process of their own."""
+    """Launches the kernels, in a process of their own."""
     import torch
     import triton
 
@@ -78,6 +101,11 @@ def _kernels() -> None:
     for _ in range(2):
         kernels.copied_by_partitions[(tiles,)](x, copies[0], tiles, num_warps=4)
         kernels.copied[(tiles,)](x, copies[1], tiles, num_warps=4)
+    ones, out = (torch.ones(256, dtype=torch.int32, device="cuda") for _ in range(2))
+    for name, own in (("barriers_of_all", ""), ("a_barrier_of_some", OWN)):
+        text = CUDA.replace("NAME", name).replace("ALL", ALL).replace("OWN", own)
+        kernel = torch.cuda._compile_kernel(text, name)
+        kernel(grid=(tiles, 1, 1), block=(256, 1, 1), args=[ones, out])
     torch.cuda.synchronize()
     print("right:", *(torch.equal(x, copy) for copy in copies))
 

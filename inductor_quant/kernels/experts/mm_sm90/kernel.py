@@ -9,9 +9,7 @@ that are a box of a matrix, from a mean of rows an expert on.
 from __future__ import annotations
 
 import dataclasses
-import math
 
-from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.rules import (
     ExpertsKernel,
@@ -44,9 +42,7 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return no_kernel("rows are not sorted by expert")
         if mean_rows(problem) <= MIN_MEAN:
             return no_kernel(f"M = {problem.m}: few rows an expert")
-        weight = as_words(rules.weight_of(problem)).weight  # bytes are read four at a time
-        shape = weight.tensors[weight.format.code.source].shape
-        if math.prod(size or 0 for size in shape) >= MAX_WORDS:
+        if mm_sm90.count_words(rules.weight_of(problem)) >= MAX_WORDS:
             return no_kernel("positions of packed weights need 64 bits")
         return None
 

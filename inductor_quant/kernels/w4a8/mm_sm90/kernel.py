@@ -1,8 +1,8 @@
 """``w4a8_mm_sm90``: int8 or e4m3 A [M, K] @ int4 W [K, N] in Gluon with TMA.
 
-Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups from 33 to any; of a
-weight that is scaled to int8 to 256; for A in e4m3 from 33 to 256), if ``w4a8_direct`` does not
-take it and the packed words of a tile are a box of a matrix.
+Chosen on sm_90 for A whose rows are aligned and M from 17 to 1024 (with groups from 33 to 1536, and
+to any where K is below 4096; of a weight that is scaled to int8 to 256; for A in e4m3 from 33 to
+256), if ``w4a8_direct`` does not take it and the packed words of a tile are a box of a matrix.
 
 ``weight_only_mm_sm90`` with operands of 8 bits: W goes from shared memory to the registers of the
 first operand of wgmma, four nibbles unpacked at once, while the product before runs. With groups

@@ -379,6 +379,12 @@ def _of_tile(config: GemmConfig) -> float:
     return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n
 
 
+def count_words(weight: Weight) -> int:
+    """Elements of the packed weight as they are read: bytes four at a time."""
+    weight = as_words(weight).weight
+    return math.prod(size or 0 for size in weight.tensors[weight.format.code.source].shape)
+
+
 def boxed(
     weight: Weight, config: GemmConfig, plan: TilePlan | None = None
 ) -> tuple[TilePlan, WordBox] | None:

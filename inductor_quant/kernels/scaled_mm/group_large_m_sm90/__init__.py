@@ -1,0 +1,1 @@
+"""Scales of groups along K, many rows, on Hopper: the output transposed."""

@@ -1,0 +1,82 @@
+"""w8a8_group_large_m_sm90: when it applies, which tile it takes, what ptxas makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.problem import Problem
+from inductor_quant.kernels.scaled_mm.group_large_m_sm90 import kernel as group_large_m_sm90
+from inductor_quant.ops.w8a8 import make_spec
+from inductor_quant.spec.gemm import ScaleSpec
+from tests.support import in_flight
+from tests.support.gemms.generated import device, generate
+from tests.support.gemms.w8a8 import Case, gemm, make_inputs
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+PROBLEM = Problem(1024, 6144, 4096, has_aligned_rows=True, is_stored_narrow=True)
+KERNEL = group_large_m_sm90.W8A8_GROUP_LARGE_M_SM90
+
+
+def spec(group=128, a_block=(1, -1)):
+    return make_spec(
+        a_scale=ScaleSpec(torch.float32, a_block),
+        b_scale=ScaleSpec(torch.bfloat16, (group, 1)),
+        out_dtype=torch.bfloat16,
+        bias=False,
+    )
+
+
+def chosen(spec, problem, arch=90):
+    return next(candidates("w8a8", spec, problem, device(arch)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "spec", "arch"),
+    [
+        ({}, spec(), 89),
+        ({}, spec(group=64), 90),
+        ({}, spec(a_block=(1, 128)), 90),
+        ({"m": 255}, spec(), 90),
+        ({"m": 257, "n": 1024}, spec(), 90),  # few tiles
+        ({"n": 6147}, spec(), 90),
+        ({"has_aligned_rows": False}, spec(), 90),
+        ({"is_stored_narrow": False}, spec(), 90),
+    ],
+)
+def test_other_problems_are_for_w8a8_mm(changes, spec, arch):
+    assert chosen(globals()["spec"](), PROBLEM)[0] is KERNEL
+    assert chosen(globals()["spec"](256), PROBLEM)[0] is KERNEL
+    assert chosen(spec, dataclasses.replace(PROBLEM, **changes), arch)[0].name == "w8a8_mm"
+
+
+def test_tiles_of_fewer_rows_where_they_fit_the_chip():
+    def rows(m, n):
+        return chosen(spec(), dataclasses.replace(PROBLEM, m=m, n=n))[1].block_m
+
+    assert rows(4096, 4096) == 256
+    assert rows(384, 4096) == 128  # 96 tiles, of 256 rows 64
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("rows", [256, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [4096, pytest.param(1152, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [4104, pytest.param(4096, marks=pytest.mark.slow)])
+def test_nothing_spills_and_each_partial_is_converted_once(rows, k, n):
+    case = Case(4096, n, k, group=128)
+    config = next(each for each in group_large_m_sm90.CONFIGS if each.block_m == rows)
+    given = functools.partial(make_inputs, case), f"{KERNEL.name} {config}"
+    [(name, source)] = generate(gemm(case), *given).kernels.items()
+    compiled = simulate.compile_kernel(name, source)
+    assert compiled.spill_stores == 0
+    code = in_flight.machine_code(compiled.ptx)
+    assert in_flight.overwritten(code) == []
+    loops = [str(line) for line in code]
+    assert sum("I2FP" in line for line in loops) == 2 * rows // 2  # of both warpgroups
