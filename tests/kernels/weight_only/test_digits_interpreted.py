@@ -97,6 +97,19 @@ def test_results_are_close_to_fp64(kernel, case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_tiles_in_halves_are_close_to_fp64(dtype, monkeypatch):
+    """7 slices of K for 2 warps of 2 CTAs: some have fewer."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    torch.manual_seed(0)
+    case = Case("awq", 13, 96, 448, dtype, bias=True)
+    inputs = make_inputs(case, "cpu")
+    config = "16x64x128_w2_s1_g8_k2"
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("x_second" in source for source in generated.kernels.values())
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
 def test_codes_beyond_k_are_not_multiplied():
     """The loop's last turn goes beyond K = 192, where the words of the next column begin."""
     torch.manual_seed(0)

@@ -252,8 +252,8 @@ class DigitCodegen(Codegen):
         """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
 
-    def is_fetched(self, field: Field) -> bool:
-        """Whether ``load`` leaves the field to the template."""
+    def is_fetched(self, field: Field, slot: int = 0) -> bool:
+        """Whether ``load`` of ``slot`` leaves the field to the template."""
         return False
 
     @property
@@ -339,14 +339,15 @@ class DigitCodegen(Codegen):
             return ""
         return "\n".join(pair_lookup.start(self, self.table, self.pair_places, stride))
 
-    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0) -> str:
+    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0, *, beyond: int = 0) -> str:
         """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if
-        each warp has one of its own. ``slot`` tells apart what is kept for several iterations."""
+        each warp has one of its own. ``slot`` tells apart what is kept for several iterations;
+        ``beyond``: so much further along the last digit of K."""
         out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
         whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
         lines = self.first_digits("k", tile)
         for i, field in enumerate(self.loaded):
-            if self.is_fetched(field):
+            if self.is_fetched(field, slot):
                 continue
             if _is_data(field):
                 pointer, _, _ = whole.pointer(field)
@@ -355,6 +356,14 @@ class DigitCodegen(Codegen):
                     field.source, tuple(AffineIndex(linear=each.linear) for each in field.index)
                 )
                 pointer = f"at{i} + {out.offset(moved)}"
+                if beyond:  # added to a pointer it is a part of the instruction
+                    last = self.k_digits[-1].name
+                    digits = {
+                        name: [f"gl.to_tensor({beyond})"] if name == last else []
+                        for name in out.digits
+                    }
+                    step = DigitStatements(self, stride, size, "l", digits)
+                    pointer += f" + {step.offset(moved)}"
             whole.lines.append(f"{kept(i, slot)} = gl.load({pointer})")
         return "\n".join([*lines, *out.lines, *whole.lines])
 

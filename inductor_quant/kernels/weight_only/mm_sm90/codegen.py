@@ -79,7 +79,7 @@ class MMSm90Codegen(DigitCodegen):
         is_word = self.view.dim is not None
         return f"{source}.to(gl.pointer_type(gl.int32), bitcast=True)" if is_word else source
 
-    def is_fetched(self, field: Field) -> bool:
+    def is_fetched(self, field: Field, slot: int = 0) -> bool:
         return field == self.format.code
 
     def first_word(self) -> str:
