@@ -212,9 +212,12 @@ PLACES = {
 }
 
 
-def dequantize_pair(dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool) -> Assembly:
+def dequantize_pair(
+    dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool = False, is_in_parts: bool = False
+) -> Assembly:
     """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
-    without c unless ``is_scaled``; ``+ d``, rounded once, if ``is_added_to`` (and scaled).
+    without c unless ``is_scaled``; ``+ d``, rounded once, if ``is_added_to`` (and scaled); times
+    ``c + d`` if ``is_in_parts``, rounded once where the product with d is exact.
 
     Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
@@ -224,12 +227,13 @@ def dequantize_pair(dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool) -
     lines = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"]
     if not is_scaled:
         return assembly([*lines, f"fma.rn.{kind} $0, t, $9, $11;"], "t", 11, pack=2)
-    lines += [
-        "mov.b32 none, 0x80008000;",
-        f"fma.rn.{kind} t, t, $9, $11;",
-        f"fma.rn.{kind} $0, t, $12, {last};",
-    ]
-    return assembly(lines, "t, none", 12 + is_added_to, pack=2)
+    lines += ["mov.b32 none, 0x80008000;", f"fma.rn.{kind} t, t, $9, $11;"]
+    if is_in_parts:
+        lines.append(f"fma.rn.{kind} u, t, $13, none;")
+        last = "u"
+    lines.append(f"fma.rn.{kind} $0, t, $12, {last};")
+    registers = "t, u, none" if is_in_parts else "t, none"
+    return assembly(lines, registers, 12 + (is_added_to or is_in_parts), pack=2)
 
 
 def float8_pair(kind: str) -> tuple[Assembly, int]:

@@ -10,7 +10,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
-from inductor_quant.kernels.codegen.digits.codegen import is_in_place
+from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.tile import TilePlan, word_strides
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig

@@ -6,7 +6,8 @@ import functools
 
 import torch
 
-from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_in_place
+from inductor_quant.kernels.codegen.digits.codegen import TABLE
+from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.codegen.packed_layout import BASES

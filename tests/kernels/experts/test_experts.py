@@ -261,6 +261,27 @@ def test_next_to_nothing_spills_with_many_rows(name, mean):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("name", "mean"),
+    [
+        ("gptq", 64),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("gptq", 24), ("awq", 24), ("awq", 64), ("nibble_pairs", 64))
+        ),
+    ],
+)
+def test_scales_of_small_groups_do_not_spill(name, mean, monkeypatch):
+    """Of fp16, for x in bf16, but for the last."""
+    monkeypatch.setattr(formats, "GROUP", 32)
+    case = Case(name, (mean,) * E, 512, 2048)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    assert "gl.warp_specialize" in source
+    assert simulate.compile_kernel(kernel, source).spill_stores == 0
+
+
+@pytest.mark.compiles
 @pytest.mark.slow
 def test_no_configuration_spills():
     for name in ("int8_group", "nibble_pairs"):

@@ -97,6 +97,19 @@ def test_results_are_close_to_fp64(kernel, case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_tiles_in_halves_are_close_to_fp64(dtype, monkeypatch):
+    """7 slices of K for 2 warps of 2 CTAs: some have fewer."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    torch.manual_seed(0)
+    case = Case("awq", 13, 96, 448, dtype, bias=True)
+    inputs = make_inputs(case, "cpu")
+    config = "16x64x128_w2_s1_g8_k2"
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("x_second" in source for source in generated.kernels.values())
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
 def test_codes_beyond_k_are_not_multiplied():
     """The loop's last turn goes beyond K = 192, where the words of the next column begin."""
     torch.manual_seed(0)
@@ -149,6 +162,25 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which,
 
     for got, want in one_hot_rows(Case(name, m, 64, 128, dtype), by_kernel, 3):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("kernel", "config"), [(DIRECT, "16x64x64_w1_s1_g8"), (MM, "32x64x64_w4_s4_g8")]
+)
+def test_products_with_scales_of_fp16_are_rounded_to_bf16_once(name, kernel, config):
+    """Scales of all exponents, in two parts."""
+    torch.manual_seed(0)
+    m = int(config.partition("x")[0])
+    case = Case(name, m, 1024, 128, bf16)
+    *weight, scales = make_inputs(case, "cpu")[3:]
+    scales = (7 * torch.arange(scales.numel(), dtype=torch.int16)).view(f16).view(scales.shape)
+    generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("fma.rn.bf16x2 u, t, " in source for source in generated.kernels.values())
+    want = weight_only.dequantize(case.packed.format, [*weight, scales]).to(bf16)
+    rows = slice(64 - m // 2, 64 + m // 2)  # of two groups
+    inputs = (torch.eye(128, dtype=bf16)[rows], None, None, *weight, scales)
+    assert torch.equal(simulate.interpret(generated, inputs), want[rows])
 
 
 @pytest.mark.parametrize("scales", [torch.float32, bf16, f16])

@@ -15,6 +15,7 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
 from tests.support.gemms.weight_only import Case, described, generate_case
@@ -145,6 +146,49 @@ def test_no_configuration_spills(name, m, dtype):
         generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
         named = next(item for item in generated.kernels.items() if "partials" in item[1])
         assert simulate.compile_kernel(*named).spill_stores == 0
+
+
+@pytest.mark.parametrize("scales", [f16, bf16])
+def test_words_along_n_spill_nothing_with_16_rows(scales, monkeypatch):
+    monkeypatch.setattr(formats, "f16", scales)
+    case = Case("awq", 16, 4096, 4096, bf16)
+    spec, problem = aligned(case)
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
+    named = next(item for item in generated.kernels.items() if "partials" in item[1])
+    kernel = simulate.compile_kernel(*named)
+    assert kernel.spill_stores == 0
+    assert in_flight.spilled_in_loops(in_flight.machine_code(kernel.ptx)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "group", "in_halves"),
+    [
+        ("awq", 16, 128, True),
+        ("awq", 8, 128, False),
+        ("awq", 16, 32, False),  # a half has scales of its own
+        ("gptq", 16, 128, False),
+        ("hqq", 16, 128, False),
+    ],
+)
+def test_large_tiles_of_words_along_n_are_multiplied_in_halves(
+    name, m, group, in_halves, monkeypatch
+):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = aligned(Case(name, m, 4096, 4096, f16))
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    assert config.block_n * config.block_k // config.num_warps == 4096
+    codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
+    assert codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2") == 1 + in_halves
+
+
+def test_tiles_of_many_columns_are_for_8_rows_of_words_along_n():
+    for m, is_offered in ((8, True), (16, False)):
+        spec, problem = aligned(Case("awq", m, 4096, 4096, f16))
+        columns = {
+            config.block_n for config in WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+        }
+        assert (128 in columns) == is_offered
 
 
 def test_a_k_of_one_tile_compiles():

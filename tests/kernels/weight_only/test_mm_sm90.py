@@ -233,6 +233,19 @@ def test_bytes_read_as_words_are_the_same_weight(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "group", "is_offered"),
+    [("gptq", 32, False), ("gptq", 64, True), ("nibble_pairs", 32, True)],
+)
+def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offered, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = aligned(Case(name, 128, 28672, 4096, f16 if name == "gptq" else bf16))
+    configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
+    tiles = {(config.block_m, config.block_k) for config in configs}
+    assert ((128, 128) in tiles) == is_offered
+    assert (64, 128) in tiles
+
+
+@pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [
         ("hqq", 64, bf16),

@@ -8,7 +8,6 @@ apart.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,23 +15,18 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits import pair_lookup, table_lookup
+from inductor_quant.kernels.codegen.digits import narrow, pair_lookup, table_lookup
+from inductor_quant.kernels.codegen.digits.narrow import is_in_place, power
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.unpack_ptx import (
-    MASK_AND_FLIP,
-    PLACES,
-    dequantize_pair,
-    float8_pair,
-)
+from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 TABLE = 16  # entries of a table that lanes hold, one each
 MAX_ZERO = 1 << 12  # small beside 2**23 / 2**15
-MAX_ZERO_16 = 256  # bf16 has the difference to a byte exactly
 
 
 class DigitStatements(Statements):
@@ -132,66 +126,7 @@ class Uses(DigitStatements):
             return f"({self.field(element).code}).to({self.codegen.x_type})"
         if not self.codegen.loop_ops and element.float8 and self.codegen.is_paired:
             return f"({self.float8()}).to({self.codegen.x_type})"
-        narrow = self.in_16_bits()
-        return narrow or f"({self.in_fp32().code}).to({self.codegen.x_type})"
-
-    def in_16_bits(self) -> str:
-        """W by 16-bit arithmetic, two values at once; "" if that is not exact until the last
-        rounding: it takes a small integer as zero point, and a scale of x's dtype.
-        """
-        codegen, field = self.codegen, self.format.element
-        ops, x_dtype, subtrahend = list(codegen.loop_ops), codegen.x_dtype, ""
-        if not (codegen.is_paired and is_in_place(field, 8)):
-            return ""
-        sign = 1 << field.width - 1 if field.signed else 0
-        zero, scale = str(float(sign - field.add)), ""
-        if ops and ops[0].kind == "sub":
-            subtrahend = self.small_integer(ops.pop(0), MAX_ZERO_16 - abs(sign - field.add))
-            zero = f"{subtrahend} + {zero}"
-            if not subtrahend:
-                return ""
-        if [op.kind for op in ops] not in ([], ["mul"], ["mul", "add"], ["mul", "sub"]):
-            return ""
-        factors = []
-        for op in ops:
-            if not isinstance(op.operand, Field) or op.operand.float8:
-                return ""
-            if codegen.dtypes[op.operand.source] != x_dtype:
-                return ""
-            factors.append(f"{'-' if op.kind == 'sub' else ''}{self.field(op.operand).code}")
-        scale = f"{factors[0]} * " if factors else ""
-        place, mask = PLACES[x_dtype], (1 << field.width) - 1
-        at = f"({self.index(field.offset)}) & 7"
-        base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
-        halves = [self.offset_of(half) for half in "01"]
-        ats = [f"(({offset}) & 7)" for offset in halves]
-
-        def both(code: str) -> str:
-            low, high = (code.format(at=at) for at in ats)
-            return f"({low}) | (({high}) << 16)"
-
-        [pair] = codegen.plan.low
-        none = self.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
-        x_type = codegen.x_type
-        added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
-        if not subtrahend and codegen.unknown_zero:
-            added += f" + {codegen.unknown_zero}"
-        # The assembly takes 32-bit registers; bytes that form no words are widened.
-        arguments = [
-            f"{self.read(field)[0]}.to(gl.int32)",
-            "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
-            both(f"{mask} << {{at}}"),
-            both(f"{place.exponent} | ({sign} << {{at}})"),
-            both(f"({place.power} - {{at}}) << {place.mantissa}"),
-            f"({added}).to({x_type})",
-        ]
-        if is_scaled := bool(scale) or place.divisor > codegen.divisor:
-            arguments.append(f"({scale}{float(place.divisor)} + {none}).to({x_type})")
-        arguments += [f"({term} + {none}).to({x_type})" for term in factors[1:]]
-        arguments = [self.assign("a", code) for code in arguments]
-        assembly = dequantize_pair(x_dtype, is_scaled=is_scaled, is_added_to=len(factors) > 1)
-        self.lines += self.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
-        return "pairs"
+        return narrow.in_16_bits(self) or f"({self.in_fp32().code}).to({self.codegen.x_type})"
 
     def float8(self) -> str:
         """Two values at once, as fp16."""
@@ -270,25 +205,6 @@ class Uses(DigitStatements):
         return self.to_float(value).code if is_small and not value.is_float else ""
 
 
-def power(exponent: str) -> str:
-    """2 to the power of a biased exponent."""
-    return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
-
-
-def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
-    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift.
-    ``is_float``: of a field that is a float of eight bits too."""
-    if not 0 < field.width <= 8 or field.wrap or field.size or field.offset.is_data:
-        return False
-    if field.float8 and not is_float:
-        return False
-    tables = {value for _, table in field.offset.tables for value in table}
-    coefs = {coef for _, coef in field.offset.linear}
-    # Then the offsets are multiples of a divisor of 16 that the field fits into.
-    unit = math.gcd(part, *tables, *coefs, field.offset.const)
-    return field.width <= unit
-
-
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
@@ -336,8 +252,8 @@ class DigitCodegen(Codegen):
         """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
 
-    def is_fetched(self, field: Field) -> bool:
-        """Whether ``load`` leaves the field to the template."""
+    def is_fetched(self, field: Field, slot: int = 0) -> bool:
+        """Whether ``load`` of ``slot`` leaves the field to the template."""
         return False
 
     @property
@@ -423,14 +339,15 @@ class DigitCodegen(Codegen):
             return ""
         return "\n".join(pair_lookup.start(self, self.table, self.pair_places, stride))
 
-    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0) -> str:
+    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0, *, beyond: int = 0) -> str:
         """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if
-        each warp has one of its own. ``slot`` tells apart what is kept for several iterations."""
+        each warp has one of its own. ``slot`` tells apart what is kept for several iterations;
+        ``beyond``: so much further along the last digit of K."""
         out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
         whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
         lines = self.first_digits("k", tile)
         for i, field in enumerate(self.loaded):
-            if self.is_fetched(field):
+            if self.is_fetched(field, slot):
                 continue
             if _is_data(field):
                 pointer, _, _ = whole.pointer(field)
@@ -439,6 +356,14 @@ class DigitCodegen(Codegen):
                     field.source, tuple(AffineIndex(linear=each.linear) for each in field.index)
                 )
                 pointer = f"at{i} + {out.offset(moved)}"
+                if beyond:  # added to a pointer it is a part of the instruction
+                    last = self.k_digits[-1].name
+                    digits = {
+                        name: [f"gl.to_tensor({beyond})"] if name == last else []
+                        for name in out.digits
+                    }
+                    step = DigitStatements(self, stride, size, "l", digits)
+                    pointer += f" + {step.offset(moved)}"
             whole.lines.append(f"{kept(i, slot)} = gl.load({pointer})")
         return "\n".join([*lines, *out.lines, *whole.lines])
 

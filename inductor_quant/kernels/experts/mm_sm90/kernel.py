@@ -62,7 +62,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         legal = [
             config
             for config in offered
-            if self.config_rejection(spec, problem, config, device) is None
+            if not mm_sm90.is_crowded(problem, config)
+            and self.config_rejection(spec, problem, config, device) is None
         ]
         if not legal:
             return []

@@ -3,6 +3,9 @@
 Each warp has a tile of its own, the same BLOCK_N columns at another slice of K. Which k and which
 n a thread holds is free, as long as x has the same k and the output the same n: ``tile_plan``
 chooses them, so that a thread loads whole words.
+
+A slice of K may be multiplied ``in_halves``: the second half of it is dequantized when the first
+one is multiplied, so that W in 16 bits takes half the registers. Both have the same scales.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
 from inductor_quant.kernels.problem import DECODE_M
+from inductor_quant.spec.weight_format import Field
 
 G: Dim = ("g", 8)
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
@@ -40,17 +44,25 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
-    one; sums are of ``acc_type``."""
+    one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
 
     def __init__(
-        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+        self,
+        tile: WeightTile,
+        view: WordView,
+        plan: TilePlan,
+        n_order: list[str],
+        *,
+        in_halves: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order)
+        self.parts = 1 + in_halves
+        self.x_k = self.tile_k * self.parts
         ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
-        self.slices = self.k // self.tile_k
+        self.slices = self.k // self.x_k
         self.is_even = self.slices % (self.warps * tile.config.split_k) == 0
         self.k_dims = ks[::-1]
         self.mma_k_dims = tuple(ks[bit] for bit in plan.depth)[::-1]
@@ -59,7 +71,8 @@ class DirectCodegen(DigitCodegen):
         self.row_dims: tuple[Dim, ...] = (("b", self.block_m // G[1]), G)
         width = 4 // tile.x_dtype.itemsize  # neighbours along K in a register
         self.lane_dims = tuple(ks[bit] for bit in _lane_bits(plan, width))
-        loaded = self.k_dims[: len(ks) - (self.x_packs.bit_length() - 1)]
+        x_dims: tuple[Dim, ...] = ((("part", 2),) if in_halves else ()) + self.k_dims
+        loaded = x_dims[: len(x_dims) - (self.x_packs.bit_length() - 1)]
         self.of_tile_k_dims = tuple(ks[bit] for bit in plan.order)
         partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
         self.layouts |= {
@@ -81,8 +94,8 @@ class DirectCodegen(DigitCodegen):
         if self.x_packs == 1 and shares_x(plan, self.block_m, width):
             # Lanes load whole lines of rows, and get what they multiply through shared memory.
             rows = bits("m", self.block_m)
-            lanes = [*reversed(self.k_dims), *reversed(rows)][VECTOR.bit_length() - 1 :][:5]
-            axes = (self.warp_dims, rows, self.k_dims)
+            lanes = [*reversed(x_dims), *reversed(rows)][VECTOR.bit_length() - 1 :][:5]
+            axes = (self.warp_dims, rows, x_dims)
             self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
             self.x_layout = "X_LOADED"
 
@@ -98,7 +111,7 @@ class DirectCodegen(DigitCodegen):
         return "\n".join(
             [
                 f"x_warps = {positions(self.x_layout, 3, 0, self.warps)}",
-                f"x_columns = {positions(self.x_layout, 3, 2, self.tile_k // self.x_packs)}",
+                f"x_columns = {positions(self.x_layout, 3, 2, self.x_k // self.x_packs)}",
                 f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",
                 "x_at = x_at + x_columns",
             ]
@@ -112,14 +125,21 @@ class DirectCodegen(DigitCodegen):
         """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
         how = "" if self.is_even else f", mask={at} < slices, other={self.zero}"
-        return f"gl.load(x_at + (first_slice + {at}) * {self.tile_k // self.x_packs}{how})"
+        return f"gl.load(x_at + (first_slice + {at}) * {self.x_k // self.x_packs}{how})"
 
     def load_w(self, k_iter: str, stride: Hook, size: Hook) -> str:
         """Statements that load the words of an iteration; beyond K, the last ones."""
         tile = f"first_slice + ({k_iter}) * {self.warps} + l_{WARP}"
         if not self.is_even:
             tile = f"gl.minimum({tile}, {self.slices - 1})"
-        return f"tile = {tile}\n{self.load('tile', stride, size)}"
+        if self.parts == 1:
+            return f"tile = {tile}\n{self.load('tile', stride, size)}"
+        first = self.load("tile", stride, size)
+        second = self.load("tile", stride, size, 1, beyond=self.tile_k)
+        return "\n".join([f"tile = ({tile}) * 2", first, second])
+
+    def is_fetched(self, field: Field, slot: int = 0) -> bool:
+        return slot > 0 and field != self.format.code  # the scales are those of the first half
 
     @property
     def x_is_shared(self) -> bool:
@@ -135,7 +155,7 @@ class DirectCodegen(DigitCodegen):
         dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
         target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
         shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
-        x = f"gl.convert_layout({x}, X_READ)" if self.x_is_shared else x
+        x = f"gl.convert_layout({x}, X_READ)" if self.x_is_shared and self.parts == 1 else x
         code = self.dialect.reordered(x, dims, target, shape)
         return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
 
@@ -154,11 +174,16 @@ class DirectCodegen(DigitCodegen):
         return self.block_m > DECODE_M
 
     def used(self, i: int, slot: int) -> str:
-        return f"now{i}"
+        return f"now{0 if self.is_fetched(self.loaded[i], slot) else slot}_{i}"
 
     def keep(self) -> str:
         """Statements that keep what was loaded while the next words are loaded."""
-        return "\n".join(f"{self.used(i, 0)} = {kept(i)}" for i in range(len(self.loaded)))
+        return "\n".join(
+            f"{self.used(i, part)} = {kept(i, part)}"
+            for part in range(self.parts)
+            for i, field in enumerate(self.loaded)
+            if not self.is_fetched(field, part)
+        )
 
     @property
     def sums_shape(self) -> str:
@@ -170,9 +195,18 @@ class DirectCodegen(DigitCodegen):
 
     def multiplied(self, stride: Hook, size: Hook) -> str:
         """Statements that add to ``acc`` the product of what was loaded with ``x``."""
-        out = Uses(self, stride, size)
-        w = self.w_operand(out.dequantized())
-        return "\n".join([*out.lines, f"acc = mma_v2({w}, {self.x_operand()}, acc)"])
+        names, lines = ["x"], []
+        if self.parts > 1:
+            names = ["x_first", "x_second"]
+            x = "gl.convert_layout(x, X_READ)" if self.x_is_shared else "x"
+            shape = [self.warps, self.block_m, 2, self.tile_k]
+            x = f"gl.permute(gl.reshape({x}, {shape}), [0, 1, 3, 2])"
+            lines.append(f"{', '.join(names)} = gl.split({x})")
+        for part, x in enumerate(names):
+            out = Uses(self, stride, size, part)
+            w = self.w_operand(out.dequantized())
+            lines += [*out.lines, f"acc = mma_v2({w}, {self.x_operand(x)}, acc)"]
+        return "\n".join(lines)
 
     def w_operand(self, code: str) -> str:
         """``code``, a tile of W, as the first operand."""

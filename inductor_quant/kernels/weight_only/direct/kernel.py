@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
+from inductor_quant.kernels.codegen.digits.tile import tile_digits
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
@@ -36,16 +37,18 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_VALUES = 128  # of W that a thread dequantizes at once
+MAX_VALUES, WARP_SIZE = 128, 32  # of W that a thread dequantizes at once
 # (columns, k) of a warp's tile, best first: up to 4 bits, and above. Words along N want more
 # columns.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
 )
+MAX_COLUMNS = 64  # of words along N with 16 rows: with more it spills
 TABLE_TILE = (16, 256)  # up to 8 rows; with more x is loaded too often
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
@@ -74,11 +77,15 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return refused
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
-        plan = plan_of(rules.weight_of(problem), config, own=True)
+        weight = rules.weight_of(problem)
+        view, in_halves = as_words(weight), multiplies_halves(weight, config)
+        if in_halves:
+            config = _half(config)
+        plan = plan_of(weight, config, own=True)
         assert plan is not None
-        view = as_words(rules.weight_of(problem))
         tile = rules.tile_of(spec, view.weight, config)
-        return DirectCodegen(tile, view, plan, n_order(view.weight.format))
+        order = n_order(view.weight.format)
+        return DirectCodegen(tile, view, plan, order, in_halves=in_halves)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -101,6 +108,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if weight.format.element != weight.format.code and problem.m <= 8:  # a table
             tiles.insert(0, TABLE_TILE)
         if are_words_of_columns(weight):
+            tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS or problem.m <= ROWS[0]]
             tiles.sort(key=lambda tile: tile[0] != 64)
         return direct_configs(
             problem,
@@ -132,6 +140,27 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
         order = sorted(costs, key=costs.__getitem__)
         return split_k.same_split([config for config in order if costs[config] < most])
+
+
+def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
+    """Whether a warp dequantizes and multiplies its tile in halves of K: with 16 rows, whose sums
+    take many registers, and words along N, of which each column has a scale. A group has both."""
+    slice_k = config.block_k // config.num_warps
+    is_large = config.block_m == ROWS[-1] and config.block_n * slice_k == MAX_VALUES * WARP_SIZE
+    if not is_large or not are_words_of_columns(weight):
+        return False
+    operands = [op.operand for op in weight.format.dequant_ops if isinstance(op.operand, Field)]
+    groups = [weight.format.block(field)[0] for field in operands]
+    if any(group > 0 and group % slice_k for group in groups):
+        return False
+    digits = tile_digits(as_words(weight).weight.format, "k", slice_k // 2)
+    if not digits or digits[-1].outer % 2:
+        return False  # the halves are not within a digit
+    return plan_of(weight, _half(config), own=True) is not None
+
+
+def _half(config: GemmConfig) -> GemmConfig:
+    return dataclasses.replace(config, block_k=config.block_k // 2)
 
 
 def tile_misfit(

@@ -10,7 +10,7 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import pair_lookup
+from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
 from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
@@ -79,7 +79,7 @@ class MMSm90Codegen(DigitCodegen):
         is_word = self.view.dim is not None
         return f"{source}.to(gl.pointer_type(gl.int32), bitcast=True)" if is_word else source
 
-    def is_fetched(self, field: Field) -> bool:
+    def is_fetched(self, field: Field, slot: int = 0) -> bool:
         return field == self.format.code
 
     def first_word(self) -> str:
@@ -161,7 +161,7 @@ class MMSm90Codegen(DigitCodegen):
 
     def is_in_16_bits(self) -> bool:
         """Whether W is dequantized in 16 bits: about half as many instructions."""
-        return bool(Uses(self, _no_hook, _no_hook).in_16_bits())
+        return bool(narrow.in_16_bits(Uses(self, _no_hook, _no_hook)))
 
     def is_looked_up_in_16_bits(self) -> bool:
         return self.pair_places is not None and not pair_lookup.is_in_fp32(

@@ -120,6 +120,18 @@ def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     return UNROLLED[-1:] if is_full and is_small else UNROLLED
 
 
+def is_crowded(problem: Problem, config: GemmConfig) -> bool:
+    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups: it
+    spills."""
+    if config.block_m < 128 or config.block_k < 128:
+        return False
+    format = rules.weight_of(problem).format
+    ops = [op for op in format.dequant_ops if isinstance(op.operand, Field)]
+    groups = [format.block(op.operand)[0] for op in ops if isinstance(op.operand, Field)]
+    has_zeros = any(op.kind == "sub" for op in ops)
+    return has_zeros and any(0 < group < config.block_k // 2 for group in groups)
+
+
 def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
     """A CTA for each tile and slice of K, at most ``NUM_CTAS``; so many to share tiles."""
     if sizes[-1]["SHARES_TILES"]:
@@ -230,6 +242,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
                 continue
             if is_varying and config.block_n * config.block_k > MAX_VARYING:
+                continue
+            if is_crowded(problem, config):
                 continue
             if self.config_rejection(spec, problem, config, device) is None:
                 legal.append(config)

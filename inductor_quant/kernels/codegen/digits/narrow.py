@@ -1,0 +1,125 @@
+"""Statements that dequantize two values at once in 16 bits.
+
+A scale in fp16 of codes of few bits, for x in bf16, is the sum of two parts in bf16: its first 8
+bits, and the other 3. The product of a small integer with the second is exact, so that a
+multiply-add with the first rounds the product with the scale, once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from inductor_quant.kernels.codegen.base import Codegen
+from inductor_quant.kernels.codegen.unpack_ptx import PLACES, dequantize_pair
+from inductor_quant.spec.weight_format import DequantOp, Field
+
+MAX_ZERO = 256  # bf16 has the difference to a byte exactly
+MAX_IN_PARTS = 32  # of the difference: its 5 bits and those 3 are the 8 of bf16
+
+
+def in_16_bits(out: Any) -> str:
+    """W by 16-bit arithmetic; "" if that is not exact until the last rounding: it takes a small
+    integer as zero point, and a scale of x's dtype, or one ``in_parts``. ``out``, of
+    ``codegen.Uses``, gets the statements.
+    """
+    codegen, field = out.codegen, out.format.element
+    ops, x_dtype, subtrahend = list(codegen.loop_ops), codegen.x_dtype, ""
+    if not (codegen.is_paired and is_in_place(field, 8)):
+        return ""
+    sign = 1 << field.width - 1 if field.signed else 0
+    less = sign - field.add
+    zero, most = str(float(less)), MAX_ZERO - abs(less)
+    has_zero = bool(ops) and ops[0].kind == "sub"
+    is_in_parts = in_parts(codegen, ops[has_zero:])
+    if is_in_parts:
+        most = MAX_IN_PARTS - max(abs(less), abs((1 << field.width) - 1 - less))
+        if most < 0:
+            return ""
+    if has_zero:
+        subtrahend = out.small_integer(ops.pop(0), most)
+        zero = f"{subtrahend} + {zero}"
+        if not subtrahend:
+            return ""
+    if [op.kind for op in ops] not in ([], ["mul"], ["mul", "add"], ["mul", "sub"]):
+        return ""
+    factors = []
+    for op in ops:
+        if not isinstance(op.operand, Field) or op.operand.float8:
+            return ""
+        if codegen.dtypes[op.operand.source] != x_dtype and not is_in_parts:
+            return ""
+        factors.append(f"{'-' if op.kind == 'sub' else ''}{out.field(op.operand).code}")
+    place, mask = PLACES[x_dtype], (1 << field.width) - 1
+    at = f"({out.index(field.offset)}) & 7"
+    base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
+    halves = [out.offset_of(half) for half in "01"]
+    ats = [f"(({offset}) & 7)" for offset in halves]
+
+    def both(code: str) -> str:
+        low, high = (code.format(at=at) for at in ats)
+        return f"({low}) | (({high}) << 16)"
+
+    [pair] = codegen.plan.low
+    none = out.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
+    x_type = codegen.x_type
+    added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
+    if not subtrahend and codegen.unknown_zero:
+        added += f" + {codegen.unknown_zero}"
+    # The assembly takes 32-bit registers; bytes that form no words are widened.
+    arguments = [
+        f"{out.read(field)[0]}.to(gl.int32)",
+        "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
+        both(f"{mask} << {{at}}"),
+        both(f"{place.exponent} | ({sign} << {{at}})"),
+        both(f"({place.power} - {{at}}) << {place.mantissa}"),
+        f"({added}).to({x_type})",
+    ]
+    if is_in_parts:
+        scale = out.assign("f", f"{factors[0]}.to(gl.float32) * {float(place.divisor)} + {none}")
+        bits = f"{scale}.to(gl.int32, bitcast=True) & {-1 << 16}"
+        first = out.assign("f", f"({bits}).to(gl.float32, bitcast=True)")
+        arguments += [f"{first}.to({x_type})", f"({scale} - {first}).to({x_type})"]
+    elif factors or place.divisor > codegen.divisor:
+        scale = f"{factors[0]} * " if factors else ""
+        arguments.append(f"({scale}{float(place.divisor)} + {none}).to({x_type})")
+    arguments += [f"({term} + {none}).to({x_type})" for term in factors[1:]]
+    arguments = [out.assign("a", code) for code in arguments]
+    assembly = dequantize_pair(
+        x_dtype,
+        is_scaled=len(arguments) > 6,
+        is_added_to=len(factors) > 1,
+        is_in_parts=is_in_parts,
+    )
+    out.lines += out.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
+    return "pairs"
+
+
+def in_parts(codegen: Codegen, ops: Sequence[DequantOp]) -> bool:
+    """Whether ``ops`` are one scale in fp16, for x in bf16."""
+    if [op.kind for op in ops] != ["mul"] or not isinstance(ops[0].operand, Field):
+        return False
+    dtypes = codegen.dtypes[ops[0].operand.source], codegen.x_dtype
+    return dtypes == (torch.float16, torch.bfloat16)
+
+
+def power(exponent: str) -> str:
+    """2 to the power of a biased exponent."""
+    return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
+
+
+def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
+    """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift.
+    ``is_float``: of a field that is a float of eight bits too."""
+    if not 0 < field.width <= 8 or field.wrap or field.size or field.offset.is_data:
+        return False
+    if field.float8 and not is_float:
+        return False
+    tables = {value for _, table in field.offset.tables for value in table}
+    coefs = {coef for _, coef in field.offset.linear}
+    # Then the offsets are multiples of a divisor of 16 that the field fits into.
+    unit = math.gcd(part, *tables, *coefs, field.offset.const)
+    return field.width <= unit
