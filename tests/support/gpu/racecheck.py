@@ -12,7 +12,8 @@ Reports of the warp-specialized kernels were all at two constructs of Triton.
   has it (compute-sanitizer of CUDA 13.0).
 - ``make_tensor_descriptor``: one lane writes the descriptor (``tensormap.replace``), and the warp
   copies it to global memory by an instruction that waits for all its lanes (``.sync.aligned``).
-  Reported at the call, as a warning; not where ``bar.warp.sync`` is put between the two.
+  Reported at the call, as a warning and not in every run; never seen with ``bar.warp.sync`` put
+  between the two.
 """
 
 from __future__ import annotations
