@@ -248,13 +248,14 @@ def test_nothing_spills(name, is_sorted, mean, gather):
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("mean", [100, 600])
 def test_next_to_nothing_spills_with_many_rows(name, mean):
-    """Up to 12 bytes in the widest tiles, of 256 rows."""
+    """Up to 24 bytes in the widest tiles, of 256 rows: most with scales in fp16 for x in bf16, which
+    take two registers."""
     case = Case(name, (mean,) * E, 512, 2048)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    assert compiled.spill_stores <= 16
+    assert compiled.spill_stores <= 24
     code = in_flight.machine_code(compiled.ptx)
     assert in_flight.products(code) >= 8
     assert in_flight.overwritten(code) == []
