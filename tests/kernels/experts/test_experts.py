@@ -248,8 +248,8 @@ def test_nothing_spills(name, is_sorted, mean, gather):
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("mean", [100, 600])
 def test_next_to_nothing_spills_with_many_rows(name, mean):
-    """Up to 24 bytes in the widest tiles, of 256 rows: most with scales in fp16 for x in bf16, which
-    take two registers."""
+    """Up to 24 bytes in the widest tiles, of 256 rows: most with scales in fp16 for x in bf16, each
+    of which takes two registers."""
     case = Case(name, (mean,) * E, 512, 2048)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
