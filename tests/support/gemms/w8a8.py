@@ -116,7 +116,14 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
     return fn
 
 
-def _gemm_of_groups(case: Case, a, w, a_scale, b_scale, bias):  # type: ignore[no-untyped-def]
+def _gemm_of_groups(
+    case: Case,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    b_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     of_k = b_scale.t().repeat_interleave(case.group, 1)
     out = a.float() @ (w.float() * of_k).t()
     out = out if a_scale is None else out * a_scale

@@ -2,7 +2,7 @@
 
 A scale in fp16 of codes of few bits, for x in bf16, is the sum of two parts in bf16: its first 8
 bits, and the other 3. The product of a small integer with the second is exact, so that a
-multiply-add with the first rounds the product with the scale, once.
+multiply-add with the first rounds the product with the scale, once. (An infinite scale gives NaN.)
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class LargeM(WarpSpecialized):
         return sorted(
             self.listed,
             key=lambda config: (
-                _computed_elements(config, problem, device) * self.element_cost[config.block_n]
+                computed_elements(config, problem, device) * self.element_cost[config.block_n]
             ),
         )
 
@@ -205,10 +205,10 @@ class Fp8BlockLargeM(LargeM, Fp8Kernel):
 
 
 def _filled(config: GemmConfig, problem: Problem, device: Device) -> float:
-    return problem.m * problem.n / _computed_elements(config, problem, device)
+    return problem.m * problem.n / computed_elements(config, problem, device)
 
 
-def _computed_elements(config: GemmConfig, problem: Problem, device: Device) -> int:
+def computed_elements(config: GemmConfig, problem: Problem, device: Device) -> int:
     """Output elements that the chip computes, idle SMs of the last round of tiles included."""
     tiles = count_tiles(problem, config.block_m, config.block_n)
     rounds = math.ceil(tiles / device.num_sms)

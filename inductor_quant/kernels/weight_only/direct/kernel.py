@@ -41,7 +41,8 @@ from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_VALUES, WARP_SIZE = 128, 32  # of W that a thread dequantizes at once
+MAX_VALUES = 128  # of W that a thread dequantizes at once
+WARP_SIZE = 32
 # (columns, k) of a warp's tile, best first: up to 4 bits, and above. Words along N want more
 # columns.
 TILES = (
