@@ -3,8 +3,8 @@
     python -m examples.benchmarks.experts                                     # every model
     python -m examples.benchmarks.experts --models qwen3 --formats int4 --tokens 1 64
 
-``ours`` and ``stock`` compile the same quantized layer, with the plugin and without; ``bf16`` is
-the layer that is not quantized, compiled. The forwards are those of ``transformers``:
+``ours`` and ``stock`` compile the same quantized layer, with the plugin and without; ``bf16`` and
+``bf16-autotune`` the layer that is not quantized. The forwards are those of ``transformers``:
 ``batched_mm`` for one token, as its ``generate`` does, else ``grouped_mm``. Rows of ``fp8_block``
 are quantized 1 x 128. Each cell is a line of JSON: microseconds, the median of interleaved rounds
 of CUDA graphs with a random routing for each call; ``difference`` is that of ours from fp32
@@ -54,6 +54,7 @@ MODELS = {
     "gpt-oss": Model(32, 4, 2880, 2880, ("mxfp4",), is_gpt_oss=True),
 }
 TOKENS = (1, 16, 64, 256, 4096)
+DENSE = {"bf16", "bf16-autotune"}  # systems of the layer that is not quantized
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -232,7 +233,7 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
         if options.tiny:
             model = dataclasses.replace(model, experts=8, top_k=2, hidden=256, inner=128)
         with torch.device(device):
-            base = Experts(model, "bf16") if "bf16" in options.systems else None
+            base = Experts(model, "bf16") if DENSE & set(options.systems) else None
         for format in model.formats:
             if options.formats and format not in options.formats:
                 continue
@@ -261,8 +262,10 @@ def cell(
                 got, want = run(*routes[0]).float(), layer.one_by_one(*routes[0])
                 difference = float((got - want).norm() / want.norm())
             systems[system] = replay(run, routes, device)
-    if base is not None:
-        systems["bf16"] = replay(torch.compile(base, backend="inductor"), routes, device)
+    for system in sorted(DENSE & set(options.systems)):
+        mode = "max-autotune-no-cudagraphs" if system == "bf16-autotune" else "default"
+        torch.compiler.reset()
+        systems[system] = replay(torch.compile(base, mode=mode), routes, device)
     floor = floor_us(layer, tokens, hit, device)
     return Cell(name, layer.format, tokens, hit, difference, floor, systems)
 

@@ -11,6 +11,7 @@ from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
 from inductor_quant.lowering.select import (
+    Gemm,
     describe_device,
     describe_problem,
     lower_gemm,
@@ -35,7 +36,49 @@ def lower(
     fast_accum: bool = False,
     out_dtype: torch.dtype,
 ) -> Any:
-    spec = fp8.make_spec(
+    operands = (a, b, a_scale, b_scale, bias)
+    spec = _spec_of(*operands, fast_accum=fast_accum, out_dtype=out_dtype)
+    result = _from_kernel("fp8", spec, *operands)
+    if result is not None:
+        return result
+    out = lowering_of(aten.mm.default)(_real(a), _real(b))
+    for scale in (a_scale, b_scale):
+        if scale is not None:
+            out = lowering_of(aten.mul.Tensor)(out, _real(scale))
+    return _finished(out, bias, out_dtype)
+
+
+def gemm(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    *,
+    fast_accum: bool = False,
+    out_dtype: torch.dtype,
+) -> Gemm:
+    """The call as kernels see it."""
+    operands = (a, b, a_scale, b_scale, bias)
+    spec = _spec_of(*operands, fast_accum=fast_accum, out_dtype=out_dtype)
+    a, b, a_scale, b_scale, bias = (t if t is None else compat.realize(t) for t in operands)
+    shared, own = (
+        [t for t in tensors if t is not None] for tensors in ((a, a_scale), (b, b_scale, bias))
+    )
+    return Gemm(spec, describe_problem(a, b, out_dtype), shared, own, _constants(a.get_device()))
+
+
+def _spec_of(
+    a: Any,
+    b: Any,
+    a_scale: Any,
+    b_scale: Any,
+    bias: Any,
+    *,
+    fast_accum: bool,
+    out_dtype: torch.dtype,
+) -> QuantGemmSpec:
+    return fp8.make_spec(
         a_dtype=a.get_dtype(),
         b_dtype=b.get_dtype(),
         a_scale=scale_spec(a_scale, (1, -1), dim=0),
@@ -44,14 +87,11 @@ def lower(
         bias=bias is not None,
         fast_accum=fast_accum,
     )
-    result = _from_kernel("fp8", spec, a, b, a_scale, b_scale, bias)
-    if result is not None:
-        return result
-    out = lowering_of(aten.mm.default)(_real(a), _real(b))
-    for scale in (a_scale, b_scale):
-        if scale is not None:
-            out = lowering_of(aten.mul.Tensor)(out, _real(scale))
-    return _finished(out, bias, out_dtype)
+
+
+def _constants(device: torch.device) -> dict[str, Any]:
+    has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
+    return {"triton_meta": compat.BytePointers()} if has_no_fp8 else {}
 
 
 @fallback.lowering(fp8_block.op)
@@ -103,14 +143,13 @@ def _from_kernel(
     if family == "fp8_block" and compat.runs_triton(device) and not compat.uses_cpp_wrapper():
         assert spec.a.scale is not None
         groups.quantize_in_tiles(inputs[0], spec.a.scale.block[1])
-    has_no_fp8 = compat.runs_triton(device) and decodes(describe_device(device))
     result = lower_gemm(
         family,
         spec,
         describe_problem(inputs[0], inputs[1], spec.out_dtype),
         inputs,
         compat.FixedLayout(device, spec.out_dtype, [m, n]),
-        {"triton_meta": compat.BytePointers()} if has_no_fp8 else {},
+        _constants(device),
     )
     if result is not None and len(result.get_size()) == 3:
         return sum_partials(result, lambda out: _finished(out, bias, spec.out_dtype))

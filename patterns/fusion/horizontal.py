@@ -4,11 +4,11 @@
     w8a8(a, b1, ...)    ->   out[0], out[1], out[2]
     w8a8(a, b2, ...)
 
-The same for ``w4a8`` and ``weight_only``. Applies to calls that differ in N and in their weights
-only: q, k and v, or gate and up. M is at most ``MAX_ROWS`` of ``ops/fusion/horizontal``, or a
-``w8a8`` of more rows ``may_pay``. A short GEMM pays for its launch, its ramp and its last round of
-tiles, and a narrow one leaves SMs idle. The kernel takes all the weights, so nothing is copied
-(constant weights: see ``concat_weights``). The lowering decides whether a kernel exists and pays;
+The same for ``fp8``, ``w4a8`` and ``weight_only``. Applies to calls that differ in N and in their
+weights only: q, k and v, or gate and up. M is at most ``MAX_ROWS`` of ``ops/fusion/horizontal``,
+or a ``w8a8`` of more rows ``may_pay``. A short GEMM pays for its launch, its ramp and its last
+round of tiles, and a narrow one leaves SMs idle. The kernel takes all the weights, so nothing is
+copied (constant weights: see ``concat_weights``). The lowering decides whether a kernel exists and pays;
 otherwise it lowers the op to the GEMMs that it stands for.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from inductor_quant.ops import w4a8, w8a8, weight_only
+from inductor_quant.ops import fp8, w4a8, w8a8, weight_only
 from inductor_quant.ops.fusion import horizontal
 from inductor_quant.report import events
 from inductor_quant.spec.weight_format import WeightFormat
@@ -47,6 +47,7 @@ class _Family:
 
 _FAMILIES = {
     w8a8.op: _Family("w8a8", horizontal.w8a8_op, 5, (0, 2)),
+    fp8.op: _Family("fp8", horizontal.fp8_op, 5, (0, 2)),
     w4a8.op: _Family("w4a8", horizontal.w4a8_op, 5, (0, 2)),
     weight_only.op: _Family("weight_only", horizontal.weight_only_op, 4, (0,)),
 }

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from inductor_quant.report.events import collect
-from tests.support.gemms import formats, w4a8, w8a8, weight_only
+from tests.support.gemms import formats, fp8, w4a8, w8a8, weight_only
 from tests.support.gemms.horizontal import (
     DecoderLayer,
+    Floats,
     Group,
     Int4,
     Integers,
@@ -85,6 +86,17 @@ def test_integers_are_exact(m):
     assert all(choice.is_horizontal for choice in report.kernels)
     for result, want in zip(got, group.exact(inputs), strict=True):
         assert torch.equal(result.double(), want)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_floats_are_close_to_fp64(m):
+    torch.manual_seed(0)
+    group = Floats(fp8.Case(m, 0, 1536), COLUMNS)
+    inputs = group.make_inputs("cuda")
+    got, report = run(group.grouped, inputs)
+    assert all(choice.is_horizontal for choice in report.kernels)
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        w8a8.assert_close(result, want)
 
 
 @pytest.mark.parametrize(

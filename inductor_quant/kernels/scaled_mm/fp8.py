@@ -9,6 +9,7 @@ import torch
 from inductor_quant.kernels.config import GemmConfig, reject_if_split, shared_memory, tile_rejection
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import WGMMA_ARCHS, ScaledMm
+from inductor_quant.kernels.shared import horizontal
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
@@ -36,7 +37,7 @@ class Fp8Kernel(ScaledMm):
         if is_block_scaled(spec) and block_shape(spec)[0] < 32:
             detail = f"{spec}: a matrix instruction takes 32 elements along K"
             return Rejection(RejectionCode.BLOCK_SHAPE, detail)
-        return None
+        return horizontal.reject_if_no_gain(problem)
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -59,6 +60,7 @@ class Fp8Kernel(ScaledMm):
             "SWAP_AB": is_blocked and config.block_m < 64 <= config.block_n,
             "DECODE_A": _decode(spec.a, device),
             "DECODE_B": _decode(spec.b, device),
+            **horizontal.constants(problem, config, shared=("A", "A_SCALE")),
         }
 
     def config_rejection(

@@ -11,7 +11,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.shared.horizontal import together
-from inductor_quant.lowering import w4a8, w8a8, weight_only
+from inductor_quant.lowering import fp8, w4a8, w8a8, weight_only
 from inductor_quant.lowering.fusion_lookahead import lost_fusions
 from inductor_quant.lowering.select import Gemm, lower_gemm, lowering_of
 from inductor_quant.ops.fusion import horizontal
@@ -21,10 +21,17 @@ aten = torch.ops.aten
 
 @fallback.lowering(horizontal.w8a8_op)
 def lower_w8a8(*given: Any, **options: Any) -> list[Any]:
-    calls = list(horizontal.w8a8_members(*given, **options))
+    calls = list(horizontal.members_of_8_bits(*given, **options))
     gemms = [w8a8.W8A8Call(*args, **kwargs).gemm() for args, kwargs in calls]
     results = _in_one_launch("w8a8", gemms)
     return results or [w8a8.lower(*args, **kwargs) for args, kwargs in calls]
+
+
+@fallback.lowering(horizontal.fp8_op)
+def lower_fp8(*given: Any, **options: Any) -> list[Any]:
+    calls = list(horizontal.members_of_8_bits(*given, **options))
+    results = _in_one_launch("fp8", [fp8.gemm(*args, **kwargs) for args, kwargs in calls])
+    return results or [fp8.lower(*args, **kwargs) for args, kwargs in calls]
 
 
 @fallback.lowering(horizontal.w4a8_op)

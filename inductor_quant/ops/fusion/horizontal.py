@@ -1,6 +1,6 @@
-"""``torch.ops.inductor_quant.w8a8_horizontal``, ``w4a8_horizontal`` and ``weight_only_horizontal``:
-several GEMMs of one activation, such as q, k and v, as one op that a kernel may compute in one
-launch.
+"""``torch.ops.inductor_quant.w8a8_horizontal`` and its siblings for ``fp8``, ``w4a8`` and
+``weight_only``: several GEMMs of one activation, such as q, k and v, as one op that a kernel may
+compute in one launch.
 
 Each result equals that of the family's op and is a contiguous tensor.
 """
@@ -13,12 +13,16 @@ from typing import Any
 import torch
 
 from inductor_quant.errors import SpecError
-from inductor_quant.ops import w4a8, w8a8, weight_only
+from inductor_quant.ops import fp8, w4a8, w8a8, weight_only
 from inductor_quant.ops.registration import define
 
 W8A8_SCHEMA = (
     "w8a8_horizontal(Tensor a, Tensor[] b, Tensor? a_scale, Tensor?[] b_scale, Tensor?[] bias, *, "
     "float alpha=1.0, ScalarType out_dtype) -> Tensor[]"
+)
+FP8_SCHEMA = (
+    "fp8_horizontal(Tensor a, Tensor[] b, Tensor? a_scale, Tensor?[] b_scale, Tensor?[] bias, *, "
+    "bool fast_accum=False, ScalarType out_dtype) -> Tensor[]"
 )
 W4A8_SCHEMA = (
     "w4a8_horizontal(Tensor a, Tensor[] weight, Tensor? a_scale, Tensor?[] b_scale, "
@@ -29,8 +33,8 @@ WEIGHT_ONLY_SCHEMA = (
     "str[] format, ScalarType out_dtype) -> Tensor[]"
 )
 # Largest M for which one launch is preferred, by family (lowering/README.md). Beyond these
-# the kernels of packed weights have no horizontal launch, and w8a8 asks ``may_pay``.
-MAX_ROWS = {"w8a8": 128, "w4a8": 16, "weight_only": 32}
+# the kernels of packed weights and of FP8 have no horizontal launch, and w8a8 asks ``may_pay``.
+MAX_ROWS = {"w8a8": 128, "fp8": 8, "w4a8": 16, "weight_only": 32}
 # Of w8a8 with more rows: multiply-adds of one GEMM. One that has as many computes for 100 us and
 # takes four rounds of tiles on each SM; of that its launch, and the last round, are a few percent.
 MAX_PRODUCTS = 4096**3
@@ -50,7 +54,7 @@ def may_pay(m: int, n: int, k: int, out_dtype: torch.dtype) -> bool:
 Calls = Iterator[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-def w8a8_members(
+def members_of_8_bits(
     a: Any,
     b: Sequence[Any],
     a_scale: Any,
@@ -58,12 +62,12 @@ def w8a8_members(
     bias: Sequence[Any],
     **options: Any,
 ) -> Calls:
-    """Arguments of ``w8a8`` for each GEMM of ``w8a8_horizontal``, whose results are
-    ``w8a8(a, b[i], a_scale, b_scale[i], bias[i], alpha=alpha, out_dtype=out_dtype)`` for each i.
+    """Arguments of ``w8a8`` or ``fp8`` for each GEMM of ``w8a8_horizontal`` or ``fp8_horizontal``,
+    whose results are ``op(a, b[i], a_scale, b_scale[i], bias[i], **options)`` for each i.
 
     Raises SpecError for lists of different lengths; the op also if one of the GEMMs does.
     """
-    _check_lengths("w8a8_horizontal", b=b, b_scale=b_scale, bias=bias)
+    _check_lengths("a horizontal launch", b=b, b_scale=b_scale, bias=bias)
     for weight, scale, addend in zip(b, b_scale, bias, strict=True):
         yield (a, weight, a_scale, scale, addend), options
 
@@ -100,8 +104,8 @@ def w4a8_members(
     format: Sequence[str],
     **options: Any,
 ) -> Calls:
-    """Arguments of ``w4a8`` for each GEMM of ``w4a8_horizontal``: as ``w8a8_members``, with weights
-    as in ``weight_only_members``."""
+    """Arguments of ``w4a8`` for each GEMM of ``w4a8_horizontal``: as ``members_of_8_bits``, with
+    weights as in ``weight_only_members``."""
     _check_lengths("w4a8_horizontal", format=format, b_scale=b_scale, bias=bias)
     each = _divided("w4a8_horizontal", weight, len(format))
     for text, tensors, scale, addend in zip(format, each, b_scale, bias, strict=True):
@@ -129,7 +133,7 @@ def _each(op: Callable[..., Any], members: Callable[..., Calls]) -> Callable[...
     return lambda *args, **kwargs: [op(*a, **k) for a, k in members(*args, **kwargs)]
 
 
-w8a8_op, w4a8_op, weight_only_op = (
+w8a8_op, fp8_op, w4a8_op, weight_only_op = (
     define(
         schema,
         _each(family.reference, members),
@@ -137,7 +141,8 @@ w8a8_op, w4a8_op, weight_only_op = (
         flexible_layout=True,
     )
     for schema, family, members in (
-        (W8A8_SCHEMA, w8a8, w8a8_members),
+        (W8A8_SCHEMA, w8a8, members_of_8_bits),
+        (FP8_SCHEMA, fp8, members_of_8_bits),
         (W4A8_SCHEMA, w4a8, w4a8_members),
         (WEIGHT_ONLY_SCHEMA, weight_only, weight_only_members),
     )

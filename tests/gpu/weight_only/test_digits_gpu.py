@@ -49,7 +49,7 @@ def run(case, inputs, config):
 
 
 def takes(case):
-    """Whether the kernel takes the format; for whole bytes up to 16 rows another one is faster."""
+    """Whether the kernel takes the format."""
     spec, problem = described(case)
     problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
     return kernel_of(case).rejection(spec, problem, device(90)) is None
@@ -132,8 +132,6 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(m, n, name, dtype, monkeypatch
         m = 32  # beyond, weight_only_mm_sm90 is faster
     monkeypatch.setattr(formats, "GROUP", 32)
     case = Case(name, m, n, 1024, dtype)
-    if not takes(case):
-        pytest.skip("weight_only_bytes takes whole bytes with one scale a channel")
     _, _, _, *weight = make_inputs(case, "cuda")
     want = weight_only.dequantize(case.packed.format, weight).to(dtype)
     rows = torch.zeros(m, 1024, dtype=dtype, device="cuda")

@@ -10,7 +10,7 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.scaled_mm.decode import kernel as decode
 from tests.support.gemms import fp8, w8a8
 from tests.support.gemms.generated import generate
-from tests.support.gemms.horizontal import Integers
+from tests.support.gemms.horizontal import Floats, Integers
 from tests.support.gemms.quantizing import (
     E4M3,
     FLOAT_NARROW,
@@ -89,13 +89,21 @@ def test_zero_points_are_exact():
     assert torch.equal(got, meaning(case, inputs).to(torch.bfloat16))
 
 
-def test_gemms_of_one_launch():
+@pytest.mark.parametrize(
+    ("family", "group"),
+    [
+        ("w8a8", Integers(w8a8.Case(5, 0, 1024), (64, 16, 48))),
+        ("fp8", Floats(fp8.Case(5, 0, 1024, fast_accum=True), (64, 16, 48))),
+        ("fp8", Floats(fp8.Case(1, 0, 640, a_scale="tensor", bias=False), (16, 32))),
+    ],
+    ids=str,
+)
+def test_gemms_of_one_launch(family, group):
     torch.manual_seed(0)
-    group = Integers(w8a8.Case(5, 0, 1024), (64, 16, 48))
     inputs = group.make_inputs("cpu")
-    got = run(group.grouped, group.make_inputs, inputs, f"w8a8_decode {CONFIGS[2]}")
-    for result, want in zip(got, group.alone(*inputs), strict=True):
-        assert_close(result, want.double())
+    got = run(group.grouped, group.make_inputs, inputs, f"{family}_decode {CONFIGS[2]}")
+    for result, want in zip(got, group.exact(inputs), strict=True):
+        assert_close(result, want)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
+from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from tests.support import in_flight
@@ -46,8 +47,8 @@ def aligned(case):
         ("nf4", True),
         ("uint2", True),
         ("gptq", False),  # weight_only_decode is faster
-        ("int8_channel", False),  # so is weight_only_bytes
-        ("fp8_block", False),
+        ("int8_channel", True),
+        ("fp8_block", True),
         ("act_order", False),
         ("int8_divisor", False),
         ("int4_in_int64", False),
@@ -56,6 +57,12 @@ def aligned(case):
 def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
     for m in (1, 16):
         assert (chosen(Case(name, m, 1024, 4096, bf16)) is WEIGHT_ONLY_DIRECT) == is_taken
+
+
+def test_whole_bytes_of_an_odd_k_have_another_kernel():
+    """Where only tiles of 64 columns and more divide K."""
+    assert chosen(Case("int8_channel", 1, 1152, 4304, bf16)) is WEIGHT_ONLY_BYTES
+    assert chosen(Case("int8_channel", 1, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
 
 
 def chosen(case, arch=90):

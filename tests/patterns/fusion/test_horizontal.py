@@ -17,8 +17,10 @@ from inductor_quant.ops.fusion import horizontal, quantize
 from inductor_quant.options import Options
 from inductor_quant.patterns.fusion.horizontal import MAX_MEMBERS, horizontal_fusion
 from tests.support.gemms import formats
+from tests.support.gemms.fp8 import Case as Fp8Case
 from tests.support.gemms.horizontal import (
     DecoderLayer,
+    Floats,
     Group,
     Int4,
     Integers,
@@ -33,7 +35,12 @@ from tests.support.spellings.int8 import bf16
 from tests.support.spellings.quantizers import TorchaoLinear
 
 aten = torch.ops.aten
-GROUPS = (horizontal.w8a8_op, horizontal.w4a8_op, horizontal.weight_only_op)
+GROUPS = (
+    horizontal.w8a8_op,
+    horizontal.fp8_op,
+    horizontal.w4a8_op,
+    horizontal.weight_only_op,
+)
 HIDDEN = 128
 
 
@@ -113,10 +120,12 @@ def activated(members: Group) -> Callable[..., Any]:
 
 INTEGERS = Integers(Case(5, 0, 48, out_dtype=bf16), (32, 16, 16))
 WORDS = PackedLayout(WordsCase("gptq", 5, 0, 128, bias=True, column_scale="channel"), (64, 32, 32))
+FLOATS = Floats(Fp8Case(5, 0, 64), (32, 16, 16))
 INT4 = Int4(Int4Case("nibble_pairs", 5, 0, 128), (64, 32, 32))
+MEMBERS = {"w8a8": INTEGERS, "fp8": FLOATS, "w4a8": INT4, "weight_only": WORDS}
 
 
-@pytest.mark.parametrize("members", [INTEGERS, INT4, WORDS], ids=["w8a8", "w4a8", "weight_only"])
+@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
 def test_calls_that_differ_in_columns_are_one_group(members: Group) -> None:
     inputs = members.make_inputs("cpu")
     gm = regrouped(activated(members), inputs)
@@ -350,7 +359,7 @@ def test_a_failure_leaves_a_graph_that_runs() -> None:
 INT4 = Int4(Int4Case("nibble_pairs", 5, 0, 128), (64, 32, 32))
 
 
-@pytest.mark.parametrize("members", [INTEGERS, INT4, WORDS], ids=["w8a8", "w4a8", "weight_only"])
+@pytest.mark.parametrize("members", MEMBERS.values(), ids=MEMBERS)
 def test_the_op_is_as_it_says(members: Group) -> None:
     """Each result is contiguous, in its own memory, also for the fake implementation."""
     inputs = members.make_inputs("cpu")

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from inductor_quant.ops import fp8 as fp8_op
 from inductor_quant.ops import w8a8 as op
 from inductor_quant.ops.fusion import horizontal
-from tests.support.gemms import w4a8, w8a8, weight_only
+from tests.support.gemms import fp8, w4a8, w8a8, weight_only
 from tests.support.producers.packed import GptqCat
 
 
@@ -149,6 +150,54 @@ class Integers:
 
 
 @dataclasses.dataclass(frozen=True)
+class Floats:
+    """fp8 GEMMs likewise."""
+
+    case: fp8.Case
+    columns: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.case}-{','.join(map(str, self.columns))}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"fast_accum": self.case.fast_accum, "out_dtype": self.case.out_dtype}
+
+    def make_inputs(self, device: str) -> tuple[Any, ...]:
+        """a, a_scale, then b, b_scale and bias of each."""
+        made = [fp8.make_inputs(dataclasses.replace(self.case, n=n), device) for n in self.columns]
+        found = [made[0][0], made[0][2]]
+        for _, w, _, b_scale, bias in made:
+            assert w is not None
+            found += [w.t(), b_scale, bias]
+        return tuple(found)
+
+    def parts(self, inputs: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+        a, a_scale, *rest = inputs
+        return [(a, rest[i], a_scale, *rest[i + 1 : i + 3]) for i in range(0, len(rest), 3)]
+
+    @property
+    def grouped(self) -> Fn:
+        def fn(*inputs: Any) -> list[torch.Tensor]:
+            _, b, _, b_scale, bias = map(list, zip(*self.parts(inputs), strict=True))
+            a, a_scale, *_ = inputs
+            return horizontal.fp8_op(a, b, a_scale, b_scale, bias, **self.options)
+
+        return fn
+
+    @property
+    def alone(self) -> Fn:
+        return lambda *inputs: [fp8_op.op(*part, **self.options) for part in self.parts(inputs)]
+
+    def exact(self, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
+        """In fp64."""
+        return [
+            fp8.reference(self.case, (a, b.t(), a_scale, b_scale, bias))
+            for a, b, a_scale, b_scale, bias in self.parts(inputs)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class Int4:
     """w4a8 GEMMs likewise."""
 
@@ -200,4 +249,4 @@ class Int4:
         return [w4a8.reference(case, p) for case, p in zip(self.cases, parts, strict=True)]
 
 
-Group = PackedLayout | Integers | Int4
+Group = PackedLayout | Integers | Floats | Int4

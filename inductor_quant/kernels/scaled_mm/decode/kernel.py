@@ -34,7 +34,8 @@ BLOCK_M, BLOCK_N = 8, 16  # of mma.sync, with A and B swapped
 SLICE = 128  # elements of K that a warp reads at once: a scale block, one cache line per column
 MAX_REGISTERS = 128  # a thread, so that 16 warps are resident
 MAX_WEIGHT = 2**26  # bytes
-MAX_WEIGHT_FLOAT = 2**25  # of FP8 by rows, whose other kernel streams as fast
+# Of FP8 by rows, whose other kernel streams as fast; of several in one launch.
+MAX_WEIGHT_FLOAT, MAX_WEIGHT_HORIZONTAL = 2**25, 2**28
 MAX_UNROLLED = 4
 
 # With quantization: every CTA quantizes all rows of x, padded to 1, 2 or 4; a warp keeps at most
@@ -123,9 +124,10 @@ class W8A8Decode(Decode, Int8Kernel):
 
 class Fp8Decode(Decode, Fp8Kernel):
     name = "fp8_decode"
+    is_horizontal = True
 
     def max_weight(self, problem: Problem) -> int:
-        return MAX_WEIGHT_FLOAT
+        return MAX_WEIGHT_HORIZONTAL if problem.members else MAX_WEIGHT_FLOAT
 
 
 class Fp8BlockDecode(Decode, Fp8Kernel):

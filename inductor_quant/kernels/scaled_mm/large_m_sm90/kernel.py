@@ -1,9 +1,9 @@
 """Kernels of ``w8a8``, ``fp8`` and ``fp8_block`` for large GEMMs on Hopper, in Gluon.
 
 out = scale * (A @ B) + bias, chosen on sm_90 from M = 256 on, with operands that TMA can read, a
-result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (``w8a8``; ``fp8``
-1536), and tiles that keep 60 % of the SMs busy. ``fp8`` takes it from M = 193 to 256 too, where its
-tiles keep a third more SMs busy than those of ``fp8_split_k``.
+result of 16 bits, 6e9 products or more (``w8a8``, ``fp8``), K of 4096 or more (``w8a8``; 896 with
+1e10 to 4e10 products; ``fp8`` 1536), and tiles that keep 60 % of the SMs busy. ``fp8`` takes it
+from M = 193 to 256 too, where its tiles keep a third more SMs busy than those of ``fp8_split_k``.
 
 Warp specialization: one warp loads the operands by TMA, two warpgroups multiply 64 rows each of a
 tile of 128 rows. One CTA an SM takes tile after tile. Where partial sums are scaled (``fp8_block``)
@@ -37,8 +37,9 @@ BLOCK_K = 128  # one row of the 128-byte swizzle
 MIN_M = 256  # below, reading the weight takes the time
 MIN_PRODUCTS = 6 * 10**9  # multiply-adds; smaller GEMMs end before TMA pays off
 MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configuration
-# Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap.
-MIN_K_STEPS = 32
+# Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap,
+# unless its tiles come in a few rounds.
+MIN_K_STEPS, MIN_K_STEPS_SHORT, PRODUCTS_SHORT = 32, 7, (10 * 10**9, 40 * 10**9)
 # For fp8 with fast accumulation. With the second accumulator the other kernels wait for it.
 MIN_K_STEPS_FLOAT = 12
 # Up to SPLIT_ROWS fp8_split_k is chosen, unless tiles of 96 or 192 columns fit the SMs better: from
@@ -162,7 +163,10 @@ class W8A8LargeM(LargeM, Int8Kernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if found := super().rejection(spec, problem, device) or reject_if_only_mm(spec, problem):
             return found
-        if problem.k < MIN_K_STEPS * BLOCK_K:
+        fewest, most = PRODUCTS_SHORT
+        is_short = problem.k < MIN_K_STEPS * BLOCK_K
+        has_few_rounds = fewest <= problem.m * problem.n * problem.k <= most
+        if is_short and not (has_few_rounds and problem.k >= MIN_K_STEPS_SHORT * BLOCK_K):
             return Rejection(RejectionCode.NO_KERNEL, f"K = {problem.k} is short")
         return None
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, SMALL_M, Device, Problem
+from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.w4a8 import rules
 from inductor_quant.kernels.w4a8.direct.codegen import W4A8DirectCodegen
 from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, n_order
@@ -21,7 +22,7 @@ from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
     ROWS,
-    direct_configs,
+    cheapest_of_each,
     tile_misfit,
 )
 from inductor_quant.kernels.weight_only.rules import (
@@ -97,12 +98,13 @@ class W4A8Direct(rules.W4A8Kernel):
             tiles = (_FEW, *_WIDE)
         if problem.m > DECODE_M:
             tiles = (_HALF if _needs_registers(spec, problem) else _WIDE[0], *_WIDE[2:4])
-        return direct_configs(
+        found = cheapest_of_each(
             problem,
             tiles,
             lambda config: _cost(problem, config, device),
-            lambda config: self.config_rejection(spec, problem, config, device),
+            lambda config: self.config_rejection(spec, problem, config, device) is not None,
         )
+        return split_k.same_split(found)
 
 
 def _needs_registers(spec: QuantGemmSpec, problem: Problem) -> bool:

@@ -10,12 +10,17 @@ from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
 from inductor_quant.spec.weight_format import Field
 
-# Up to 16 rows, in one unit of time: an iteration of a warp with a tile of 4096 values, as a share
-# of what the SM does and as a wait; adding partials; starting and joining a warp.
-BUSY, WAIT, PARTIALS, START = 2.0, 5.0, 20.0, 0.5
-# Above, in cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py: the launch; partials
-# of K. Of an iteration, what the SM does for each k of a warp: for a row of x, for a column, for 64
-# of both.
+# In cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py.
+# Up to 16 rows: the launch; partials of K, and each 1000 of them; the bytes of W that the GPU reads
+# in one. Of an iteration, what the SM does for each value of W, and for 64 rows of it; its wait,
+# and for each value of a thread. A warp, and each 1024 sums of it.
+FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2380, 1875, 0.85, 2660
+FEW_VALUE, FEW_PRODUCT, FEW_WAIT, FEW_WAIT_VALUE = 0.0078, 0.075, 272, 6.4
+FEW_WARP, FEW_SUMS = 53, 250
+# Times as many cycles for W: for values above 4 bits, and from a table.
+FEW_WIDE, FEW_LOOKED_UP = 1.25, 2.3
+# Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
+# row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
 ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0127, 0.0281, 0.0022
 # Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
@@ -26,15 +31,25 @@ WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP = 1.365, 1.48, 1.63, 1.78, 32
 
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
-    """To be compared with that of others of the same tile."""
+    format = rules.weight_of(problem).format
+    width = format.code.width or 8
     slice_k = config.block_k // config.num_warps
-    slices = math.ceil(problem.k / slice_k / config.split_k)
-    iterations = math.ceil(slices / config.num_warps)
-    ctas = math.ceil(problem.n / config.block_n) * config.split_k
-    waves = math.ceil(ctas / (device.num_sms * (MAX_WARPS // config.num_warps)))
-    of_one_sm = math.ceil(ctas / device.num_sms) * config.num_warps
-    loop = (BUSY * of_one_sm + WAIT * waves) * iterations * config.block_n * slice_k / 4096
-    return loop + PARTIALS * (config.split_k > 1) + START * config.num_warps
+    iterations = math.ceil(math.ceil(problem.k / slice_k / config.split_k) / config.num_warps)
+    of_one_sm = math.ceil(math.ceil(problem.n / config.block_n) * config.split_k / device.num_sms)
+    waves = math.ceil(of_one_sm / (MAX_WARPS // config.num_warps))
+    warps, values = of_one_sm * config.num_warps, config.block_n * slice_k
+    factor = FEW_WIDE if width > 4 else 1.0
+    factor *= FEW_LOOKED_UP if format.element != format.code else 1.0
+    busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
+    wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
+    loop = iterations * (warps * busy + waves * wait)
+    reading = problem.n * problem.k * width / 8 / BYTES_PER_CYCLE
+    sums = FEW_SUMS * warps * config.block_m * config.block_n / 1024
+    partials = FEW_PARTIALS * config.split_k * problem.m * problem.n / 1000
+    split = FEW_SPLIT + partials if config.split_k > 1 else 0
+    return (
+        FEW_LAUNCH + math.hypot(loop, reading) + sums + FEW_WARP * config.num_warps * waves + split
+    )
 
 
 def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared: bool) -> float:

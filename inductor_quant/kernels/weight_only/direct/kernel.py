@@ -25,6 +25,7 @@ from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.bytes.kernel import has_partial_blocks
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
     n_order,
@@ -32,7 +33,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     plan_of,
 )
 from inductor_quant.kernels.weight_only.direct import cost
-from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen, shares_x
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen, shares_x
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -43,14 +44,14 @@ ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles fo
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_VALUES = 128  # of W that a thread dequantizes at once
 WARP_SIZE = 32
-# (columns, k) of a warp's tile, best first: up to 4 bits, and above. Words along N want more
-# columns.
+# (columns, k) of a warp's tile: up to 4 bits, and above.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
 )
-MAX_COLUMNS = 64  # of words along N with 16 rows: with more it spills
-TABLE_TILE = (16, 256)  # up to 8 rows; with more x is loaded too often
+# Of words along N with 16 rows: with more columns it spills; more warps, whose threads have 128
+# registers, take 1.6 times as long.
+MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
 # From 17 rows on, in as many tiles as it takes.
@@ -72,9 +73,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")
         refused = operand_rejection(spec, problem, device, FLOAT8)
-        is_few = problem.m <= DECODE_M
-        if refused is None and is_few and _is_for_bytes(spec, rules.weight_of(problem)):
-            return no_kernel("weight_only_bytes is faster")
+        if refused is None and _is_for_bytes(spec, problem):
+            return no_kernel(f"weight_only_bytes has better tiles for K = {problem.k}")
         return refused
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
@@ -105,18 +105,25 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             return self._medium_configs(spec, problem, device)
         weight = rules.weight_of(problem)
         is_narrow = 0 < weight.format.code.width <= 4
-        tiles = list(TILES[0 if is_narrow else 1])
-        if weight.format.element != weight.format.code and problem.m <= 8:  # a table
-            tiles.insert(0, TABLE_TILE)
-        if are_words_of_columns(weight):
-            tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS or problem.m <= ROWS[0]]
-            tiles.sort(key=lambda tile: tile[0] != 64)
-        return direct_configs(
+        tiles, most_warps = list(TILES[0 if is_narrow else 1]), MAX_WARPS
+        is_along_n = are_words_of_columns(weight)
+        if is_along_n and problem.m > ROWS[0]:
+            tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
+            most_warps = MAX_WARPS_ALONG_N
+
+        def cost_of(config: GemmConfig) -> float:
+            return cost.of_few_rows(problem, config, device)
+
+        found = cheapest_of_each(
             problem,
             tiles,
-            lambda config: cost.of_few_rows(problem, config, device),
-            lambda config: self.config_rejection(spec, problem, config, device),
+            cost_of,
+            lambda config: self.config_rejection(spec, problem, config, device) is not None,
+            most_warps,
         )
+        # words along N take tiles of 64 columns, whatever the others cost
+        found.sort(key=lambda config: (is_along_n and config.block_n != 64, cost_of(config)))
+        return split_k.same_split(found)
 
     def _medium_configs(
         self, spec: QuantGemmSpec, problem: Problem, device: Device
@@ -186,11 +193,12 @@ def tile_misfit(
     )
 
 
-def direct_configs(
+def cheapest_of_each(
     problem: Problem,
     tiles: Sequence[tuple[int, int]],
     cost_of: Callable[[GemmConfig], float],
-    reject: Callable[[GemmConfig], Rejection | None],
+    is_rejected: Callable[[GemmConfig], bool],
+    most_warps: int = MAX_WARPS,
 ) -> list[GemmConfig]:
     """The cheapest configuration of each of ``tiles``, (columns, k) of a warp, that is not
     rejected."""
@@ -201,19 +209,21 @@ def direct_configs(
             GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
             for warps in _WARPS
             for split in _SPLITS
+            if warps <= most_warps
         ]
         listed.sort(key=cost_of)
-        found += list(itertools.islice((c for c in listed if reject(c) is None), 1))
-    return split_k.same_split(found)
+        found += itertools.islice((c for c in listed if not is_rejected(c)), 1)
+    return found
 
 
-def _is_for_bytes(spec: QuantGemmSpec, weight: Weight) -> bool:
-    """Whether ``weight_only_bytes`` is faster: whole bytes that it converts at once."""
-    found = byte_layout_of(weight)
-    if found is None or found[1].count > 1:
+def _is_for_bytes(spec: QuantGemmSpec, problem: Problem) -> bool:
+    """Whether the tiles of ``weight_only_bytes``, which may end beyond K, are better: of whole
+    bytes, where those of 32 columns do not divide K."""
+    if problem.m > DECODE_M or problem.k % TILES[1][0][1] == 0:
         return False
-    loop_ops, _ = rules.dequant_ops_of(spec, weight)
-    return not loop_ops or weight.tensors[weight.format.code.source].dtype in FLOAT8
+    weight = rules.weight_of(problem)
+    found = byte_layout_of(weight)
+    return found is not None and has_partial_blocks(spec, *found)
 
 
 WEIGHT_ONLY_DIRECT = WeightOnlyDirect()
