@@ -17,7 +17,7 @@ from inductor_quant.lowering.select import (
     lowering_of,
 )
 from inductor_quant.lowering.split_k_sum import sum_partials
-from inductor_quant.lowering.w8a8 import scale_spec
+from inductor_quant.lowering.w8a8 import group_of, scale_spec
 from inductor_quant.ops import fp8, fp8_block
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 
@@ -35,11 +35,12 @@ def lower(
     fast_accum: bool = False,
     out_dtype: torch.dtype,
 ) -> Any:
+    group = group_of(b_scale, 0, compat.known_int(b.get_size()[0]))
     spec = fp8.make_spec(
         a_dtype=a.get_dtype(),
         b_dtype=b.get_dtype(),
         a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
+        b_scale=scale_spec(b_scale, (group, 1), dim=1 if group < 0 else 0),
         out_dtype=out_dtype,
         bias=bias is not None,
         fast_accum=fast_accum,
@@ -47,6 +48,9 @@ def lower(
     result = _from_kernel("fp8", spec, a, b, a_scale, b_scale, bias)
     if result is not None:
         return result
+    if group > 0:
+        a_scale, sizes = _of_blocks(a_scale, a, group), {"block_k": group, "block_n": 1}
+        return lower_block(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     out = lowering_of(aten.mm.default)(_real(a), _real(b))
     for scale in (a_scale, b_scale):
         if scale is not None:
@@ -123,6 +127,16 @@ def _from_kernel(
 
 def _real(tensor: Any) -> Any:
     return lowering_of(prims.convert_element_type.default)(tensor, torch.float32)
+
+
+def _of_blocks(scale: Any, a: Any, group: int) -> Any:
+    """The scale of rows of ``a``, or of all, for each group of K: [M, K / group]."""
+    m, k = a.get_size()
+    size = [m, compat.known_int(k) // group]
+    if scale is None:
+        one = {"dtype": torch.float32, "device": a.get_device()}
+        return lowering_of(aten.full.default)(size, 1, **one)
+    return lowering_of(aten.clone.default)(lowering_of(aten.expand.default)(scale, size))
 
 
 def _repeated(scale: Any, dim: int, count: int, size: Any) -> Any:
