@@ -49,7 +49,8 @@ def lower(
     if result is not None:
         return result
     if group > 0:
-        a_scale, sizes = _of_blocks(a_scale, a, group), {"block_k": group, "block_n": 1}
+        a_scale = _of_blocks(a_scale, a, b_scale.get_size()[0])
+        sizes = {"block_k": group, "block_n": 1}
         return lower_block(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     out = lowering_of(aten.mm.default)(_real(a), _real(b))
     for scale in (a_scale, b_scale):
@@ -129,10 +130,9 @@ def _real(tensor: Any) -> Any:
     return lowering_of(prims.convert_element_type.default)(tensor, torch.float32)
 
 
-def _of_blocks(scale: Any, a: Any, group: int) -> Any:
-    """The scale of rows of ``a``, or of all, for each group of K: [M, K / group]."""
-    m, k = a.get_size()
-    size = [m, compat.known_int(k) // group]
+def _of_blocks(scale: Any, a: Any, groups: Any) -> Any:
+    """The scale of rows of ``a``, or of all, for each group of K: [M, groups]."""
+    size = [a.get_size()[0], groups]
     if scale is None:
         one = {"dtype": torch.float32, "device": a.get_device()}
         return lowering_of(aten.full.default)(size, 1, **one)

@@ -2,9 +2,9 @@
 
 Which kernels are chosen when, ``kernels/w4a8`` says. Without one groups, which only a product of
 floats has, run as ``weight_only``, with the 8-bit activation in bf16, unless the kernel of
-``w8a8`` or ``fp8`` for groups is faster; so do few rows, where bf16 loses nothing. Else the 8-bit weight is
-written once, as the graph of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is
-with a zero point whose sums of the weight are not given.
+``w8a8`` or ``fp8`` for groups is faster; so do few rows, where bf16 loses nothing. Else the 8-bit
+weight is written once, as the graph of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8``
+multiplies. So it is with a zero point whose sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class W4A8Call:
         if self.alpha != 1.0:
             b_scale = self._evaluator.convert(b_scale, torch.float32)
             b_scale = lowering_of(aten.mul.Tensor)(b_scale, self.alpha)
-        operands = self.a_scale, b_scale, self.bias
-        return fp8.lower(self.a, weight, *operands, out_dtype=self.out_dtype)
+        scales = self.a_scale, b_scale
+        return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
 
     def _written(self) -> Any | None:
         """The weight [K, N] in the activation's type, contiguous along K, as the matrix units read

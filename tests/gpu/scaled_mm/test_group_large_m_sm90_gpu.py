@@ -1,4 +1,4 @@
-"""w8a8_group_large_m_sm90, fp8_group_large_m_sm90 on a GPU: every element against fp64, both tiles."""
+"""w8a8_group_large_m_sm90 and fp8_group_large_m_sm90 on a GPU: every element, both tiles."""
 
 from __future__ import annotations
 
