@@ -45,8 +45,10 @@ EXACT_IN_FP32 = 1 << 24
 # A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
 # of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
 MAX_M_IN_16_BITS = 128
-# Of groups: beyond this M, by the type of x, from this K on, ``is_written_in_groups``.
-MAX_M_UNPACKED, MIN_K_WRITTEN = {w4a8.INT8: 1536, w4a8.E4M3: 1024}, 4096
+# Of groups: beyond these M, from this K on, ``is_written_in_groups``. The first is of what
+# ``w4a8_mm_sm90`` takes at any M, the second of what a kernel of weight_only would take: e4m3, and
+# zero points of groups.
+MAX_M_UNPACKED, MAX_M_AS_FLOATS, MIN_K_WRITTEN = 1536, 1024, 4096
 
 
 class W4A8Kernel(WeightOnlyKernel):
@@ -175,9 +177,11 @@ def is_written_in_groups(spec: QuantGemmSpec, problem: Problem, device: Device) 
     than one that is unpacked for each tile of rows."""
     if not spec.group_size or spec.a.zero or problem.members or problem.k < MIN_K_WRITTEN:
         return False
-    if problem.rows_outside(MAX_M_UNPACKED[spec.a.dtype] + 1, problem.m):
-        return False
     is_int8 = spec.a.dtype == w4a8.INT8
+    is_taken = is_int8 and _group_rejection(spec, weight_of(problem)) is None
+    most = MAX_M_UNPACKED if is_taken else MAX_M_AS_FLOATS
+    if problem.rows_outside(most + 1, problem.m):
+        return False
     kernel = W8A8_GROUP_LARGE_M_SM90 if is_int8 else FP8_GROUP_LARGE_M_SM90
     in_groups = (w8a8 if is_int8 else fp8).make_spec(
         a_scale=spec.a.scale,

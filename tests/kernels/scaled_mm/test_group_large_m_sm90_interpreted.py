@@ -102,8 +102,8 @@ def test_an_epilogue_with_a_residual():
 def test_an_int4_weight_of_groups_is_written_once(family, case, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(formats, "GROUP", 128)
-    monkeypatch.setattr(rules, "MAX_M_UNPACKED", dict.fromkeys(rules.MAX_M_UNPACKED, 0))
-    monkeypatch.setattr(rules, "MIN_K_WRITTEN", 0)
+    for name in ("MAX_M_UNPACKED", "MAX_M_AS_FLOATS", "MIN_K_WRITTEN"):
+        monkeypatch.setattr(rules, name, 0)
     generated = w4a8.generate_case(case)
     sources = " ".join(generated.kernels.values())
     written = "weight_only_dequantize" in sources
@@ -116,8 +116,8 @@ def test_an_int4_weight_of_groups_is_written_once(family, case, monkeypatch):
 def test_a_factor_of_an_e4m3_product_goes_to_the_scales_of_groups(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(formats, "GROUP", 128)
-    monkeypatch.setattr(rules, "MAX_M_UNPACKED", dict.fromkeys(rules.MAX_M_UNPACKED, 0))
-    monkeypatch.setattr(rules, "MIN_K_WRITTEN", 0)
+    for name in ("MAX_M_UNPACKED", "MAX_M_AS_FLOATS", "MIN_K_WRITTEN"):
+        monkeypatch.setattr(rules, name, 0)
     case = w4a8.Case("nibble_pairs", 140, 136, 256, bias=False, a_dtype=fp8.e4m3)
     text = case.format.encode()
 

@@ -53,7 +53,9 @@ def test_it_takes_the_rows_at_which_it_was_faster(name, groups, a_dtype, rows):
         ({"m": 1536}, True, False),
         ({"k": 3968}, True, False),
         ({"zero": "int", "sums": True}, True, False),
-        ({"name": "awq"}, False, True),  # zero points of groups
+        # zero points of groups, which no kernel of the family takes
+        ({"name": "awq", "m": 1025}, False, True),
+        ({"name": "awq", "m": 1024}, False, False),
         ({"a_dtype": E4M3, "m": 1025}, False, True),
         ({"a_dtype": E4M3, "m": 1024}, False, False),  # no kernel of the family either
         ({"a_dtype": E4M3, "name": "awq"}, False, True),
