@@ -235,7 +235,7 @@ class W4A8Call:
         spec = packed.make_spec(
             format,
             [t.get_dtype() for t in weight],
-            x_dtype=torch.float16,  # which holds the integers
+            x_dtype=torch.int8 if self.is_int8 else torch.float16,  # which holds the integers
             column_scale=None,
             out_dtype=torch.float16,
             bias=False,
