@@ -4,8 +4,8 @@ Chosen for weight-only GEMMs that no kernel takes, above all for M where dequant
 multiplying with cuBLAS is faster than dequantizing it for every tile (``preferred_rows``).
 
 Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
-and stores the result, rounded once. If the packed weight lies along K, so does W
-(``is_written_along_k``).
+and stores the result, rounded once; an int8 weight of ``w4a8`` in int32. If the packed weight lies
+along K, so does W (``is_written_along_k``).
 """
 
 from __future__ import annotations
