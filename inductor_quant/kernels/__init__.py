@@ -24,7 +24,10 @@ from inductor_quant.kernels.scaled_mm.decode.kernel import (
     W8A8_DECODE,
     W8A8_DECODE_QUANTIZE,
 )
-from inductor_quant.kernels.scaled_mm.group_large_m_sm90.kernel import W8A8_GROUP_LARGE_M_SM90
+from inductor_quant.kernels.scaled_mm.group_large_m_sm90.kernel import (
+    FP8_GROUP_LARGE_M_SM90,
+    W8A8_GROUP_LARGE_M_SM90,
+)
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
     FP8_BLOCK_LARGE_M_SM90,
     FP8_LARGE_M_SM90,
@@ -85,6 +88,7 @@ KERNELS: tuple[Kernel, ...] = (
     FP8_DECODE_QUANTIZE,
     FP8_DECODE,
     FP8_LARGE_M_SM90,
+    FP8_GROUP_LARGE_M_SM90,
     FP8_SPLIT_K,
     FP8_PERSISTENT,
     FP8_MM,

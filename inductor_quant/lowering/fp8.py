@@ -18,7 +18,7 @@ from inductor_quant.lowering.select import (
     lowering_of,
 )
 from inductor_quant.lowering.split_k_sum import sum_partials
-from inductor_quant.lowering.w8a8 import scale_spec
+from inductor_quant.lowering.w8a8 import group_of, scale_spec
 from inductor_quant.ops import fp8, fp8_block
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec
 
@@ -41,6 +41,10 @@ def lower(
     result = _from_kernel("fp8", spec, *operands)
     if result is not None:
         return result
+    if spec.group_size:
+        a_scale = _of_blocks(a_scale, a, b_scale.get_size()[0])
+        sizes = {"block_k": spec.group_size, "block_n": 1}
+        return lower_block(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
     out = lowering_of(aten.mm.default)(_real(a), _real(b))
     for scale in (a_scale, b_scale):
         if scale is not None:
@@ -78,11 +82,12 @@ def _spec_of(
     fast_accum: bool,
     out_dtype: torch.dtype,
 ) -> QuantGemmSpec:
+    group = group_of(b_scale, 0, compat.known_int(b.get_size()[0]))
     return fp8.make_spec(
         a_dtype=a.get_dtype(),
         b_dtype=b.get_dtype(),
         a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
+        b_scale=scale_spec(b_scale, (group, 1), dim=1 if group < 0 else 0),
         out_dtype=out_dtype,
         bias=bias is not None,
         fast_accum=fast_accum,
@@ -162,6 +167,15 @@ def _from_kernel(
 
 def _real(tensor: Any) -> Any:
     return lowering_of(prims.convert_element_type.default)(tensor, torch.float32)
+
+
+def _of_blocks(scale: Any, a: Any, groups: Any) -> Any:
+    """The scale of rows of ``a``, or of all, for each group of K: [M, groups]."""
+    size = [a.get_size()[0], groups]
+    if scale is None:
+        one = {"dtype": torch.float32, "device": a.get_device()}
+        return lowering_of(aten.full.default)(size, 1, **one)
+    return lowering_of(aten.clone.default)(lowering_of(aten.expand.default)(scale, size))
 
 
 def _repeated(scale: Any, dim: int, count: int, size: Any) -> Any:

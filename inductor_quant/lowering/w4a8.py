@@ -2,9 +2,9 @@
 
 Which kernels are chosen when, ``kernels/w4a8`` says. Without one groups, which only a product of
 floats has, run as ``weight_only``, with the 8-bit activation in bf16, unless the kernel of
-``w8a8`` for groups is faster; so do few rows, where bf16 loses nothing. Else the 8-bit weight is
-written once, as the graph of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8`` multiplies. So it is
-with a zero point whose sums of the weight are not given.
+``w8a8`` or ``fp8`` for groups is faster; so do few rows, where bf16 loses nothing. Else the 8-bit
+weight is written once, as the graph of an ``aten._int_mm`` does, and ``w8a8`` or ``fp8``
+multiplies. So it is with a zero point whose sums of the weight are not given.
 """
 
 from __future__ import annotations
@@ -211,16 +211,19 @@ class W4A8Call:
                 convert = self._evaluator.convert
                 q = convert(convert(q, torch.float32), op.E4M3)
             weight = _transposed(_stored(_transposed(q)))
-        if not self.is_int8 and self.alpha == 1.0:
-            scales = self.a_scale, self.b_scale
-            return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
-        if not self.is_int8:
+        b_scale = self.b_scale if group_scale is None else self._of_groups(group_scale)
+        if self.is_int8:
+            options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
+            operands = (self.a_scale, b_scale, self.bias, self.a_zero_point, None, self.b_sum)
+            return w8a8.lower(self.a, weight, *operands, **options)
+        if self.alpha != 1.0 and not self.is_grouped:
             none = (None, None, None)
             return self._epilogue(fp8.lower(self.a, weight, *none, out_dtype=torch.float32))
-        options = {"alpha": self.alpha, "a_zero": self.a_zero, "out_dtype": self.out_dtype}
-        b_scale = self.b_scale if group_scale is None else self._of_groups(group_scale)
-        operands = (self.a_scale, b_scale, self.bias, self.a_zero_point, None, self.b_sum)
-        return w8a8.lower(self.a, weight, *operands, **options)
+        if self.alpha != 1.0:
+            b_scale = self._evaluator.convert(b_scale, torch.float32)
+            b_scale = lowering_of(aten.mul.Tensor)(b_scale, self.alpha)
+        scales = self.a_scale, b_scale
+        return fp8.lower(self.a, weight, *scales, self.bias, out_dtype=self.out_dtype)
 
     def _written(self) -> Any | None:
         """The weight [K, N] in the activation's type, contiguous along K, as the matrix units read
@@ -232,7 +235,7 @@ class W4A8Call:
         spec = packed.make_spec(
             format,
             [t.get_dtype() for t in weight],
-            x_dtype=torch.float16,  # which holds the integers
+            x_dtype=torch.int8 if self.is_int8 else torch.float16,  # which holds the integers
             column_scale=None,
             out_dtype=torch.float16,
             bias=False,

@@ -95,7 +95,7 @@ class W8A8Call:
 
     def spec(self) -> QuantGemmSpec:
         k = compat.known_int(self.b.get_size()[0])  # of a stored weight: never symbolic
-        a_group, b_group = _group(self.a_scale, 1, k), _group(self.b_scale, 0, k)
+        a_group, b_group = group_of(self.a_scale, 1, k), group_of(self.b_scale, 0, k)
         return op.make_spec(
             a_scale=scale_spec(self.a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
             b_scale=scale_spec(self.b_scale, (b_group, 1), dim=1 if b_group < 0 else 0),
@@ -148,7 +148,7 @@ def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | No
     return ScaleSpec(scale.get_dtype(), full if is_long(scale, dim) else (-1, -1))
 
 
-def _group(scale: Any, dim: int, k: int | None) -> int:
+def group_of(scale: Any, dim: int, k: int | None) -> int:
     """The group size along K of ``scale``, whose groups are along ``dim``; -1: one group."""
     groups = 1 if scale is None else compat.known_int(scale.get_size()[dim])
     return -1 if k is None or groups is None or groups == 1 else k // groups

@@ -1,4 +1,4 @@
-"""``torch.ops.inductor_quant.fp8``: an FP8 GEMM with scales per token, channel or tensor."""
+"""``torch.ops.inductor_quant.fp8``: an FP8 GEMM with scales per token, channel, group or tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, check_matrices
 from inductor_quant.ops.registration import define
-from inductor_quant.ops.w8a8 import SCALE_DTYPES, scale_spec, scaled
+from inductor_quant.ops.w8a8 import SCALE_DTYPES, groups_of, scale_spec, scaled
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec, ScaleSpec
 
 SCHEMA = (
@@ -57,6 +57,7 @@ def reference(
         b        [K, N]            float8_e4m3fn or float8_e5m2
         a_scale  [M, 1] or [1, 1]  fp32, bf16 or fp16; per token or per tensor; None: 1
         b_scale  [1, N] or [1, 1]  fp32, bf16 or fp16; per channel or per tensor; None: 1
+                 [G, N]            likewise, one for each of G groups of K
         bias     [N]               fp32, bf16 or fp16; None: 0
     Returns [M, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous.
 
@@ -67,9 +68,16 @@ def reference(
     are applied in fp32, in the order of the formula, and rounded once. NaN and infinity propagate
     as in the formula.
 
+    G > 1 groups divide K into groups of K / G: the sum over each, added as without ``fast_accum``,
+    is multiplied by the group's scale and accumulated in fp32 (the reference adds in fp64).
+
     Raises SpecError for other shapes or dtypes.
     """
     spec_of(a, b, a_scale, b_scale, bias, fast_accum=fast_accum, out_dtype=out_dtype)
+    if (groups := groups_of(None, b_scale)) > 1:
+        assert b_scale is not None
+        right = b.double() * b_scale.double().repeat_interleave(b.shape[0] // groups, 0)
+        return scaled((a.double() @ right).float(), a_scale, None, bias, out_dtype)
     return scaled((a.double() @ b.double()).float(), a_scale, b_scale, bias, out_dtype)
 
 
@@ -95,12 +103,14 @@ def spec_of(
     Symbolic sizes are not checked: that would add a guard.
     """
     check_matrices("fp8", a, b, ELEMENT_DTYPES)
-    m, n = a.shape[0], b.shape[1]
+    m, (k, n), groups = a.shape[0], b.shape, groups_of(None, b_scale)
+    if isinstance(k, int) and k % groups:
+        raise SpecError(f"fp8: K={k} is no multiple of the {groups} groups of b_scale")
     check(
         "fp8",
         {
             "a_scale": (a_scale, ((m, 1), (1, 1)), SCALE_DTYPES),
-            "b_scale": (b_scale, ((1, n), (1, 1)), SCALE_DTYPES),
+            "b_scale": (b_scale, ((1, n), (1, 1), (groups, n)), SCALE_DTYPES),
             "bias": (bias, ((n,),), SCALE_DTYPES),
         },
     )
@@ -110,7 +120,9 @@ def spec_of(
         a_dtype=a.dtype,
         b_dtype=b.dtype,
         a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (-1, 1), dim=1),
+        b_scale=ScaleSpec(b_scale.dtype, (k // groups, 1))
+        if b_scale is not None and groups > 1
+        else scale_spec(b_scale, (-1, 1), dim=1),
         out_dtype=out_dtype,
         bias=bias is not None,
         fast_accum=fast_accum,

@@ -150,7 +150,9 @@ def _is_fp8(spec: QuantGemmSpec) -> bool:
 
 
 def is_block(spec: QuantGemmSpec) -> bool:
-    return spec.b.scale is not None and spec.b.scale.block[0] != -1
+    """Whether scales of both operands vary along K."""
+    a, b = spec.a.scale, spec.b.scale
+    return a is not None and b is not None and -1 not in (a.block[1], b.block[0])
 
 
 def _copies(device: torch.device, nbytes: int) -> int:

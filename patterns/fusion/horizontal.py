@@ -5,10 +5,10 @@
     w8a8(a, b2, ...)
 
 The same for ``fp8``, ``w4a8`` and ``weight_only``. Applies to calls that differ in N and in their
-weights only: q, k and v, or gate and up. M is at most ``MAX_ROWS`` of ``ops/fusion/horizontal``,
-or a ``w8a8`` of more rows ``may_pay``. A short GEMM pays for its launch, its ramp and its last
-round of tiles, and a narrow one leaves SMs idle. The kernel takes all the weights, so nothing is
-copied (constant weights: see ``concat_weights``). The lowering decides whether a kernel exists and pays;
+weights only: q, k and v, or gate and up. M is at most ``MAX_ROWS`` of ``ops/fusion/horizontal``, or
+a ``w8a8`` of more rows ``may_pay``. A short GEMM pays for its launch, its ramp and its last round
+of tiles, and a narrow one leaves SMs idle. The kernel takes all the weights, so nothing is copied
+(constant weights: see ``concat_weights``). The lowering decides whether a kernel exists and pays;
 otherwise it lowers the op to the GEMMs that it stands for.
 """
 

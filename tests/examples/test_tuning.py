@@ -247,6 +247,7 @@ def test_every_kernel_of_a_gemm_has_a_space_or_a_list_of_its_own():
         *(
             "w8a8_large_m_sm90",
             "w8a8_group_large_m_sm90",
+            "fp8_group_large_m_sm90",
             "fp8_large_m_sm90",
             "fp8_block_large_m_sm90",
             "w8a8_decode",

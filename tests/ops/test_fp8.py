@@ -15,6 +15,8 @@ CASES = [
     *(Case(33, 57, 100, out_dtype=t) for t in (torch.bfloat16, torch.float16, torch.float32)),
     Case(5, 9, 64, a_scale="tensor", b_scale="tensor", bias=False),
     Case(5, 9, 64, a_scale="none", b_scale="none", a_dtype=e5m2, out_dtype=torch.float32),
+    Case(5, 40, 96, group=32, scale_dtype=torch.bfloat16),
+    Case(5, 40, 96, group=48, a_scale="none", w_dtype=e5m2, bias=False),
     *(Case(33, 300, 300, block=(b, b)) for b in (128, 64, 32)),
     Case(5, 40, 96, block=(32, 1), scale_dtype=torch.bfloat16),
     Case(5, 40, 100, block=(32, 16), scale_dtype=e8m0, a_scales="m", w_dtype=e5m2),
@@ -62,7 +64,16 @@ def test_the_fake_agrees_and_aot_eager_runs_the_op(case):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("case", [Case(33, 48, 64), Case(33, 50, 70, block=(32, 16))], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(33, 48, 64),
+        Case(33, 50, 70, block=(32, 16)),
+        Case(33, 48, 64, group=32),
+        Case(33, 48, 64, group=32, a_scale="none"),
+    ],
+    ids=str,
+)
 def test_the_op_compiles_on_cpu_without_a_kernel_of_ours(case):
     """Called directly, not by a rewrite: Inductor's C++ backend runs the unfused lowering."""
     import inductor_quant.backend  # noqa: F401  registers the lowering
@@ -82,6 +93,7 @@ BAD = {
     "K differs": ({"a": zeros(4, 9, dtype=e4m3)}, {}, "[K, N]"),
     "a_scale is a row": ({"a_scale": zeros(1, 4)}, {}, "[4, 1] or [1, 1]"),
     "b_scale is 1-D": ({"b_scale": zeros(6)}, {}, "[1, 6] or [1, 1]"),
+    "b_scale of groups of no size": ({"b_scale": zeros(5, 6)}, {}, "K=64 is no multiple of the 5"),
     "a_scale is fp64": ({"a_scale": zeros(4, 1, dtype=torch.float64)}, {}, "float64"),
     "bias is a matrix": ({"bias": zeros(1, 6)}, {}, "[6]"),
     "an integer result": ({}, {"out_dtype": torch.int32}, "int32"),

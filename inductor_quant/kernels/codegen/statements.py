@@ -46,6 +46,12 @@ class Value:
     bias: int = 0
     limit: int | None = None
 
+    @property
+    def whole(self) -> Value:
+        """With the bias added, of an integer."""
+        code = f"({self.code} + {self.bias})" if self.bias else self.code
+        return Value(code, self.rows, self.columns)
+
 
 class Statements:
     """``lines`` of statements in order; the same expression is assigned once.
@@ -382,3 +388,21 @@ class Statements:
             code = self.assign("f", self.dialect.apply(op, value.code, operand.code))
             value = Value(code, rows, columns, is_float=True)
         return value
+
+    def integers(self, value: Value, ops: Sequence[DequantOp]) -> Value:
+        """``ops`` on integers, applied in int32, which has all of their results."""
+        for op in ops:
+            if isinstance(op.operand, Field):
+                operand = self.field(op.operand)
+            else:
+                operand = Value("0", 1, 1, bias=int(op.operand))
+            rows, columns = max(value.rows, operand.rows), max(value.columns, operand.columns)
+            value, operand = (self.widen(each, rows, columns) for each in (value, operand))
+            if op.kind == "mul":
+                code, bias = f"({value.whole.code}) * ({operand.whole.code})", 0
+            else:
+                sign, symbol = (1, "+") if op.kind == "add" else (-1, "-")
+                bias = value.bias + sign * operand.bias
+                code = f"{value.code} {symbol} {operand.code}"
+            value = Value(self.assign("z", code), rows, columns, bias=bias)
+        return value.whole

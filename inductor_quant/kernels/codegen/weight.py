@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
@@ -60,6 +61,17 @@ class WeightCodegen(TritonCodegen):
             rows, columns = self.resolution(*field.index)
             total += rows * columns * self.dtypes[field.source].itemsize
         return total
+
+
+class IntegerCodegen(WeightCodegen):
+    """The same of an int8 weight, whose ops are on integers: as int32, without conversions."""
+
+    is_finite = True
+
+    def value(self, out: Statements) -> Value:
+        value = out.field(self.format.element)
+        code = out.assign("b", f"{value.code}.to(tl.int32)")
+        return out.integers(dataclasses.replace(value, code=code), self.loop_ops)
 
 
 def _with_nested(fields: Sequence[Field]) -> list[Field]:

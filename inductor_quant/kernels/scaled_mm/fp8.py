@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -30,6 +30,7 @@ class Fp8Kernel(ScaledMm):
     dtypes = tuple(TRITON_TYPES)
     mma_type = "bf16"
     min_arch = MIN_ARCH
+    has_groups: ClassVar[bool] = False  # takes an ``fp8`` of groups
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if found := super().rejection(spec, problem, device):
@@ -37,6 +38,8 @@ class Fp8Kernel(ScaledMm):
         if is_block_scaled(spec) and block_shape(spec)[0] < 32:
             detail = f"{spec}: a matrix instruction takes 32 elements along K"
             return Rejection(RejectionCode.BLOCK_SHAPE, detail)
+        if self.family == "fp8" and is_block_scaled(spec) and not self.has_groups:
+            return Rejection(RejectionCode.NO_KERNEL, "scales vary along K")
         return horizontal.reject_if_no_gain(problem)
 
     def constants(
@@ -93,7 +96,7 @@ def fp8_tile_rejection(spec: QuantGemmSpec, config: GemmConfig, device: Device) 
 
 
 def is_block_scaled(spec: QuantGemmSpec) -> bool:
-    """Whether the scales of ``b`` vary along K: the ``fp8_block`` op."""
+    """Whether the scales of ``b`` vary along K: an ``fp8_block``, or an ``fp8`` of groups."""
     return spec.b.scale is not None and spec.b.scale.block[0] != -1
 
 

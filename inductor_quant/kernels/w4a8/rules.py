@@ -15,7 +15,10 @@ from inductor_quant.kernels.codegen.digits.tile import TilePlan, word_strides
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem, Weight
-from inductor_quant.kernels.scaled_mm.group_large_m_sm90.kernel import W8A8_GROUP_LARGE_M_SM90
+from inductor_quant.kernels.scaled_mm.group_large_m_sm90.kernel import (
+    FP8_GROUP_LARGE_M_SM90,
+    W8A8_GROUP_LARGE_M_SM90,
+)
 from inductor_quant.kernels.w4a8.quads import (
     MAX_MAGIC_K,
     QUAD,
@@ -30,7 +33,7 @@ from inductor_quant.kernels.weight_only.rules import (
     no_kernel,
     reject_if_unaligned_rows,
 )
-from inductor_quant.ops import w4a8, w8a8
+from inductor_quant.ops import fp8, w4a8, w8a8
 from inductor_quant.ops.weight_only import preferred_rows
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec, ScaleSpec, dtype_name
@@ -42,8 +45,10 @@ EXACT_IN_FP32 = 1 << 24
 # A zero point needs the sums of W's columns, unless it is subtracted from x. Up to this M a kernel
 # of weight_only then takes less time than writing the 8-bit weight, as it does for e4m3.
 MAX_M_IN_16_BITS = 128
-# Of groups: beyond this M, from this K on, ``is_written_in_groups``.
-MAX_M_UNPACKED, MIN_K_WRITTEN = 1536, 4096
+# Of groups: beyond these M, from this K on, ``is_written_in_groups``. The first is of what
+# ``w4a8_mm_sm90`` takes at any M, the second of what a kernel of weight_only would take: e4m3, and
+# zero points of groups.
+MAX_M_UNPACKED, MAX_M_AS_FLOATS, MIN_K_WRITTEN = 1536, 1024, 4096
 
 
 class W4A8Kernel(WeightOnlyKernel):
@@ -168,15 +173,17 @@ def rows_in_16_bits(
 
 
 def is_written_in_groups(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
-    """Whether an int8 weight that is written once and multiplied in groups is faster than one that
-    is unpacked for each tile of rows."""
-    if not spec.group_size or spec.a.dtype != w4a8.INT8 or spec.a.zero:
+    """Whether a weight that is written once in the type of x, and multiplied in groups, is faster
+    than one that is unpacked for each tile of rows."""
+    if not spec.group_size or spec.a.zero or problem.members or problem.k < MIN_K_WRITTEN:
         return False
-    if problem.members or problem.k < MIN_K_WRITTEN:
+    is_int8 = spec.a.dtype == w4a8.INT8
+    is_taken = is_int8 and _group_rejection(spec, weight_of(problem)) is None
+    most = MAX_M_UNPACKED if is_taken else MAX_M_AS_FLOATS
+    if problem.rows_outside(most + 1, problem.m):
         return False
-    if problem.rows_outside(MAX_M_UNPACKED + 1, problem.m):
-        return False
-    in_groups = w8a8.make_spec(
+    kernel = W8A8_GROUP_LARGE_M_SM90 if is_int8 else FP8_GROUP_LARGE_M_SM90
+    in_groups = (w8a8 if is_int8 else fp8).make_spec(
         a_scale=spec.a.scale,
         b_scale=ScaleSpec(torch.float32, (spec.group_size, 1)),
         out_dtype=spec.out_dtype,
@@ -184,7 +191,7 @@ def is_written_in_groups(spec: QuantGemmSpec, problem: Problem, device: Device) 
     )
     narrow = spec.out_dtype.itemsize <= 2
     written = dataclasses.replace(problem, weight=None, is_stored_narrow=narrow)
-    return W8A8_GROUP_LARGE_M_SM90.rejection(in_groups, written, device) is None
+    return kernel.rejection(in_groups, written, device) is None
 
 
 def is_promoted(spec: QuantGemmSpec) -> bool:
@@ -210,5 +217,5 @@ def rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejectio
         detail = f"no packed weight, or an output in {dtype_name(spec.out_dtype)}"
         return Rejection(RejectionCode.NO_KERNEL, detail)
     if is_written_in_groups(spec, problem, device):
-        return no_kernel("an int8 weight written once, multiplied in groups, is faster")
+        return no_kernel("a weight of 8 bits written once, multiplied in groups, is faster")
     return None

@@ -148,6 +148,13 @@ def test_every_tile_of_the_general_kernel_is_exact(name, to_int8):
             Case("nibble_pairs", m, 1024, 4096, groups=groups, a_dtype=torch.float8_e4m3fn)
             for m, groups in ((5, True), (9, False), (400, False))
         ),
+        # written once
+        Case("nibble_pairs", 1600, 4104, 4096),
+        Case("gptq", 1600, 4104, 4096),
+        *(
+            Case(name, 1100, 4104, 4096, a_dtype=torch.float8_e4m3fn)
+            for name in ("nibble_pairs", "awq")
+        ),
     ],
     ids=str,
 )

@@ -48,6 +48,7 @@ GEMMS: dict[str, Any] = {
     "fp8_decode": fp8.Case(7, 6143, 1152),
     "fp8_split_k": fp8.Case(61, 509, 528),
     "fp8_large_m_sm90": fp8.Case(4095, 2111, 1552),
+    "fp8_group_large_m_sm90": fp8.Case(4095, 4008, 1152, group=GROUP),
     "fp8_persistent": fp8.Case(4091, 4097, 272, fast_accum=True),
     "fp8_mm": fp8.Case(301, 509, 517, w_layout="unaligned"),
     "fp8_block_decode": fp8.Case(3, 2179, 1152, BLOCK),

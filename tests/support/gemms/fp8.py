@@ -18,7 +18,8 @@ e4m3, e5m2, e8m0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One FP8 GEMM. ``block``: (block_k, block_n), with ``a_scales`` contiguous along "k" or "m";
-    None: scales per token, channel or tensor. ``a_layout``, ``w_layout``: entries of LAYOUTS."""
+    None: scales per token, channel or tensor. ``group``: elements along K that share a scale of w,
+    for each channel; 0: all. ``a_layout``, ``w_layout``: entries of LAYOUTS."""
 
     m: int
     n: int
@@ -35,6 +36,7 @@ class Case:
     fast_accum: bool = False
     a_layout: str = "rows"
     w_layout: str = "rows"
+    group: int = 0
 
     def __str__(self) -> str:
         text = f"{self.m}x{self.n}x{self.k}"
@@ -88,7 +90,8 @@ def make_inputs(case: Case, device: str) -> tuple[Tensor | None, ...]:
             return None
         return _scales((1, 1) if kind == "tensor" else full, case.scale_dtype, device)
 
-    return a, w, scale(case.a_scale, (case.m, 1)), scale(case.b_scale, (1, case.n)), bias
+    groups = case.k // case.group if case.group else 1
+    return a, w, scale(case.a_scale, (case.m, 1)), scale(case.b_scale, (groups, case.n)), bias
 
 
 def gemm(case: Case) -> Callable[..., Tensor]:
@@ -126,6 +129,9 @@ def reference(case: Case, inputs: tuple[Tensor | None, ...]) -> Tensor:
         w = w * b_scale.double()[n][:, k]
         out = a @ w.t()
     else:
+        if case.group:
+            assert b_scale is not None
+            w, b_scale = w * b_scale.double().t().repeat_interleave(case.group, 1), None
         out = a @ w.t()
         for scale in (a_scale, b_scale):
             if scale is not None:

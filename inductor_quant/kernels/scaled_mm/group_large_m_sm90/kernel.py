@@ -1,11 +1,11 @@
-"""``w8a8_group_large_m_sm90``: int8 A [M, K] @ B [K, N], scales of groups along K, for many rows on
-Hopper, in Gluon.
+"""Kernels of ``w8a8`` and ``fp8`` for A [M, K] @ B [K, N] with scales of groups along K, for many
+rows on Hopper, in Gluon.
 
-out = alpha * a_scale[m] * (sum over groups of b_scale[g, n] * (the group's int32 sum)) + bias
+out = alpha * a_scale[m] * (sum over groups of b_scale[g, n] * (the group's sum)) + bias
 
 Chosen on sm_90 for groups of a multiple of 128, from MIN_M rows on, with operands that TMA can
-read, N a multiple of 8, a result of 16 bits, and tiles that keep enough SMs busy: int8 weights in
-groups, and many rows of ``w4a8``, whose int4 weight is written once as int8.
+read, N a multiple of 8, a result of 16 bits, and tiles that keep enough SMs busy: weights of 8 bits
+in groups, and many rows of ``w4a8``, whose int4 weight is written once in the type of A.
 
 One warp loads by TMA, two warpgroups multiply 64 columns each of a tile of 128 columns and 256
 rows, transposed. One CTA an SM takes tile after tile.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
     BLOCK_K,
@@ -39,8 +40,7 @@ CONFIGS = (tile(256, 4), tile(128, 6))  # as many stages as fit shared memory
 ELEMENT_COST = {256: 1.0, 128: 1.15}
 
 
-class W8A8GroupLargeM(WarpSpecialized, Int8Kernel):
-    name = "w8a8_group_large_m_sm90"
+class GroupLargeM(WarpSpecialized):
     template = "scaled_mm/group_large_m_sm90/template"
     listed = CONFIGS
 
@@ -77,4 +77,14 @@ def _time(config: GemmConfig, problem: Problem, device: Device) -> float:
     return computed_elements(config, problem, device) * ELEMENT_COST[config.block_m]
 
 
+class W8A8GroupLargeM(GroupLargeM, Int8Kernel):
+    name = "w8a8_group_large_m_sm90"
+
+
+class Fp8GroupLargeM(GroupLargeM, Fp8Kernel):
+    name = "fp8_group_large_m_sm90"
+    has_groups = True
+
+
 W8A8_GROUP_LARGE_M_SM90 = W8A8GroupLargeM()
+FP8_GROUP_LARGE_M_SM90 = Fp8GroupLargeM()

@@ -93,7 +93,7 @@ class W4A8MMCodegen(WeightCodegen):
     def _computed(self, out: Statements, value: Value, ops: Sequence[DequantOp]) -> Value:
         """``ops`` applied to each weight by itself."""
         if self.is_integer and self.format.to_int8 != "round":
-            return _whole(_integers(out, value, ops))
+            return out.integers(value, ops)
         value = out.apply(out.to_float(value), ops)
         return _rounded(out, value) if self.is_integer else value
 
@@ -107,7 +107,7 @@ class W4A8MMCodegen(WeightCodegen):
             return None
         zero = out.field(_field(ops[0]))
         zero = dataclasses.replace(zero, bias=zero.bias - value.bias)
-        code = self._of_each(out, _whole(zero), "tl.int8")
+        code = self._of_each(out, zero.whole, "tl.int8")
         out.lines += self.dialect.inline_asm(
             subtract_bytes(), ["difference"], [value.code, code], torch.int8
         )
@@ -127,12 +127,12 @@ class W4A8MMCodegen(WeightCodegen):
         zero = dataclasses.replace(zero, bias=zero.bias - value.bias)
         if self.format.to_int8 == "round":
             zero = dataclasses.replace(zero, bias=zero.bias + 1024)
-            pair, types = (_whole(zero), scale), ("tl.float16", "tl.float16")
+            pair, types = (zero.whole, scale), ("tl.float16", "tl.float16")
             assembly = round_bytes()
         else:
-            scale = _whole(scale)
+            scale = scale.whole
             rows, columns = max(zero.rows, scale.rows), max(zero.columns, scale.columns)
-            zero, scale = (out.widen(each, rows, columns) for each in (_whole(zero), scale))
+            zero, scale = (out.widen(each, rows, columns) for each in (zero.whole, scale))
             summand = Value(f"-({zero.code}) * {scale.code}", rows, columns)
             pair, types = (scale, summand), ("tl.int32", "tl.int32")
             assembly = wrap_bytes()
@@ -208,32 +208,9 @@ def _shifted(value: Value, ops: Sequence[DequantOp]) -> tuple[Value, Sequence[De
     return dataclasses.replace(value, bias=bias), ops[count:]
 
 
-def _integers(out: Statements, value: Value, ops: Sequence[DequantOp]) -> Value:
-    """``ops`` applied in int32, which has all of their results."""
-    for op in ops:
-        if isinstance(op.operand, Field):
-            operand = out.field(op.operand)
-        else:
-            operand = Value("0", 1, 1, bias=int(op.operand))
-        rows, columns = max(value.rows, operand.rows), max(value.columns, operand.columns)
-        value, operand = (out.widen(each, rows, columns) for each in (value, operand))
-        if op.kind == "mul":
-            code, bias = f"({_whole(value).code}) * ({_whole(operand).code})", 0
-        else:
-            sign, symbol = (1, "+") if op.kind == "add" else (-1, "-")
-            code, bias = f"{value.code} {symbol} {operand.code}", value.bias + sign * operand.bias
-        value = Value(out.assign("z", code), rows, columns, bias=bias)
-    return value
-
-
 def _field(op: DequantOp) -> Field:
     assert isinstance(op.operand, Field)
     return op.operand
-
-
-def _whole(value: Value) -> Value:
-    code = f"({value.code} + {value.bias})" if value.bias else value.code
-    return Value(code, value.rows, value.columns)
 
 
 def _rounded(out: Statements, value: Value) -> Value:

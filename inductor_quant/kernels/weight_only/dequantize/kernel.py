@@ -4,23 +4,25 @@ Chosen for weight-only GEMMs that no kernel takes, above all for M where dequant
 multiplying with cuBLAS is faster than dequantizing it for every tile (``preferred_rows``).
 
 Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
-and stores the result, rounded once. If the packed weight lies along K, so does W
-(``is_written_along_k``).
+and stores the result, rounded once; an int8 weight of ``w4a8`` in int32. If the packed weight lies
+along K, so does W (``is_written_along_k``).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import torch
+
 from inductor_quant.kernels.codegen.base import WeightTile
-from inductor_quant.kernels.codegen.dialect import TRITON_TYPES
-from inductor_quant.kernels.codegen.weight import WeightCodegen
+from inductor_quant.kernels.codegen.weight import IntegerCodegen, WeightCodegen
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.spec.decisions import Rejection
-from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
 
 
 class WeightOnlyDequantize(Kernel):
@@ -34,14 +36,17 @@ class WeightOnlyDequantize(Kernel):
         return (cdiv(k, meta["BLOCK_K"]) * cdiv(n, meta["BLOCK_N"]), 1, 1)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
+        if spec.a.dtype == torch.int8:  # the weight of a ``w4a8``
+            spec = dataclasses.replace(spec, a=OperandSpec(torch.float16))
         return rules.rejection(spec, problem, device)
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        weight = rules.weight_of(problem)
-        tile = WeightTile(weight, config, spec.a.dtype, weight.format.dequant_ops)
-        return {"CODEGEN": WeightCodegen(tile), "ACC_TYPE": TRITON_TYPES[spec.a.dtype]}
+        weight, dtype = rules.weight_of(problem), spec.a.dtype
+        tile = WeightTile(weight, config, dtype, weight.format.dequant_ops)
+        codegen = (IntegerCodegen if dtype == torch.int8 else WeightCodegen)(tile)
+        return {"CODEGEN": codegen, "ACC_TYPE": codegen.x_type}
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
