@@ -247,15 +247,14 @@ def test_nothing_spills(name, is_sorted, mean, gather):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("mean", [100, 600])
-def test_next_to_nothing_spills_with_many_rows(name, mean):
-    """Up to 24 bytes in the widest tiles, of 256 rows: most with scales in fp16 for x in bf16, each
-    of which takes two registers."""
+def test_nothing_spills_with_many_rows(name, mean):
+    """In the widest tiles too, of 256 rows: the rows of a thread are not kept over the loop."""
     case = Case(name, (mean,) * E, 512, 2048)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    assert compiled.spill_stores <= 24
+    assert compiled.spill_stores == 0
     code = in_flight.machine_code(compiled.ptx)
     assert in_flight.products(code) >= 8
     assert in_flight.overwritten(code) == []
