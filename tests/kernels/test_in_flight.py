@@ -41,6 +41,13 @@ def test_spills_count_in_the_shortest_loop_around_a_product():
     assert in_flight.spilled_in_loops([LOOP[0], spill, *LOOP[1:]]) == ["0x18 LDL R8, [R1]"]
 
 
+def test_a_spill_that_waits_for_a_load_is_found():
+    load, store = (0x10, "LDG.E.U16 R8, desc[UR4][R2.64]"), (0x20, "STL.S16 [R1+0x24], R8")
+    assert in_flight.stored_as_loaded([load, store]) == ["0x20 STL.S16 [R1+0x24], R8"]
+    assert in_flight.stored_as_loaded([load, (0x18, "MOV R8, R9"), store]) == []
+    assert in_flight.stored_as_loaded([load, *LOOP[1:], store], apart=3) == []
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.parametrize(

@@ -68,6 +68,22 @@ def spilled_in_loops(code: Code) -> list[str]:
     ]
 
 
+def stored_as_loaded(code: Code, apart: int = 100) -> list[str]:
+    """The stores to local memory of what a load from global memory wrote at most ``apart``
+    instructions before: they wait for it."""
+    found: list[str] = []
+    loads: dict[int, int] = {}  # instruction by register
+    for i, (address, instruction) in enumerate(code):
+        stored = re.search(r"\bSTL\S* \[.*\], R(\d+)", instruction)
+        if stored and i - loads.get(int(stored[1]), -apart - 1) <= apart:
+            found.append(f"{address:#x} {instruction}")
+        for register in _written(instruction):
+            loads.pop(register, None)
+            if "LDG" in instruction:
+                loads[register] = i
+    return found
+
+
 def overwritten(code: Code) -> list[str]:
     """The instructions that write to a register of a product in flight, in two rounds of each loop
     with products."""

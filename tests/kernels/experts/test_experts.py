@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+import triton
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
@@ -26,6 +27,7 @@ from tests.support.gemms.generated import device, generate
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
+TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 bf16 = torch.bfloat16
 E = 32
 MANY_ROWS = (
@@ -247,15 +249,14 @@ def test_nothing_spills(name, is_sorted, mean, gather):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "fp8_row"])
 @pytest.mark.parametrize("mean", [100, 600])
-def test_next_to_nothing_spills_with_many_rows(name, mean):
-    """Up to 24 bytes in the widest tiles, of 256 rows: most with scales in fp16 for x in bf16, each
-    of which takes two registers."""
+def test_nothing_spills_with_many_rows(name, mean):
+    """In the widest tiles too, of 256 rows: the rows of a thread are not kept over the loop."""
     case = Case(name, (mean,) * E, 512, 2048)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    assert compiled.spill_stores <= 24
+    assert compiled.spill_stores == 0
     code = in_flight.machine_code(compiled.ptx)
     assert in_flight.products(code) >= 8
     assert in_flight.overwritten(code) == []
@@ -268,18 +269,42 @@ def test_next_to_nothing_spills_with_many_rows(name, mean):
         ("gptq", 64),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("gptq", 24), ("awq", 24), ("awq", 64), ("nibble_pairs", 64))
+            for each in (
+                *(("gptq", mean) for mean in (24, 100, 600)),
+                *(("awq", mean) for mean in (24, 64, 100)),
+                *(("nibble_pairs", mean) for mean in (64, 600)),
+            )
         ),
     ],
 )
 def test_scales_of_small_groups_do_not_spill(name, mean, monkeypatch):
-    """Of fp16, for x in bf16, but for the last."""
+    """Of fp16, for x in bf16, but for those of nibble_pairs. With a mean of 100 two CTAs share an
+    SM, with 128 registers a thread."""
     monkeypatch.setattr(formats, "GROUP", 32)
     case = Case(name, (mean,) * E, 512, 2048)
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
-    assert simulate.compile_kernel(kernel, source).spill_stores == 0
+    compiled = simulate.compile_kernel(kernel, source)
+    # Two of 1211 instructions of a turn on Triton 3.9.
+    most = 4 if (name, mean) == ("gptq", 100) and TRITON >= (3, 9) else 0
+    assert compiled.spill_stores <= most
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), [("hqq", 24), ("int8_group", 64)])
+def test_scales_of_small_groups_that_spill_have_arrived(name, most, monkeypatch):
+    """Zero points in fp16 and values of 8 bits are dequantized in fp32, which takes more than 128
+    registers. The next turn's scales are not stored where they are loaded, which waits for them."""
+    monkeypatch.setattr(formats, "GROUP", 32)
+    case = Case(name, (24,) * E, 2048, 768)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    assert "limit_registers(128)" in source
+    compiled = simulate.compile_kernel(kernel, source)
+    assert compiled.spill_stores <= most
+    assert in_flight.stored_as_loaded(in_flight.machine_code(compiled.ptx)) == []
 
 
 @pytest.mark.compiles

@@ -61,6 +61,12 @@ class MMSm90Codegen(DigitCodegen):
     def divisor(self) -> int:
         return PLACES[self.x_dtype].divisor if not self.loop_ops and self.x_dtype in PLACES else 1
 
+    @property
+    def has_small_groups(self) -> bool:
+        """Whether a K iteration has scales or zero points of several groups."""
+        operands = [op.operand for op in self.loop_ops if isinstance(op.operand, Field)]
+        return any(0 < self.format.block(each)[0] < self.block_k for each in operands)
+
     def start(self, stride: Hook, size: Hook) -> str:
         zero = f"{self.unknown_zero} = (gl.num_programs(2) - 1).to(gl.float32)"
         return "\n".join([zero, super().start(stride, size)])
