@@ -155,6 +155,14 @@ def test_no_configuration_spills(name, m, dtype):
         assert simulate.compile_kernel(*named).spill_stores == 0
 
 
+def test_zero_points_of_small_groups_spill_nothing_with_16_warps(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    case = Case("hqq", 8, 4096, 4096, bf16)
+    generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} 8x32x2048_w16_s1_g8")
+    named = next(item for item in generated.kernels.items() if "partials" in item[1])
+    assert simulate.compile_kernel(*named).spill_stores == 0
+
+
 @pytest.mark.parametrize("scales", [f16, bf16])
 def test_words_along_n_spill_nothing_with_16_rows(scales, monkeypatch):
     monkeypatch.setattr(formats, "f16", scales)

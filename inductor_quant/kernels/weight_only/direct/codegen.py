@@ -88,8 +88,10 @@ class DirectCodegen(DigitCodegen):
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
         # Whether x is loaded one iteration ahead, like W: not if that takes many registers, as
-        # tables do.
-        self.loads_x_early = self.block_m == G[1] and not self.places
+        # tables do, nor with zero points where 16 warps have a CTA's few iterations.
+        has_zeros = any(op.kind == "sub" for op in view.weight.format.dequant_ops)
+        is_crowded = bool(self.places) or (has_zeros and self.warps == MAX_WARPS)
+        self.loads_x_early = self.block_m == G[1] and not is_crowded
         self.x_layout = "X_READ"
         if self.x_packs == 1 and shares_x(plan, self.block_m, width):
             # Lanes load whole lines of rows, and get what they multiply through shared memory.
