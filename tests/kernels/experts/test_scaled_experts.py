@@ -12,6 +12,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Groups, Problem
+from inductor_quant.kernels.scaled_experts.large_m_sm90.kernel import TALL, random_tiles
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import tile
 from inductor_quant.ops.scaled_experts import make_spec
 from inductor_quant.report.events import collect
@@ -145,6 +146,27 @@ def test_a_stack_that_is_no_matrix_is_for_others(change):
     assert report.kernels[0].chosen.startswith("scaled_experts_mm")
 
 
+@pytest.mark.parametrize(
+    ("rows", "experts", "is_tall"), [(128, 256, True), (96, 256, False), (256, 128, False)]
+)
+def test_tiles_of_192_rows_are_for_experts_that_exceed_128_at_times(rows, experts, is_tall):
+    case = Case((rows,) * experts, 4096, 7168, block=(128, 128))
+    with collect() as report:
+        generate(gemm(case), lambda device: make_inputs(case, device))
+    assert (str(TALL) in report.kernels[0].chosen) == is_tall
+
+
+def test_random_tiles_are_those_of_drawn_routings():
+    torch.manual_seed(0)
+    experts, config = 64, tile(256, group_m=8)
+    for mean in (100, 128, 200, 256, 700):
+        problem = Problem(mean * experts, 512, 128, groups=Groups(experts, is_sorted=True))
+        ids = torch.randint(experts, (50, mean * experts))
+        counts = torch.stack([row.bincount(minlength=experts) for row in ids])
+        drawn = (-(-counts // 128)).sum(1).float().mean().item() * 2
+        assert random_tiles(problem, config) == pytest.approx(drawn, rel=0.02)
+
+
 @pytest.mark.one_in(8)  # int8: in test_large_m_sm90_int8.py
 @needs_gluon
 @pytest.mark.compiles
@@ -159,6 +181,7 @@ def test_a_stack_that_is_no_matrix_is_for_others(change):
         (Case((256,) * 8, 1101, 784, i8), 192, True),
         (Case((256,) * 8, 1536, 2048), 192, False),
         (Case((256,) * 8, 1536, 2048, fast_accum=True), 256, False),
+        (Case((256,) * 256, 4096, 7168, block=(128, 128)), 0, True),  # tiles of 192 rows
     ],
     ids=lambda value: (
         f"{value.n}x{value.k}-{value.dtype}" if isinstance(value, Case) else str(value)
@@ -172,13 +195,17 @@ def test_nothing_spills_in_the_loop_over_k(case, columns, is_dynamic):
             torch._dynamo.mark_dynamic(scales[0], 0)
         return a, b, offsets, *scales
 
-    generated = generate(gemm(case), make, f"{LARGE[case.dtype == i8]} {tile(columns, group_m=8)}")
+    config = tile(columns, group_m=8) if columns else TALL
+    generated = generate(gemm(case), make, f"{LARGE[case.dtype == i8]} {config}")
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    assert compiled.spill_stores <= (48 if TRITON < (3, 9) else 80)  # once a tile
+    assert compiled.spill_stores <= (48 if TRITON < (3, 9) else 192)  # once a tile
     assert compiled.shared_bytes <= device(90).shared_memory
     code = in_flight.machine_code(compiled.ptx)
     assert any("GMMA" in instruction for _, instruction in code)
     assert in_flight.spills(code) == []
-    assert len(in_flight.spilled_in_loops(code)) <= 2  # loads, one of 427 instructions (Triton 3.9)
+    # Triton 3.9: loads, one of 400 instructions or more; with an odd number of steps the last one
+    # is in the loop over tiles.
+    most = 2 if TRITON < (3, 9) else 32 if case.k // 128 % 2 else 3
+    assert len(in_flight.spilled_in_loops(code)) <= most

@@ -33,11 +33,18 @@ def any_size_and_a_small_chip(monkeypatch):
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
 
 
+TALL = "tall"  # tiles of 192 rows, by three warpgroups
+
+
+def config_of(columns):
+    return large_m_sm90.TALL if columns == TALL else tile(columns, group_m=8)
+
+
 def check(case, columns):
     torch.manual_seed(0)
     name = "scaled_experts_int8_large_m_sm90" if case.dtype == i8 else "scaled_experts_large_m_sm90"
     generated = generate(
-        gemm(case), lambda device: make_inputs(case, device), f"{name} {tile(columns, group_m=8)}"
+        gemm(case), lambda device: make_inputs(case, device), f"{name} {config_of(columns)}"
     )
     assert any("gl.warp_specialize" in source for source in generated.kernels.values())
     inputs = make_inputs(case, "cpu")
@@ -60,10 +67,12 @@ CASES = [
     (Case((0, 0), 136, 144, i8, left_over=130), 64),
     (Case((5, 290), 136, 400, e4m3, fast_accum=True), 256),
     (Case((5, 130), 136, 128, i8, has_scales=False), 192),
+    (Case((0, 3, 0, 140, 1, 200), 264, 272, e4m3, BLOCK, left_over=5), TALL),
+    (Case((64, 193, 130), 136, 400, e4m3, BLOCK, left_over=133), TALL),
 ]
 
 
-@pytest.mark.parametrize(("case", "columns"), sampled(CASES, 4), ids=str)
+@pytest.mark.parametrize(("case", "columns"), [*sampled(CASES[:-2], 4), *CASES[-2:]], ids=str)
 def test_rows_of_an_expert_are_close_to_fp64(case, columns):
     check(case, columns)
 
@@ -81,7 +90,15 @@ def test_arbitrary_offsets_leave_the_rows_they_miss(offsets):
     assert got.shape == (10, 72)
 
 
-def test_a_warpgroup_without_rows_multiplies_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "columns"),
+    [
+        (Case((64, 65, 3), 64, 256, i8), 64),
+        (Case((64, 65, 3), 64, 256, e4m3, BLOCK), TALL),
+    ],
+    ids=str,
+)
+def test_a_warpgroup_without_rows_multiplies_nothing(case, columns, monkeypatch):
     products = []
 
     def counted(*args, **kwargs):
@@ -92,7 +109,7 @@ def test_a_warpgroup_without_rows_multiplies_nothing(monkeypatch):
     monkeypatch.setattr(interpreter, "_multiply", counted)
     gluon.runtime.cache_clear()
     try:
-        check(Case((64, 65, 3), 64, 256, i8), 64)
+        check(case, columns)
     finally:
         gluon.runtime.cache_clear()
     assert len(products) == (1 + 2 + 1) * 2  # warpgroups with rows, steps along K

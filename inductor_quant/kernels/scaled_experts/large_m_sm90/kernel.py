@@ -3,8 +3,9 @@ weight of their expert, for many rows an expert on Hopper, in Gluon.
 
 The template of ``w8a8_large_m_sm90`` and its siblings, with ``experts/walk.jinja`` in front: one
 warp loads by TMA, two warpgroups multiply 64 rows each of a tile of 128 rows, one CTA an SM takes
-tile after tile. TMA reads 128 rows wherever an expert's begin; what follows its last row is
-multiplied and not stored. A CTA finds its tiles along the offsets, on the device.
+tile after tile. Tiles of 192 rows have three warpgroups. TMA reads 128 rows wherever an expert's
+begin; what follows its last row is multiplied and not stored. A CTA finds its tiles along the
+offsets, on the device.
 
 Chosen on sm_90 for sorted rows with a mean of more than MIN_MEAN_ROWS an expert, operands that TMA
 can read (a stack is one matrix of E x N columns), a result of 16 bits, and tiles for most SMs.
@@ -12,13 +13,13 @@ can read (a stack is one matrix of E x N columns), a result of 16 bits, and tile
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.experts.rules import (
     NO_ZERO_POINTS,
     TilesOfExperts,
-    expected_tiles,
     groups_of,
     mean_rows,
     reject_if_gathered,
@@ -35,6 +36,10 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # With fewer, half of the tile's 128 rows are another expert's.
 MIN_MEAN_ROWS = 64
 MIN_FILL = 0.6  # of the SMs, that have a tile
+WIDEST = 256
+# By three warpgroups: of as many rows as one tile of 128 has not, where the mean is about 128. Its
+# time, of the widest tile of 128 rows.
+TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 0.72
 
 
 class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
@@ -63,10 +68,12 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
         as many."""
 
         def time(config: GemmConfig) -> float:
-            rounds = max(1.0, expected_tiles(problem, config) / device.num_sms)
-            return (rounds + 0.5) * config.block_n * self._element_cost(spec)[config.block_n]
+            rounds = max(1.0, random_tiles(problem, config) / device.num_sms)
+            cost = config.block_n * self._element_cost(spec)[config.block_n]
+            return (rounds + 0.5) * (TALL_COST * WIDEST if config == TALL else cost)
 
-        return sorted(self._listed(spec), key=time)
+        is_tall = mean_rows(problem) <= TALL.block_m
+        return sorted((c for c in self._listed(spec) if c != TALL or is_tall), key=time)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -77,15 +84,29 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
 
     def _filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
         best = self.configs(spec, problem, device)[0]
-        return expected_tiles(problem, best) / device.num_sms
+        return random_tiles(problem, best) / device.num_sms
 
     def _listed(self, spec: QuantGemmSpec) -> tuple[GemmConfig, ...]:
-        return large_m_sm90.BLOCK_CONFIGS if is_block_scaled(spec) else large_m_sm90.CONFIGS
+        is_blocked = is_block_scaled(spec)
+        return (*large_m_sm90.BLOCK_CONFIGS, TALL) if is_blocked else large_m_sm90.CONFIGS
 
     def _element_cost(self, spec: QuantGemmSpec) -> Any:
         if is_block_scaled(spec):
             return large_m_sm90.BLOCK_ELEMENT_COST
         return large_m_sm90.ELEMENT_COST
+
+
+def random_tiles(problem: Problem, config: GemmConfig) -> float:
+    """Tiles in the mean of a random routing, in which an expert's number of rows is nearly normal,
+    with its mean as variance."""
+    experts = groups_of(problem).experts
+    mean, rows = problem.m / experts, config.block_m
+    if not mean:
+        return 0.0
+    whole = max(0, int((mean - 4 * math.sqrt(mean)) / rows))  # tiles that every expert has
+    ends = range(rows * (whole + 1), int(mean + 4 * math.sqrt(mean)) + 1, rows)
+    more = sum(math.erfc((end - mean) / math.sqrt(2 * mean)) / 2 for end in ends)
+    return experts * (whole + 1 + more) * math.ceil(problem.n / config.block_n)
 
 
 class ScaledExpertsLargeM(LargeM, Fp8Kernel):
