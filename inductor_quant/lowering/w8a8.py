@@ -9,6 +9,7 @@ import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
+from inductor_quant.errors import SpecError
 from inductor_quant.kernels import dispatch
 from inductor_quant.lowering.select import Gemm, describe_problem, lower_gemm, lowering_of
 from inductor_quant.ops import w8a8 as op
@@ -94,7 +95,7 @@ class W8A8Call:
         return Gemm(spec, problem, shared, own, call.constants(spec))
 
     def spec(self) -> QuantGemmSpec:
-        k = compat.known_int(self.b.get_size()[0])  # of a stored weight: never symbolic
+        k = compat.known_int(self.b.get_size()[0])
         a_group, b_group = group_of(self.a_scale, 1, k), group_of(self.b_scale, 0, k)
         return op.make_spec(
             a_scale=scale_spec(self.a_scale, (1, a_group), dim=0 if a_group < 0 else 1),
@@ -149,9 +150,15 @@ def scale_spec(scale: Any, full: tuple[int, int], *, dim: int) -> ScaleSpec | No
 
 
 def group_of(scale: Any, dim: int, k: int | None) -> int:
-    """The group size along K of ``scale``, whose groups are along ``dim``; -1: one group."""
+    """The group size along K of ``scale``, whose groups are along ``dim``; -1: one group. Raises
+    SpecError if it is not known."""
     groups = 1 if scale is None else compat.known_int(scale.get_size()[dim])
-    return -1 if k is None or groups is None or groups == 1 else k // groups
+    if groups == 1:
+        return -1
+    if k is None or groups is None:
+        count = "a symbolic number of" if groups is None else groups
+        raise SpecError(f"scales of {count} groups along K: both must be static, mark them so")
+    return k // groups
 
 
 def _dtype(tensor: Any) -> torch.dtype | None:

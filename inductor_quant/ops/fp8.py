@@ -104,7 +104,7 @@ def spec_of(
     """
     check_matrices("fp8", a, b, ELEMENT_DTYPES)
     m, (k, n), groups = a.shape[0], b.shape, groups_of(None, b_scale)
-    if isinstance(k, int) and k % groups:
+    if groups > 1 and isinstance(k, int) and k % groups:
         raise SpecError(f"fp8: K={k} is no multiple of the {groups} groups of b_scale")
     check(
         "fp8",

@@ -118,7 +118,7 @@ def groups_of(a_scale: torch.Tensor | None, b_scale: torch.Tensor | None) -> int
     """The number of groups of K; 1: no groups."""
     given = [(a_scale, 1), (b_scale, 0)]
     sizes = [s.shape[dim] for s, dim in given if s is not None and s.dim() == 2]
-    return max([size for size in sizes if isinstance(size, int)], default=1)
+    return max([1, *(size for size in sizes if isinstance(size, int))])
 
 
 def _sum_of_groups(

@@ -122,11 +122,12 @@ def _key(call: fx.Node) -> object:
 
 
 def _kind(item: Any) -> object:
-    """The dtype and rank of an operand, and whether it has one element."""
+    """The dtype and rank of an operand, and whether it has one element, or one row: no groups."""
     if item is None:
         return None
     value = fx_utils.value(item)
-    return value.dtype, value.dim(), all(map(fx_utils.is_one, value.shape))
+    is_one = tuple(map(fx_utils.is_one, value.shape))
+    return value.dtype, value.dim(), all(is_one), is_one[:1]
 
 
 def _inputs_after(call: fx.Node, first: fx.Node) -> list[fx.Node] | None:

@@ -93,6 +93,7 @@ BAD = {
     "K differs": ({"a": zeros(4, 9, dtype=e4m3)}, {}, "[K, N]"),
     "a_scale is a row": ({"a_scale": zeros(1, 4)}, {}, "[4, 1] or [1, 1]"),
     "b_scale is 1-D": ({"b_scale": zeros(6)}, {}, "[1, 6] or [1, 1]"),
+    "b_scale has no group": ({"b_scale": zeros(0, 6)}, {}, "[1, 6] or [1, 1]"),
     "b_scale of groups of no size": ({"b_scale": zeros(5, 6)}, {}, "K=64 is no multiple of the 5"),
     "a_scale is fp64": ({"a_scale": zeros(4, 1, dtype=torch.float64)}, {}, "float64"),
     "bias is a matrix": ({"bias": zeros(1, 6)}, {}, "[6]"),

@@ -48,13 +48,6 @@ def run(case, inputs, config):
     return got
 
 
-def takes(case):
-    """Whether the kernel takes the format."""
-    spec, problem = described(case)
-    problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
-    return kernel_of(case).rejection(spec, problem, device(90)) is None
-
-
 def configs_of(case):
     spec, problem = described(case)
     problem = dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)

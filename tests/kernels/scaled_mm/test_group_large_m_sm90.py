@@ -8,6 +8,7 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
@@ -15,6 +16,7 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Problem
 from inductor_quant.kernels.scaled_mm.group_large_m_sm90 import kernel as group_large_m_sm90
 from inductor_quant.ops import fp8 as fp8_op
+from inductor_quant.ops import w8a8 as w8a8_op
 from inductor_quant.ops.w8a8 import make_spec
 from inductor_quant.spec.gemm import ScaleSpec
 from tests.support import in_flight
@@ -112,3 +114,28 @@ def test_nothing_spills_and_each_partial_is_converted_once(family, rows, k, n):
     lines = [str(line) for line in code]
     converted = 0 if family == "fp8" else 2 * rows // 2  # of both warpgroups
     assert sum("I2FP" in line for line in lines) == converted
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(fp8_op.op, torch.float8_e4m3fn), (w8a8_op.op, torch.int8)],
+    ids=["fp8", "w8a8"],
+)
+def test_groups_of_a_symbolic_k_are_left_to_the_reference(op, dtype):
+    """Their size is not known; kernels would take the first group's scales for all."""
+
+    def fn(a, b, scale):
+        return op(a, b.t(), None, scale, None, out_dtype=torch.bfloat16)
+
+    def make(device):
+        a, b = (torch.randint(-8, 9, (n, 256), device=device).to(dtype) for n in (40, 64))
+        for operand in (a, b):
+            torch._dynamo.mark_dynamic(operand, 1)
+        return a, b, torch.rand(4, 64, device=device) + 0.5
+
+    with pytest.raises(BackendCompilerFailed, match="4 groups along K"):
+        generate(fn, make, arch=90)
+    torch.manual_seed(0)
+    inputs = make("cpu")
+    got = torch.compile(fn, backend="inductor_quant")(*inputs)
+    torch.testing.assert_close(got, fn(*inputs))

@@ -59,8 +59,7 @@ def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
         assert (chosen(Case(name, m, 1024, 4096, bf16)) is WEIGHT_ONLY_DIRECT) == is_taken
 
 
-def test_whole_bytes_of_an_odd_k_have_another_kernel():
-    """Where only tiles of 64 columns and more divide K."""
+def test_whole_bytes_of_a_k_that_64_does_not_divide_have_another_kernel():
     assert chosen(Case("int8_channel", 1, 1152, 4304, bf16)) is WEIGHT_ONLY_BYTES
     assert chosen(Case("int8_channel", 1, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
 

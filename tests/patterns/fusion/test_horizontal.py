@@ -373,6 +373,16 @@ def test_the_op_is_as_it_says(members: Group) -> None:
     assert [t.stride() for t in call.meta["val"]] == [t.stride() for t in got]
 
 
+def test_scales_of_groups_and_of_channels_are_apart() -> None:
+    a, a_scale, *own = FLOATS.make_inputs("cpu")
+    own[1] = own[1].repeat(2, 1)  # the scales of the first GEMM, in two groups
+
+    def fn(*inputs: Tensor) -> list[Tensor]:
+        return [result.tanh() for result in FLOATS.alone(*inputs)]
+
+    assert sizes(regrouped(fn, (a, a_scale, *own))) == [2]
+
+
 def test_lists_that_do_not_go_together_are_an_error() -> None:
     a, _, b, scale, bias = INTEGERS.make_inputs("cpu")[:5]
     with pytest.raises(SpecError, match="one entry per GEMM"):

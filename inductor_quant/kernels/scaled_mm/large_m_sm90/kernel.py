@@ -40,6 +40,7 @@ MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configura
 # Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap,
 # unless its tiles come in a few rounds.
 MIN_K_STEPS, MIN_K_STEPS_SHORT, PRODUCTS_SHORT = 32, 7, (10 * 10**9, 40 * 10**9)
+ALIGNED_N = 8  # columns that a thread stores together
 # For fp8 with fast accumulation. With the second accumulator the other kernels wait for it.
 MIN_K_STEPS_FLOAT = 12
 # Up to SPLIT_ROWS fp8_split_k is chosen, unless tiles of 96 or 192 columns fit the SMs better: from
@@ -166,7 +167,8 @@ class W8A8LargeM(LargeM, Int8Kernel):
         fewest, most = PRODUCTS_SHORT
         is_short = problem.k < MIN_K_STEPS * BLOCK_K
         has_few_rounds = fewest <= problem.m * problem.n * problem.k <= most
-        if is_short and not (has_few_rounds and problem.k >= MIN_K_STEPS_SHORT * BLOCK_K):
+        is_timed = problem.k >= MIN_K_STEPS_SHORT * BLOCK_K and problem.n % ALIGNED_N == 0
+        if is_short and not (has_few_rounds and is_timed):
             return Rejection(RejectionCode.NO_KERNEL, f"K = {problem.k} is short")
         return None
 
