@@ -111,15 +111,20 @@ class TestBitsandbytes:
         def vector(x: torch.Tensor) -> torch.Tensor:
             return ops.gemv_4bit(x, held.packed, [N, K], scales(), code, 64)
 
-        def matrix(x: torch.Tensor) -> torch.Tensor:
+        def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             given = (held.packed, scales(), 64, "fp4", [N, K], x.dtype)
-            return nn.functional.linear(x, ops.dequantize_4bit(*given), held.bias)
+            return nn.functional.linear(x, ops.dequantize_4bit(*given), bias)
 
-        for fn, rows in ((vector, x), (matrix, x), (matrix, activation(2, 5))):
+        def matrix(x: torch.Tensor) -> torch.Tensor:
+            return product(x, held.bias)
+
+        # On a CPU with AVX512 for bf16 the vector's op reads another layout of the codes.
+        cases = ((vector, x, None), (matrix, x, held.bias), (matrix, activation(2, 5), held.bias))
+        for fn, rows, bias in cases:
             out, [rewrite] = capture(fn, [rows])
             [match] = rewrite.report.matches
             assert "lut/64x1" in str(match.spec)
-            assert Distance.of(out, fn(rows)).rms < 2e-3
+            assert Distance.of(out, product(rows, bias)).rms < 2e-3
 
     def test_int8(self) -> None:
         ops: Any = torch.ops.bitsandbytes
