@@ -8,7 +8,7 @@ import torch
 from inductor_quant.kernels.weight_only.bytes.kernel import MAX_M_FIELDS, WEIGHT_ONLY_BYTES
 from inductor_quant.ops import weight_only
 from inductor_quant.report.events import collect
-from tests.kernels.weight_only.test_bytes_interpreted import MAKE, every_byte, plain
+from tests.kernels.weight_only.few_rows.test_bytes_interpreted import MAKE, every_byte, plain
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import Case, assert_right, described, gemm, make_inputs
