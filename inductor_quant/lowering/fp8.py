@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -26,72 +27,63 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @fallback.lowering(fp8.op)
-def lower(
-    a: Any,
-    b: Any,
-    a_scale: Any,
-    b_scale: Any,
-    bias: Any,
-    *,
-    fast_accum: bool = False,
-    out_dtype: torch.dtype,
-) -> Any:
-    operands = (a, b, a_scale, b_scale, bias)
-    spec = _spec_of(*operands, fast_accum=fast_accum, out_dtype=out_dtype)
-    result = _from_kernel("fp8", spec, *operands)
+def lower(*args: Any, **kwargs: Any) -> Any:
+    call = Fp8Call(*args, **kwargs)
+    a, b, a_scale, b_scale, bias = call.operands
+    spec = call.spec()
+    result = _from_kernel("fp8", spec, *call.operands)
     if result is not None:
         return result
     if spec.group_size:
         a_scale = _of_blocks(a_scale, a, b_scale.get_size()[0])
         sizes = {"block_k": spec.group_size, "block_n": 1}
-        return lower_block(a, b, a_scale, b_scale, bias, **sizes, out_dtype=out_dtype)
+        return lower_block(a, b, a_scale, b_scale, bias, **sizes, out_dtype=call.out_dtype)
     out = lowering_of(aten.mm.default)(_real(a), _real(b))
     for scale in (a_scale, b_scale):
         if scale is not None:
             out = lowering_of(aten.mul.Tensor)(out, _real(scale))
-    return _finished(out, bias, out_dtype)
+    return _finished(out, bias, call.out_dtype)
 
 
-def gemm(
-    a: Any,
-    b: Any,
-    a_scale: Any,
-    b_scale: Any,
-    bias: Any,
-    *,
-    fast_accum: bool = False,
-    out_dtype: torch.dtype,
-) -> Gemm:
-    """The call as kernels see it."""
-    operands = (a, b, a_scale, b_scale, bias)
-    spec = _spec_of(*operands, fast_accum=fast_accum, out_dtype=out_dtype)
-    a, b, a_scale, b_scale, bias = (t if t is None else compat.realize(t) for t in operands)
-    shared, own = (
-        [t for t in tensors if t is not None] for tensors in ((a, a_scale), (b, b_scale, bias))
-    )
-    return Gemm(spec, describe_problem(a, b, out_dtype), shared, own, _constants(a.get_device()))
+@dataclasses.dataclass(frozen=True)
+class Fp8Call:
+    """The arguments of the op, as IR."""
 
+    a: Any
+    b: Any
+    a_scale: Any
+    b_scale: Any
+    bias: Any
+    _: dataclasses.KW_ONLY
+    fast_accum: bool = False
+    out_dtype: torch.dtype
 
-def _spec_of(
-    a: Any,
-    b: Any,
-    a_scale: Any,
-    b_scale: Any,
-    bias: Any,
-    *,
-    fast_accum: bool,
-    out_dtype: torch.dtype,
-) -> QuantGemmSpec:
-    group = group_of(b_scale, 0, compat.known_int(b.get_size()[0]))
-    return fp8.make_spec(
-        a_dtype=a.get_dtype(),
-        b_dtype=b.get_dtype(),
-        a_scale=scale_spec(a_scale, (1, -1), dim=0),
-        b_scale=scale_spec(b_scale, (group, 1), dim=1 if group < 0 else 0),
-        out_dtype=out_dtype,
-        bias=bias is not None,
-        fast_accum=fast_accum,
-    )
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        return self.a, self.b, self.a_scale, self.b_scale, self.bias
+
+    def gemm(self) -> Gemm:
+        """The call as kernels see it."""
+        a, b, a_scale, b_scale, bias = (
+            t if t is None else compat.realize(t) for t in self.operands
+        )
+        shared, own = (
+            [t for t in tensors if t is not None] for tensors in ((a, a_scale), (b, b_scale, bias))
+        )
+        problem = describe_problem(a, b, self.out_dtype)
+        return Gemm(self.spec(), problem, shared, own, _constants(self.a.get_device()))
+
+    def spec(self) -> QuantGemmSpec:
+        group = group_of(self.b_scale, 0, compat.known_int(self.b.get_size()[0]))
+        return fp8.make_spec(
+            a_dtype=self.a.get_dtype(),
+            b_dtype=self.b.get_dtype(),
+            a_scale=scale_spec(self.a_scale, (1, -1), dim=0),
+            b_scale=scale_spec(self.b_scale, (group, 1), dim=1 if group < 0 else 0),
+            out_dtype=self.out_dtype,
+            bias=self.bias is not None,
+            fast_accum=self.fast_accum,
+        )
 
 
 def _constants(device: torch.device) -> dict[str, Any]:

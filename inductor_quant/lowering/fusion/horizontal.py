@@ -30,7 +30,7 @@ def lower_w8a8(*given: Any, **options: Any) -> list[Any]:
 @fallback.lowering(horizontal.fp8_op)
 def lower_fp8(*given: Any, **options: Any) -> list[Any]:
     calls = list(horizontal.members_of_8_bits(*given, **options))
-    results = _in_one_launch("fp8", [fp8.gemm(*args, **kwargs) for args, kwargs in calls])
+    results = _in_one_launch("fp8", [fp8.Fp8Call(*args, **kwargs).gemm() for args, kwargs in calls])
     return results or [fp8.lower(*args, **kwargs) for args, kwargs in calls]
 
 

@@ -200,7 +200,8 @@ def test_nothing_spills_in_the_loop_over_k(case, columns, is_dynamic):
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    assert compiled.spill_stores <= (48 if TRITON < (3, 9) else 192)  # once a tile
+    once_a_tile = 48 if TRITON < (3, 9) else 192 if case.block else 80
+    assert compiled.spill_stores <= once_a_tile
     assert compiled.shared_bytes <= device(90).shared_memory
     code = in_flight.machine_code(compiled.ptx)
     assert any("GMMA" in instruction for _, instruction in code)

@@ -43,7 +43,10 @@ def sized(m, n, k, **other):
         (GROUPS, PROBLEM, 90),
         (SPEC, sized(255, 28672, 4096), 90),
         (SPEC, sized(256, 4096, 4096), 90),  # too few products
-        (SPEC, sized(65536, 5120, 1280), 90),  # K is short
+        (SPEC, sized(65536, 5120, 1280), 90),  # K is short, for many rounds of tiles
+        (SPEC, sized(5127, 1280, 1280), 90),  # and for few products
+        (SPEC, sized(6333, 4300, 1152), 90),  # and columns are not stored in eights
+        (SPEC, sized(8192, 4096, 768), 90),
         (SPEC, sized(4096, 140, 16384), 90),  # no tile that fills the chip
         (SPEC, dataclasses.replace(PROBLEM, has_aligned_rows=False), 90),
         (SPEC, dataclasses.replace(PROBLEM, is_stored_narrow=False), 90),
@@ -66,6 +69,8 @@ def test_other_problems_are_for_other_kernels(spec, problem, arch):
         (512, 4096, 14336, 128),
         (1024, 4096, 14336, 256),
         (4096, 28672, 4096, 128),
+        (5956, 768, 3072, 96),  # K is short, for a few rounds of tiles
+        (4303, 3072, 1024, 128),
     ],
 )
 def test_the_tile_is_the_one_that_was_fastest(m, n, k, columns):

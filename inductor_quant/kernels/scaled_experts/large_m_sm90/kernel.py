@@ -36,9 +36,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # With fewer, half of the tile's 128 rows are another expert's.
 MIN_MEAN_ROWS = 64
 MIN_FILL = 0.6  # of the SMs, that have a tile
-WIDEST = 256
-# By three warpgroups: of as many rows as one tile of 128 has not, where the mean is about 128. Its
-# time, of the widest tile of 128 rows.
+WIDEST = 256  # columns of a tile
+# By three warpgroups, for a mean of about 128 rows: half of the experts have a few more, for which
+# a second tile of 128 rows reads the weight again. Its time, of the widest tile's.
 TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 0.72
 
 

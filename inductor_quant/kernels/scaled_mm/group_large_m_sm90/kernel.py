@@ -18,6 +18,7 @@ from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.fp8 import Fp8Kernel
 from inductor_quant.kernels.scaled_mm.int8 import Int8Kernel
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
+    ALIGNED_N,
     BLOCK_K,
     WarpSpecialized,
     computed_elements,
@@ -27,7 +28,6 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 
 MIN_M = 256
 MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles
-ALIGNED_N = 8  # 16 bytes of a result in 16 bits
 
 
 def tile(block_m: int, stages: int) -> GemmConfig:

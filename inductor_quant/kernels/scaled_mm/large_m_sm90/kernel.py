@@ -40,7 +40,7 @@ MIN_FILL = 0.6  # of the SMs' time, in the rounds of tiles of the best configura
 # Of K, for int8: with fewer, stores weigh, which two CTAs of w8a8_persistent on an SM overlap,
 # unless its tiles come in a few rounds.
 MIN_K_STEPS, MIN_K_STEPS_SHORT, PRODUCTS_SHORT = 32, 7, (10 * 10**9, 40 * 10**9)
-ALIGNED_N = 8  # columns that a thread stores together
+ALIGNED_N = 8  # columns that a thread stores together: 16 bytes of a result in 16 bits
 # For fp8 with fast accumulation. With the second accumulator the other kernels wait for it.
 MIN_K_STEPS_FLOAT = 12
 # Up to SPLIT_ROWS fp8_split_k is chosen, unless tiles of 96 or 192 columns fit the SMs better: from

@@ -49,8 +49,8 @@ TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
 )
-# Of words along N with 16 rows: with more columns it spills; more warps, whose threads have 128
-# registers, take 1.6 times as long.
+# Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
+# it takes 1.4 to 1.9 times as long.
 MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
