@@ -31,12 +31,13 @@ def construction(device: str, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def init(model: nn.Module) -> nn.Module:
-    """Normal weights with deviation 0.02; vectors (norms, biases) keep their initial values."""
+def init(model: nn.Module, std: float | None = 0.02) -> nn.Module:
+    """Normal weights with deviation ``std``, or 1 / sqrt(columns), which keeps the size of x;
+    vectors (norms, biases) keep their initial values."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.02)
+                parameter.normal_(std=std or parameter.shape[-1] ** -0.5)
     return model.eval().requires_grad_(False)
 
 
@@ -254,7 +255,7 @@ def build(
             return diffusion(case, tiny, layers)
         if case.architecture == "linears":
             hidden, inner, kv, count = (256, 512, 128, 2) if tiny else LINEARS
-            model = init(LinearLayers(hidden, inner, kv, layers or count))
+            model = init(LinearLayers(hidden, inner, kv, layers or count), std=None)
             return model, (torch.randn(case.batch, hidden),)
         return transformer(case, tiny, layers)
 
