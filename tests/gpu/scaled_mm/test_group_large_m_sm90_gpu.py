@@ -39,4 +39,5 @@ def test_result_is_close_to_fp64(case, config, monkeypatch):
         got = compiled(*inputs)
     assert [each.chosen for each in report.kernels] == [pin]
     want = module.reference(inputs) if is_int8 else module.reference(case, inputs)
-    w8a8.assert_close(got, want)
+    # Hopper's matrix unit keeps about 14 bits of a sum of FP8 products: too few for fp16's bound.
+    w8a8.assert_close(got, want, got.dtype if is_int8 else torch.bfloat16)
