@@ -140,15 +140,16 @@ def test_warpgroups_multiply_and_nothing_spills(case, config):
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
     code = in_flight.machine_code(compiled.ptx)
-    if TRITON < (3, 9) or not case.block:
+    blocks = math.ceil(case.k / 128)
+    is_new = TRITON >= (3, 9) and case.block
+    if is_new and config.block_n == 256 and blocks % 2:  # of about 1600 instructions of a turn
+        assert compiled.spill_stores <= 32
+        assert len(in_flight.spilled_in_loops(code)) <= 8
+    else:
         assert compiled.spill_stores == compiled.spill_loads == 0
-    else:  # loads, of the 1600 instructions or more of a turn
-        assert compiled.spill_stores <= 128
-        assert len(in_flight.spilled_in_loops(code)) <= 12
     assert compiled.shared_bytes <= H200.shared_memory
     # 32 elements of K an instruction, two warpgroups; steps in the loop, and the remainder
-    blocks = math.ceil(case.k / 128)
-    is_long = config.block_n == 192 and blocks % 4 == 0
+    is_long = config.block_n == 192 and blocks % 4 == 0 and not is_new
     unrolled = 1 if case.fast_accum else 4 if is_long else 2 if case.block else 1
     count = 4 * 2 * (unrolled + blocks % unrolled)
     widths = {96: [64, 32], 128: [128], 192: [128, 64], 256: [128, 128]}[config.block_n]
