@@ -9,6 +9,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import weight_only
+from inductor_quant.simulate.interpreter import gluon as interpreter
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
 from tests.support.gemms.weight_only import (
@@ -122,6 +123,31 @@ def test_codes_beyond_k_are_not_multiplied():
     is_nan = torch.isnan(simulate.interpret(generated, inputs).float())
     assert is_nan[:, 1::2].all()
     assert not is_nan[:, ::2].any()
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "lines"),
+    [
+        # rows of 256 bytes along K; the second tile ends beyond the last one
+        (
+            Case("nibble_pairs", 20, 160, 512),
+            "32x128x64_w8_s4_g8",
+            {*range(0, 160 * 256, 256), 160 * 256 - 4},
+        ),
+        # words along N: 8 rows of two tiles, each of two lines
+        (Case("gptq", 20, 128, 512, f16), "32x64x64_w4_s4_g8", set(range(0, 8 * 512, 128))),
+    ],
+    ids=["along_k", "along_n"],
+)
+def test_the_first_lines_of_a_tile_are_prefetched(case, config, lines, monkeypatch):
+    addresses = set()
+    monkeypatch.setattr(
+        interpreter, "_prefetch", lambda words: addresses.update(words.handle.data.tolist())
+    )
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    simulate.interpret(generated, inputs)
+    assert {address - min(addresses) for address in addresses} == lines
 
 
 @pytest.mark.one_in(3)

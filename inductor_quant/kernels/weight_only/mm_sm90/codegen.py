@@ -12,7 +12,7 @@ from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
-from inductor_quant.kernels.codegen.digits.tile import TilePlan
+from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
 from inductor_quant.kernels.codegen.unpack_ptx import PLACES
@@ -92,6 +92,23 @@ class MMSm90Codegen(DigitCodegen):
         """The position of a tile's first word."""
         of_expert = [f"{code} * {self.box.strides[name]}" for name, [code] in self.expert().items()]
         return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
+
+    def prefetch(self, tile: str) -> str:
+        """Statements that prefetch the lines of the tile of K number ``tile`` to the L2 cache."""
+        box, words = self.box, LINE * self.box.rows * self.box.columns // self.packed_bytes
+        across = max(1, box.columns // words)
+        count = box.rows * across
+        each = max(1, count // (32 * self.warps))
+        last = box.pitch * (box.height - 1) + box.width - 1
+        lines = [
+            *self.first_digits("n", "pid_n"),
+            *self.first_digits("k", tile),
+            f"line = gl.arange(0, {count}, gl.BlockedLayout([{each}], [32], [{self.warps}], [0]))",
+            f"word = line // {across} * {box.pitch} + line % {across} * {words}",
+            f"word = gl.minimum(word + {self.first_word()}, {last})",
+            f"warps.prefetch({self.packed} + word)",
+        ]
+        return "\n".join(lines)
 
     def read(self, stage: str, slot: int) -> str:
         """Statements that read the words of a stage."""
