@@ -115,9 +115,9 @@ def read_int4(weight: Weight, a_dtype: torch.dtype = op.INT8) -> Int4Weight | No
                 integers.append(step)
             elif step.kind == "mul":
                 found = dataclasses.replace(found, alpha=found.alpha * operand)
-            elif step.kind == "div":
+            elif step.kind == "div" and operand:
                 found = dataclasses.replace(found, alpha=found.alpha / operand)
-            elif operand != 0:
+            elif step.kind == "div" or operand != 0:
                 return None
         elif step.kind == "mul" and format.block(operand)[0] == -1:
             vector = qdq.vector_of(operand, weight)

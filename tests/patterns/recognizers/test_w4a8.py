@@ -225,6 +225,16 @@ def test_what_is_not_proved_is_left_to_others(name: str) -> None:
     assert torch.allclose(result, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
 
 
+def test_a_weight_that_is_divided_by_zero_is_left() -> None:
+    def fn(x, w, s, g, c):  # type: ignore[no-untyped-def]
+        return F.linear(q(x) * s, (pairs(w).float() + 1) / 0.0)
+
+    inputs = float_inputs()
+    result, [rewrite] = capture(fn, inputs)
+    assert count(rewrite.after, W4A8) == 0
+    assert not torch.isfinite(result).any()
+
+
 NEAR_MISSES: dict[str, Fn] = {
     "five bits": lambda w: (torch.cat([w & 31, w >> 3], 1).to(i8)).t(),
     "a square": lambda w: (pairs(w).to(i8) * pairs(w).to(i8) // 2).t(),
