@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,7 @@ class Case:
 
 def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
     """a, b, offsets or ids, rows if it has any, and unless it has none a_scale and b_scale; all
-    scales differ.
+    scales differ, and those of rows without an expert are NaN.
     ``device``: "cpu", or "cuda" for fake tensors."""
     count, (block_k, block_n) = len(case.counts), case.block or (case.k, 1)
     k_blocks = -(-case.k // block_k)
@@ -80,6 +81,8 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
         _scales((case.tokens, k_blocks), case.scale_dtype, device),
         _scales((count, k_blocks, -(-case.n // block_n)), case.scale_dtype, device),
     )
+    if device != "cuda" and not case.has_rows:
+        scales[0][-(-sum(case.counts) // case.repeats) :] = math.nan
     rows = [chosen_rows(case.rows, case.tokens * case.repeats, device)] if case.has_rows else []
     inputs = (a, b.transpose(1, 2) if case.k_major else b, _route(case, device), *rows)
     return (*inputs, *scales) if case.has_scales else inputs
