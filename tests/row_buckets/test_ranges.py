@@ -81,13 +81,14 @@ def test_what_runs_op_by_op_is_the_graph(monkeypatch):
         variants.Graph, "run_eagerly", lambda *args: found.append(args[0]) or run_eagerly(*args)
     )
     with session() as run, monkeypatch.context() as patch:
+        run[16]
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         warnings.simplefilter("ignore")
         run[300]
     x, model = torch.randn(300, K, dtype=bf16), Scaled()
     model.weight.random_(-9, 9)
-    stored = {tensor.shape: tensor for tensor in (x, model.weight)}
+    stored = {torch.Size([16, K]): x, model.weight.shape: model.weight}
     values = [
         300 if isinstance(value, torch.SymInt) else stored[torch.Size(map(int, value.shape))]
         for value in found[0]._inputs
