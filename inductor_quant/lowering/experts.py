@@ -17,7 +17,7 @@ from inductor_quant.ops import experts as op
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import WeightFormat
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @fallback.lowering(op.op)
@@ -73,8 +73,21 @@ def _unfused(
     dense = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
     if ids is None:
         out = lowering_of(aten._grouped_mm.default)(x, dense, offsets)
+        out = _zero_without_expert(out, offsets)
     else:
         chosen = lowering_of(aten.index.Tensor)(dense, [ids])
         row = lowering_of(aten.unsqueeze.default)(x, 1)
         out = lowering_of(aten.squeeze.dim)(lowering_of(aten.bmm.default)(row, chosen), 1)
     return evaluator.convert(out, out_dtype)
+
+
+def _zero_without_expert(out: Any, offsets: Any) -> Any:
+    """``out`` with 0 in the rows after the last offset, which ``_grouped_mm`` does not write."""
+    count, device = out.get_size()[0], out.get_device()
+    place = lowering_of(prims.iota.default)(
+        count, start=0, step=1, dtype=torch.int64, device=device, requires_grad=False
+    )
+    end = lowering_of(aten.select.int)(offsets, 0, -1)
+    has_expert = lowering_of(aten.lt.Tensor)(place, end)
+    has_expert = lowering_of(aten.unsqueeze.default)(has_expert, 1)
+    return lowering_of(aten.where.ScalarOther)(has_expert, out, 0.0)

@@ -222,6 +222,8 @@ def dequantize_pair(
     Arguments: the words; then, the same for both values: the selector of the bytes (for ``prmt``),
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
     both halves; then b, c and d.
+
+    c is ``divisor`` times the scale, so scales of 2**122 and more overflow in bf16.
     """
     kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
     lines = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"]

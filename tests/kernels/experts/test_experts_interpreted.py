@@ -50,6 +50,23 @@ def test_rows_find_their_expert(counts, is_sorted):
     check(Case("int8_group", counts, 40, 64, 3 * is_sorted, is_sorted), MM_16)
 
 
+def test_the_library_leaves_no_garbage_in_rows_without_an_expert(monkeypatch):
+    """No kernel has the tile that is asked for."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.manual_seed(0)
+    case = Case("int8_group", (0, 3, 0, 5, 1), 40, 64, 3)
+    inputs = make_inputs(case, "cpu")
+    config = "experts_mm 24x32x32_w2_s4_g8"
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = simulate.interpret(generated, inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close(got[:9], reference(case, inputs)[:9], slack=4)
+    assert not got[9:].any()
+
+
 GATHERED = ({"repeats": 2}, {"has_rows": True}, {"has_rows": True, "repeats": 3})
 
 
