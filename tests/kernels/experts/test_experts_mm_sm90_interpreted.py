@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -50,6 +51,16 @@ CASES = [
 def test_rows_of_an_expert_are_close_to_fp64(case, config, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     check(case, config)
+
+
+def test_rows_without_an_expert_are_0_whatever_the_scales_of_the_last_one():
+    case = Case("int8_channel", (20, 0), 72, 256, left_over=7)
+    inputs = make_inputs(case, "cpu")
+    inputs[-1][-1] = math.nan
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), SMALL)
+    got = simulate.interpret(generated, inputs)
+    assert_close(got[:20], reference(case, inputs)[:20], slack=4)
+    assert not got[20:].any()
 
 
 @pytest.mark.parametrize("offsets", [(-5, 2, 900), (7, 3, 1), (2**31 - 1, -(2**31), 5)])
