@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class LinearLayers(nn.Module):
     """The seven linear layers of each decoder layer, one after the other.
 
-    The gate is a sigmoid: SiLU would square the values of each layer, where no norm is between.
-    After four they are 1e20, of which a squared error is infinite, and errors double with each.
+    The gate is a sigmoid. SiLU would square the values in each layer, as there is no norm: after
+    four they would be 1e20, whose squares are infinite, and errors would double in each.
     """
 
     def __init__(self, hidden: int, inner: int, kv: int, layers: int) -> None:

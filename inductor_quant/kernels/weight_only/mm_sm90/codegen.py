@@ -94,7 +94,7 @@ class MMSm90Codegen(DigitCodegen):
         return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
 
     def prefetch(self, tile: str) -> str:
-        """Statements that prefetch the lines of the tile of K number ``tile`` to the L2 cache."""
+        """Statements that prefetch the words of a K iteration, number ``tile``, to the L2 cache."""
         box, words = self.box, LINE * self.box.rows * self.box.columns // self.packed_bytes
         across = max(1, box.columns // words)
         count = box.rows * across
