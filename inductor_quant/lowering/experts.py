@@ -69,9 +69,13 @@ def _unfused(
     x: Any, weight: list[Any], offsets: Any, ids: Any, format: WeightFormat, out_dtype: torch.dtype
 ) -> Any:
     """Dequantize the stack, then multiply, as the matched graph did."""
+    if ids is None and x.get_dtype() != torch.bfloat16:  # ``_grouped_mm`` takes nothing else
+        eager = compat.fallback_handler(op.op, add_to_fallback_set=False)
+        return eager(x, weight, offsets, ids, format=format.encode(), out_dtype=out_dtype)
     evaluator = LoweredEvaluator(format, weight, x.get_device())
     dense = evaluator.convert(evaluator.weight(torch.float32), x.get_dtype())
     if ids is None:
+        offsets = evaluator.convert(offsets, torch.int32)
         out = lowering_of(aten._grouped_mm.default)(x, dense, offsets)
         out = _zero_without_expert(out, offsets)
     else:

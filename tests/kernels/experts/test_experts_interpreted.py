@@ -50,14 +50,21 @@ def test_rows_find_their_expert(counts, is_sorted):
     check(Case("int8_group", counts, 40, 64, 3 * is_sorted, is_sorted), MM_16)
 
 
-def test_the_library_leaves_no_garbage_in_rows_without_an_expert(monkeypatch):
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize("dtype", [bf16, f16])
+@pytest.mark.parametrize("of_offsets", [torch.int32, torch.int64])
+def test_the_library_leaves_no_garbage_in_rows_without_an_expert(dtype, of_offsets, monkeypatch):
     """No kernel has the tile that is asked for."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.manual_seed(0)
-    case = Case("int8_group", (0, 3, 0, 5, 1), 40, 64, 3)
-    inputs = make_inputs(case, "cpu")
-    config = "experts_mm 24x32x32_w2_s4_g8"
-    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    case = Case("int8_group", (0, 3, 0, 5, 1), 40, 64, 3, dtype=dtype)
+
+    def make(device):
+        x, offsets, *weight = make_inputs(case, device)
+        return x, offsets.to(of_offsets), *weight
+
+    inputs = make("cpu")
+    generated = generate(gemm(case), make, "experts_mm 24x32x32_w2_s4_g8")
     torch.use_deterministic_algorithms(True)
     try:
         got = simulate.interpret(generated, inputs)
