@@ -13,8 +13,6 @@ import importlib
 import re
 from typing import Any
 
-import triton
-
 from inductor_quant._compat.symbols import symbol
 
 RUNTIME = "from inductor_quant._compat.gluon import runtime as _gluon_runtime"
@@ -54,10 +52,6 @@ def available() -> bool:
         return True
     except (ImportError, AttributeError):
         return False
-
-
-def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 @functools.cache
@@ -277,13 +271,12 @@ def _fast_math_functions() -> dict[str, Any]:
 def template_type() -> type:
     """A ``TritonTemplate`` whose kernels are written in Gluon.
 
-    Templates may call three more functions:
+    Templates may call two more functions:
 
     ``kernel_args()``: the names of all arguments of the kernel, those of its epilogue included.
     ``partition(name, *parameters)``: the header of a ``@gluon.jit`` function that takes the
     parameters and then all arguments of the kernel, for a partition of ``gl.warp_specialize``; one
     of them contains ``store_output``.
-    ``triton_version()``: (3, 9), for what its compiler makes of the same code.
 
     ``store_output`` takes indices in a layout that suits memory, and a value in the layout
     EPILOGUE: see ``_tile_access``. With the constant ``FAST_MATH_EPILOGUE`` its text goes through
@@ -299,8 +292,7 @@ def template_type() -> type:
     class GluonTemplateKernel(kernel):  # type: ignore[valid-type, misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            functions = self.kernel_args, self.partition, triton_version
-            self._register_extra_template_env_fns(*functions)
+            self._register_extra_template_env_fns(self.kernel_args, self.partition)
 
         def jit_lines(self) -> str:
             return super().jit_lines().replace("@triton.jit", "@gluon.jit")

@@ -10,10 +10,13 @@ import math
 from collections.abc import Sequence
 
 import torch
+import triton
 
 from inductor_quant.kernels.codegen.unpack_ptx import Assembly
 from inductor_quant.spec.weight_format import DequantOp, Field
 
+# For what its compiler makes of the same code.
+TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # (name, size): tensors are reordered and laid out as lists of dimensions, slowest first.
 Dim = tuple[str, int]
 

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import triton
 
 from inductor_quant.kernels.codegen.base import Hook
-from inductor_quant.kernels.codegen.dialect import TRITON, Dim, bits
+from inductor_quant.kernels.codegen.dialect import TRITON, TRITON_VERSION, Dim, bits
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.statements import Statements
 from inductor_quant.kernels.codegen.unpack_ptx import unpack
@@ -18,7 +17,7 @@ from inductor_quant.kernels.problem import Weight
 
 # Neighbours along K that a thread holds of the first operand of ``tl.dot`` (``kWidth`` in TTGIR),
 # as seen in the TTGIR of this kernel: Triton 3.7, and 3.8 to 3.9.
-NEIGHBOURS = 4 if [int(part) for part in triton.__version__.split(".")[:2]] < [3, 8] else 2
+NEIGHBOURS = 4 if TRITON_VERSION < (3, 8) else 2
 
 
 class PackedTile:
