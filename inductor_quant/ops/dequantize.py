@@ -18,6 +18,12 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 INTEGERS = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# The kinds of float8 that are 2**(code - 127), and what they are for the codes 0 and 255.
+EXPONENTS = {
+    "e8m0": (2.0**-127, math.nan),  # torch.float8_e8m0fnu
+    "e8m0_inf": (2.0**-127, math.inf),  # 2.0 ** (code - 127)
+    "e8m0_bits": (0.0, math.inf),  # the exponent of an fp32 number
+}
 _SIGN = 63  # an int64 shifted by this is its sign
 _OPS = {
     "add": aten.add.Tensor,
@@ -146,12 +152,25 @@ class Evaluator:
             from_end = call(aten.add.Tensor, value, field.size)
             value = call(aten.where.self, call(aten.lt.Scalar, value, 0), from_end, value)
         if field.float8:
-            value = self.convert(value, torch.uint8)
-            value = call(aten.view.dtype, value, FLOAT8[field.float8])
+            value = self._float8(value, field.float8)
         if field.minus:
             value = call(aten.sub.Tensor, value, self.field(field.minus))
             value = self.convert(self.convert(value, INTEGERS[field.bits]), torch.int64)
         return value
+
+    def _float8(self, code: Any, kind: str) -> Any:
+        call = self.call
+        if kind not in EXPONENTS:
+            return call(aten.view.dtype, self.convert(code, torch.uint8), FLOAT8[kind])
+        first, last = EXPONENTS[kind]
+        one = 1 << 23  # of an exponent of fp32
+        bits = call(aten.mul.Tensor, code, one)
+        if first:  # half of the smallest number that has an exponent
+            bits = call(aten.clamp_min.default, bits, one // 2)
+        if math.isnan(last):
+            nan = self._full(255 * one + one // 2)
+            bits = call(aten.where.self, call(aten.eq.Scalar, code, 255), nan, bits)
+        return call(aten.view.dtype, self.convert(bits, torch.int32), torch.float32)
 
     def _low_bits(self, value: Any, width: int) -> Any:
         return self.call(aten.bitwise_and.Scalar, value, (1 << width) - 1)

@@ -12,7 +12,14 @@ import torch
 
 from inductor_quant.errors import SpecError
 from inductor_quant.ops.checks import check, differ
-from inductor_quant.ops.dequantize import FLOAT8, INTEGERS, Evaluator, dequantize, is_float
+from inductor_quant.ops.dequantize import (
+    EXPONENTS,
+    FLOAT8,
+    INTEGERS,
+    Evaluator,
+    dequantize,
+    is_float,
+)
 from inductor_quant.ops.registration import define
 from inductor_quant.spec.gemm import GATHERED, OperandSpec, QuantGemmSpec, ScaleSpec
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
@@ -230,6 +237,8 @@ def _number(code: Field, dtype: torch.dtype) -> tuple[torch.dtype, int | None]:
 
 
 def _value_dtype(field: Field, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    if field.float8 in EXPONENTS:
+        return torch.float8_e8m0fnu
     return FLOAT8.get(field.float8, dtypes[field.source])
 
 
@@ -332,6 +341,8 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
         raise SpecError(
             f"weight_only: a field of {format} with a high part wraps, or is no bit field"
         )
+    if format.code.float8 in EXPONENTS:
+        raise SpecError(f"weight_only: the element of {format} is a power of two, as scales are")
     dtype = tensors[format.element.source][0]
     if format.element.total_width > MAX_ELEMENT_BITS or (
         not format.element.width and dtype not in (*FLOAT_DTYPES, *_SMALL_INTS)
@@ -382,7 +393,11 @@ def _problem(
             return "add and size need an integer tensor"
         return None
     if field.float8 and (
-        field.float8 not in FLOAT8 or field.width != 8 or field.add or field.wrap or field.size
+        field.float8 not in (*FLOAT8, *EXPONENTS)
+        or field.width != 8
+        or field.add
+        or field.wrap
+        or field.size
     ):
         return "float8 needs a width of 8, and no add, wrap or size"
     if dtype not in INT_DTYPES:

@@ -87,7 +87,8 @@ class Field:
     ``width`` bits from bit ``offset`` on (0 is the least significant), sign-extended if ``signed``.
     Then ``+ add``, and with ``wrap`` modulo 2**width. Shifts are arithmetic in the word's dtype. An
     index below 0 counts from the end, as in torch; a field that is part of an index has ``size``
-    added if it is below 0. With ``float8`` ("e4m3", "e5m2") the eight bits are such a float.
+    added if it is below 0. With ``float8`` the eight bits are such a float: "e4m3", "e5m2", or, of
+    scales alone, a power of two (``ops.dequantize.EXPONENTS``).
 
     With ``high``, an unsigned field, these bits are the lowest of a number whose other bits are
     those of ``high``, before ``add``: fields of two words, or of two tensors.
@@ -145,7 +146,8 @@ class Field:
             return f"{table}(({self.index[0]})//{self.divisor}%{self.modulus})"
         text = f"w{self.source}[{','.join(map(str, self.index))}]"
         if self.width:
-            text += f":{'i' if self.signed else 'u'}{self.width}@{self.offset}"
+            kind = self.float8 or f"{'i' if self.signed else 'u'}{self.width}"
+            text += f":{kind}@{self.offset}"
         if self.high:
             text = f"({text} | {self.high} << {self.width})"
         if self.add:

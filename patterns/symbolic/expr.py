@@ -36,6 +36,7 @@ from .index import (
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+E8M0 = torch.float8_e8m0fnu  # of scales
 INTEGERS = (
     *(torch.int64, torch.int32, torch.int16, torch.int8),
     *(torch.uint8, torch.uint16, torch.uint32),
@@ -448,7 +449,8 @@ def whole(node: fx.Node, index: tuple[IndexExpr, ...], dtype: torch.dtype) -> Bi
 
 def is_whole(expr: Bits) -> bool:
     """Whether the field is the whole element, read as its own dtype."""
-    word = torch.iinfo(expr.node.meta["val"].dtype)
+    dtype = expr.node.meta["val"].dtype
+    word = torch.iinfo(torch.uint8 if dtype == E8M0 else dtype)
     return (expr.offset, expr.width, expr.signed) == (ZERO, word.bits, word.min < 0)
 
 

@@ -13,7 +13,7 @@ from .. import fx_utils
 from ..fx_utils import aten
 from . import arithmetic
 from .bits import extract, sign_extended
-from .expr import INTEGERS, Expr
+from .expr import E8M0, INTEGERS, Expr, Load, whole
 from .index import ZERO, IndexExpr, Unsupported
 from .reader import At, Reader, broadcast, dimension, handles, sizes
 
@@ -142,12 +142,20 @@ def _getitem(reader: Reader, node: fx.Node, index: At) -> Expr:
     return reader.read(source, (*index[:dim], index[dim] + start, *index[dim + 1 :]))
 
 
+def _bits_of(expr: Expr, dtype: torch.dtype) -> Expr:
+    if not isinstance(expr, Load):
+        raise Unsupported("the bits of a float that is computed")
+    return arithmetic.bitcast(whole(expr.node, expr.index, torch.uint8), dtype)
+
+
 @handles(aten.view.dtype)
 def _view_dtype(reader: Reader, node: fx.Node, index: At) -> Expr:
     """The bytes of memory in another dtype, little-endian; the last dimension counts elements of
     the new dtype."""
     source, dtype = fx_utils.arguments(node, "self", "dtype")
     old = fx_utils.value(source).dtype
+    if old == E8M0 and dtype in INTEGERS:
+        return reader.apply(lambda x: _bits_of(x, dtype), reader.read(source, index))
     if old.itemsize == dtype.itemsize:
         return reader.apply(lambda x: arithmetic.bitcast(x, dtype), reader.read(source, index))
     if old not in INTEGERS or dtype not in INTEGERS or old.itemsize < dtype.itemsize:

@@ -29,6 +29,7 @@ from .. import fx_utils
 from ..symbolic import Reader
 from ..symbolic.bits import dense_parts
 from ..symbolic.expr import (
+    E8M0,
     EXACT_IN_FP32,
     FLOAT8,
     FLOATS,
@@ -55,7 +56,16 @@ from ..symbolic.expr import (
 )
 from ..symbolic.functions import as_function
 from ..symbolic.index import Digit, IndexExpr, SplitConflict, Unsupported
-from .lookup_table import Source, code_of, data_of, entries, is_index, table_of
+from .lookup_table import (
+    Source,
+    code_of,
+    data_of,
+    entries,
+    exponents_of,
+    is_index,
+    stored_bytes,
+    table_of,
+)
 from .rounding import Rounding, stripped
 
 MAX_BITS = 8
@@ -309,6 +319,9 @@ class _Decoder:
         value = constant(expr)
         if value is not None:
             return float(value)
+        if found := exponents_of(self.reader, expr):
+            code, kind = found
+            return dataclasses.replace(self._field(code), width=8, signed=False, float8=kind)
         if isinstance(expr, Lookup):
             return self._function_of_stored(expr)
         known = len(self.sources)
@@ -331,7 +344,7 @@ class _Decoder:
             return self._looked_up(expr)
         if expr.at and self._is_small(expr, expr.at[0]):
             return self._computed(*expr.at)
-        table = table_of(expr)
+        table = table_of(expr, fx_utils.value(self.node).dtype)
         if not isinstance(expr.code, Bits):
             return self._looked_up(expr)
         stored = fx_utils.value(expr.code.node).dtype
@@ -347,6 +360,8 @@ class _Decoder:
         return self._loaded(node, normalized_index(index, self.space), Field(0, ()))
 
     def _field(self, expr: Expr) -> Field:
+        if isinstance(expr, Load) and expr.dtype == E8M0:
+            return self._loaded(expr.node, expr.index, Field(0, (), width=8, float8="e8m0"))
         if isinstance(expr, Load):
             if expr.dtype not in (*FLOATS, *FLOAT8):
                 raise self._blame(expr, f"an element of {expr.dtype}")
@@ -399,7 +414,7 @@ class _Decoder:
 
     def _looked_up(self, expr: Lookup) -> Field:
         """A float of 8 bits, or an entry of a table."""
-        code, table = self._field(expr.code), table_of(expr)
+        code, table = self._field(expr.code), table_of(expr, fx_utils.value(self.node).dtype)
         if isinstance(table, str):
             return dataclasses.replace(code, width=8, signed=False, float8=table)
         at = AffineIndex(fields=((code, 1),))
@@ -416,7 +431,7 @@ class _Decoder:
         return fx_utils.value(node).numel() <= count
 
     def _loaded(self, node: fx.Node, index: tuple[IndexExpr, ...], field: Field) -> Field:
-        source = self._source(node)
+        source = self._source(stored_bytes(node))
         return dataclasses.replace(field, source=source, index=tuple(map(self._form, index)))
 
     # -- digits

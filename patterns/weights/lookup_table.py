@@ -8,19 +8,23 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
+from inductor_quant.ops.dequantize import EXPONENTS
 
 from .. import fx_utils
 from ..match import Constant, Derived
+from ..symbolic import Reader
 from ..symbolic.bits import dense_parts
-from ..symbolic.expr import Bits, Expr, Load, Lookup, Op, is_position
+from ..symbolic.expr import E8M0, Bits, Expr, Load, Lookup, Op, is_position
+from ..symbolic.functions import as_function
 from ..symbolic.index import Unsupported
 
 Source = fx.Node | Constant | Derived
 TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
 
 
-def table_of(expr: Lookup) -> Constant | Derived | str:
-    """The values as a table; the kind of float8 if they are its floats."""
+def table_of(expr: Lookup, preferred: torch.dtype) -> Constant | Derived | str:
+    """The values as a table, of the ``preferred`` dtype if that holds them; the kind of float8 if
+    they are its floats."""
     if isinstance(expr.values, Derived):
         return expr.values
     with compat.real_tensors():
@@ -31,9 +35,31 @@ def table_of(expr: Lookup) -> Constant | Derived | str:
             raise Unsupported("a table of numbers beyond fp32")
         if kind := _float8_of(values):
             return kind
-        narrow = [t for t in TABLE_DTYPES if torch.equal(values.to(t).float(), values)]
+        types = sorted(TABLE_DTYPES, key=lambda dtype: dtype != preferred)
+        narrow = [t for t in types if torch.equal(values.to(t).float(), values)]
         values = values.to((*narrow, torch.float32)[0])
         return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
+
+
+def exponents_of(reader: Reader, expr: Expr) -> tuple[Expr, str] | None:
+    """(the stored code, the kind of ``EXPONENTS``) of a scale that is such a function of it."""
+    if isinstance(expr, Op) and expr.name == "cast" and isinstance(expr.args[0], Lookup):
+        try:
+            expr = as_function(reader, expr)
+        except Unsupported:
+            return None
+    if not isinstance(expr, Lookup) or isinstance(expr.values, Derived):
+        return None
+    if len(expr.values) != 256 * expr.dtype.itemsize:
+        return None
+    with compat.real_tensors():
+        values = Constant(expr.values, expr.dtype).tensor().double()
+        powers = torch.arange(-127.0, 129.0, dtype=torch.float64).exp2()
+        for kind, (first, last) in EXPONENTS.items():
+            powers[0], powers[-1] = first, last
+            if torch.allclose(values, powers, rtol=0, atol=0, equal_nan=True):
+                return expr.code, kind
+        return None
 
 
 def entries(table: Constant | Derived, stored: fx.Node) -> Derived:
@@ -44,6 +70,15 @@ def entries(table: Constant | Derived, stored: fx.Node) -> Derived:
     shape = tuple(fx_utils.value(stored).shape)
     target = fx_utils.aten.index.Tensor
     return Derived(target, (table, (codes,)), dtype=table.dtype, shape=shape)
+
+
+def stored_bytes(stored: fx.Node) -> fx.Node | Derived:
+    """``stored``; of e8m0, which kernels do not load, its bytes."""
+    value = fx_utils.value(stored)
+    if value.dtype != E8M0:
+        return stored
+    args, shape = (stored, torch.uint8), tuple(value.shape)
+    return Derived(fx_utils.aten.view.dtype, args, dtype=torch.uint8, shape=shape)
 
 
 def _float8_of(values: torch.Tensor) -> str:

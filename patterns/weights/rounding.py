@@ -12,6 +12,7 @@ import math
 import torch
 
 from ..symbolic.expr import (
+    E8M0,
     FLOATS,
     INTEGERS,
     Bits,
@@ -33,6 +34,7 @@ WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.float32: (torch.float64,),
     **dict.fromkeys(FLOAT8, FLOATS),
+    E8M0: (torch.bfloat16, torch.float32, torch.float64),
 }
 
 
@@ -132,7 +134,7 @@ def stripped(expr: Expr) -> Expr:
             low, high = interval(inner)  # the kernel converts it to fp32 too
             if max(-low, high) > EXACT[torch.float32] and expr.dtype != torch.float32:
                 break
-        elif inner.dtype not in (*FLOATS, *FLOAT8) or expr.dtype not in WIDER.get(inner.dtype, ()):
+        elif expr.dtype not in WIDER.get(inner.dtype, ()):
             break
         expr = inner
     return expr

@@ -68,7 +68,7 @@ def test_every_code_of_a_table_is_looked_up(places, is_scaled, dtype):
     made = table_lookup.planes(dtype, is_uniform=True)
     entries = [column.contiguous().numpy() for column in tables.T]
     planes = ptx.run(made.text, entries, [np.uint32] * made.count, made.pack)
-    assembly = table_lookup.look_up(places, dtype, is_scaled=is_scaled)
+    assembly = table_lookup.look_up(places, dtype, 4 * is_scaled)
     given = [words.numpy(), *(plane.view(np.int32)[:, None] for plane in planes)]
     given = [np.broadcast_to(t, (64, 8)).copy() for t in given]
     given += [bits_of(scales.contiguous())] if is_scaled else []

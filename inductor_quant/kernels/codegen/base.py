@@ -11,7 +11,8 @@ import torch
 from inductor_quant.kernels.codegen.dialect import TRITON, Dialect
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Weight
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp
+from inductor_quant.ops.dequantize import EXPONENTS, FLOAT8
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 # (name of an input, dimension) -> an expression: a template's ``stride`` and ``size``.
 Hook = Callable[[str, int], str]
@@ -60,6 +61,13 @@ class Codegen:
     @property
     def x_type(self) -> str:
         return self.dialect.type(self.x_dtype)
+
+    def is_in_x_dtype(self, field: Field) -> bool:
+        """Whether x's dtype has all values of ``field``."""
+        if field.float8 in EXPONENTS:
+            return self.x_dtype == torch.bfloat16
+        exact = (self.x_dtype, *FLOAT8.values())
+        return bool(field.float8) or self.dtypes[field.source] in exact
 
     def block(self, axis: str) -> int:
         return {"k": self.block_k, "n": self.block_n, "e": 1}[axis]

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 _FLOAT8 = {"e4m3": "float8e4nv", "e5m2": "float8e5"}
@@ -222,6 +223,18 @@ class Statements:
             self._fields[field] = self._less(value, field) if field.minus else value
         return self._fields[field]
 
+    def in_x_dtype(self, field: Field) -> str:
+        """``field``, all of whose values x's dtype has."""
+        code = self.field(field).code
+        if not field.float8 and self.codegen.dtypes[field.source] == self.codegen.x_dtype:
+            return code
+        return self.assign("f", f"{code}.to({self.codegen.x_type})")
+
+    def twice_in_bf16(self, field: Field) -> str:
+        """A field of ``EXPONENTS`` in both halves of an int32."""
+        code = self.assign("b", self.stored_bits(field).code)
+        return self.assign("f", self._power_of_two(code, field.float8, 0x00800080))
+
     def _less(self, value: Value, field: Field) -> Value:
         """``value - field.minus``, wrapped to ``field.bits``."""
         assert field.minus is not None
@@ -244,22 +257,16 @@ class Statements:
         if field.is_position:
             return self._position(field)
         dtype = self.codegen.dtypes[field.source]
-        word, rows, columns = self.read(field)
         if dtype.is_floating_point:
-            return Value(word, rows, columns, is_float=True)
+            return Value(*self.read(field), is_float=True)
         if not field.width:
-            return self._whole(Value(word, rows, columns), dtype, field)
-        is_wide = self._is_wide(dtype, field)
-        word = self._as_word(word, dtype, is_wide)
-        rows_out, columns_out = self.codegen.resolution(*field.index, field.offset)
-        wide = self.widen(Value(word, rows, columns), rows_out, columns_out)
-        bits = self._bits(wide, field, 64 if is_wide else 32)
+            return self._whole(Value(*self.read(field)), dtype, field)
+        stored = self.stored_bits(field)
+        bits, rows_out, columns_out = stored.code, stored.rows, stored.columns
         if field.float8:
-            code = self.assign("b", bits)
-            type = f"{self.lang}.{_FLOAT8[field.float8]}"
-            cast = f"{code}.to({self.lang}.uint8).to({type}, bitcast=True)"
-            return Value(self.assign("f", cast), rows_out, columns_out, is_float=True)
-        bias = field.add
+            code = self._float8(self.assign("b", bits), field.float8)
+            return dataclasses.replace(stored, code=self.assign("f", code), is_float=True)
+        is_wide, bias = self._is_wide(dtype, field), field.add
         if field.high:
             above = self.field(field.high)
             rows_out, columns_out = max(rows_out, above.rows), max(columns_out, above.columns)
@@ -280,6 +287,33 @@ class Statements:
         limit = 1 << field.total_width
         value = Value(self.assign("b", bits), rows_out, columns_out, bias=bias, limit=limit)
         return self._from_end(value, field)
+
+    def stored_bits(self, field: Field) -> Value:
+        """The bits of a field, an unsigned integer, without those of ``high``."""
+        dtype = self.codegen.dtypes[field.source]
+        word, rows, columns = self.read(field)
+        is_wide = self._is_wide(dtype, field)
+        word = self._as_word(word, dtype, is_wide)
+        rows_out, columns_out = self.codegen.resolution(*field.index, field.offset)
+        wide = self.widen(Value(word, rows, columns), rows_out, columns_out)
+        return Value(self._bits(wide, field, 64 if is_wide else 32), rows_out, columns_out)
+
+    def _float8(self, code: str, kind: str) -> str:
+        if kind in EXPONENTS:
+            bits = self._power_of_two(code, kind, 1 << 23)
+            return f"({bits}).to({self.lang}.float32, bitcast=True)"
+        type = f"{self.lang}.{_FLOAT8[kind]}"
+        return f"{code}.to({self.lang}.uint8).to({type}, bitcast=True)"
+
+    def _power_of_two(self, code: str, kind: str, one: int) -> str:
+        """The bits of a float whose exponent is ``code``, times ``one``."""
+        first, last = EXPONENTS[kind]
+        bits, half = f"{code} * {one}", one >> 1
+        if first:  # half of the smallest number that has an exponent
+            bits = f"{self.lang}.maximum({bits}, {half})"
+        if math.isnan(last):
+            bits = f"{self.lang}.where({code} == 255, {255 * one | half}, {bits})"
+        return bits
 
     def _position(self, field: Field) -> Value:
         """A digit of a position, which is not negative."""

@@ -101,7 +101,7 @@ def quad_rejection(spec: QuantGemmSpec, problem: Problem, device: Device) -> Rej
     refused = (
         rejection(spec, problem, device)
         or reject_if_unaligned_rows(problem)
-        or format_rejection(weight_of(problem), ())
+        or format_rejection(weight_of(problem), weight_of(problem).format.dequant_ops)
     )
     if refused is not None:
         return refused

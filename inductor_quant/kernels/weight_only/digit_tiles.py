@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field, WeightFormat
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 
 
 def varying(format: WeightFormat) -> list[Field]:
@@ -89,10 +90,15 @@ def operand_rejection(
         return refused
     if spec.a.dtype not in BASES:
         return no_kernel(f"x of {spec} does not have 16 bits")
-    return format_rejection(rules.weight_of(problem), float8)
+    weight = rules.weight_of(problem)
+    loop_ops, _ = rules.dequant_ops_of(spec, weight)
+    return format_rejection(weight, loop_ops, float8)
 
 
-def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejection | None:
+def format_rejection(
+    weight: Weight, loop_ops: Sequence[DequantOp], float8: tuple[torch.dtype, ...] = ()
+) -> Rejection | None:
+    """``loop_ops``: those that are not applied to sums."""
     format = weight.format
     if set(format.digits("k") + format.digits("n")) - format.code.digits:
         return no_kernel("quantized values are repeated")
@@ -114,11 +120,11 @@ def format_rejection(weight: Weight, float8: tuple[torch.dtype, ...]) -> Rejecti
         if any(index.bounds(format.radix)[0] < 0 for index in field.index):
             return no_kernel("positions are counted from the end")
     last = set(format.digits("k")[-1:])
-    for op in format.dequant_ops:
+    for number, op in enumerate(format.dequant_ops):
         if not isinstance(op.operand, Field):
             continue
-        if op.kind == "div" or op.operand.size:
-            return no_kernel("scales divide, or their groups are counted from the end")
+        if op.operand.size or (op.kind == "div" and number < len(loop_ops)):
+            return no_kernel("scales of groups divide, or groups are counted from the end")
         if any(nested.digits & last for nested in op.operand.nested):
             return no_kernel("the group of each k is data")
     return None

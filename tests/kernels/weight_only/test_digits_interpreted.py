@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import weight_only
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.simulate.interpreter import gluon as interpreter
+from inductor_quant.spec.weight_format import DequantOp
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
 from tests.support.gemms.weight_only import (
@@ -58,6 +62,12 @@ def generated_by(kernel, fn, make, config):
             "8x32x128_w2_s1_g8",
         ),  # a tile has half a table
         (DIRECT, Case("nf4", 16, 64, 128), "16x32x128_w2_s1_g8"),
+        (DIRECT, Case("mxfp4", 9, 64, 128, bias=True), "16x32x128_w2_s1_g8"),
+        (DIRECT, Case("mxfp4", 7, 64, 256, f16), "8x32x128_w2_s1_g8_k2"),  # in fp32
+        (DIRECT, Case("nvfp4", 5, 64, 128), "8x32x128_w2_s1_g8"),
+        (MM, Case("mxfp4", 20, 64, 192), "32x64x64_w4_s4_g8"),
+        (MM, Case("mxfp4", 20, 64, 192, f16, bias=True), "32x64x64_w4_s4_g8"),
+        (MM, Case("nvfp4", 40, 64, 128), "64x64x64_w4_s4_g8"),
         # 5 slices of K for 2 warps of 2 CTAs: some have none
         (DIRECT, Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),
         (DIRECT, Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),
@@ -190,10 +200,63 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which,
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq"])
-@pytest.mark.parametrize(
+def product(kernel, config, format, rows, *weight):
+    """(the generated kernels, ``rows`` times the weight)."""
+    text = format.encode()
+
+    def fn(x, *weight):
+        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=bf16)
+
+    def make(device):
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in (rows, *weight))
+
+    generated = generated_by(kernel, fn, make, config)
+    return generated, simulate.interpret(generated, (rows, *weight))
+
+
+BY_EITHER = pytest.mark.parametrize(
     ("kernel", "config"), [(DIRECT, "16x64x64_w1_s1_g8"), (MM, "32x64x64_w4_s4_g8")]
 )
+
+
+@BY_EITHER
+@pytest.mark.parametrize("kind", [*EXPONENTS, "e4m3"])
+def test_scales_of_eight_bits_give_the_weight_bit_for_bit(kind, kernel, config):
+    """Of every code; products of a table's values in 16 bits."""
+    torch.manual_seed(0)
+    m = int(config.partition("x")[0])
+    case = Case("mxfp4", m, 512, 128, bf16)
+    words, table, scales = make_inputs(case, "cpu")[3:]
+    scales = torch.arange(256, dtype=torch.uint8).repeat(scales.numel() // 256).view(scales.shape)
+    scale = dataclasses.replace(case.packed.format.dequant_ops[0].operand, float8=kind)
+    format = dataclasses.replace(case.packed.format, dequant_ops=(DequantOp("mul", scale),))
+    weight = (words, table, scales)
+    _, got = product(kernel, config, format, torch.eye(128, dtype=bf16)[:m], *weight)
+    want = weight_only.dequantize(format, weight).to(bf16)
+    finite = want.isfinite().all(0)  # else 0 * inf spoils a column
+    assert finite.sum() >= 496
+    assert torch.equal(got[:, finite], want[:m, finite])
+    assert not got[:, ~finite].isfinite().all(0).any()
+
+
+@BY_EITHER
+@pytest.mark.parametrize(("name", "is_narrow"), [("int8", True), ("uint8", False)])
+def test_zero_points_of_eight_bits_give_the_weight_bit_for_bit(name, is_narrow, kernel, config):
+    """In 16 bits if their differences to all codes are at most 256."""
+    torch.manual_seed(0)
+    m = int(config.partition("x")[0])
+    case = Case("int8_group", m, 256, 128, bf16)
+    format, (words, zeros, scales) = case.packed.format, make_inputs(case, "cpu")[3:]
+    words = words.view(torch.uint8) if name == "uint8" else words
+    zeros = torch.arange(-128, 128).repeat(zeros.numel() // 256).view(zeros.shape).to(torch.int8)
+    weight, rows = (words, zeros, scales), torch.eye(128, dtype=bf16)[64 - m : 64]
+    generated, got = product(kernel, config, format, rows, *weight)
+    assert is_narrow == any("fma.rn.bf16x2" in source for source in generated.kernels.values())
+    assert torch.equal(got, weight_only.dequantize(format, weight).to(bf16)[64 - m : 64])
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+@BY_EITHER
 def test_products_with_scales_of_fp16_are_rounded_to_bf16_once(name, kernel, config):
     """Scales of all exponents, in two parts."""
     torch.manual_seed(0)

@@ -45,9 +45,11 @@ def aligned(case):
         ("awq", (17, 1024)),
         ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
-        ("int8_group", (17, 4096)),
+        ("int8_group", (17, 1024)),
         ("int8_channel", (17, 1024)),
         ("nf4", (17, 1024)),
+        ("mxfp4", (17, 1024)),
+        ("nvfp4", (17, 1024)),  # one number divides
         ("uint2", (17, 4096)),
         ("fp8_row", (17, 1024)),
         ("fp8_block", (17, 4096)),

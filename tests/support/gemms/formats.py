@@ -17,6 +17,7 @@ from inductor_quant.spec.weight_format import (
     Field,
     WeightFormat,
 )
+from tests.support.gemms import fp4
 from tests.support.gemms.packed import Packed, form
 
 GROUP = 32
@@ -470,19 +471,13 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
     build.__name__: build
     for build in (
         *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
-        *(
-            int8_shuffled,
-            int8_zero_channel,
-            fp8_row,
-            fp8_block,
-            fp8_words,
-            e5m2_group,
-            nibble_pairs,
-            int4_words,
-        ),
+        *(int8_shuffled, int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group),
+        *(nibble_pairs, int4_words),
         *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
+FORMATS["mxfp4"] = lambda k, n: fp4.mxfp4(k, n, GROUP)
+FORMATS["nvfp4"] = lambda k, n: fp4.nvfp4(k, n, GROUP)
 
 
 def sizes(name: str, k: int, n: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ class Packed:
 
     Kinds: "bits" all values of the type, "fp8 words" bytes that are e4m3 numbers, "scale" positive,
     "zero" around 8, "float" normal, "group" positions of groups, some counted from the end,
-    "shifts" 0, 4, ... 28, "table" 16 rising values.
+    "shifts" 0, 4, ... 28, "table" 16 rising values, "e2m1" those of FP4, "exponent" 2**-7 to 2**4.
     """
 
     name: str
@@ -51,6 +51,11 @@ def _random(
     if kind == "table":
         position = torch.arange(16, device=device)
         return (((position - 7.5) / 7.5) ** 3 + 0.01 * position).to(dtype)
+    if kind == "e2m1":
+        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
+        return torch.cat([values, -values]).to(dtype)
+    if kind == "exponent":
+        return torch.randint(120, 132, shape, device=device).to(dtype)
     if kind == "float":
         return torch.randn(shape, device=device).to(dtype)
     low, high = (0.001, 0.021) if kind == "scale" else (4, 12)

@@ -25,6 +25,7 @@ from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Va
 from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
+BYTE_TYPES = (torch.uint8, torch.int8)
 TABLE = 16  # entries of a table that lanes hold, one each
 MAX_ZERO = 1 << 12  # small beside 2**23 / 2**15
 
@@ -173,7 +174,7 @@ class Uses(DigitStatements):
         base = self.assign("z", power(f"150 - ({at})"))
         if field.add - sign:
             base = self.assign("z", f"{base} - {float(field.add - sign)}")
-        if ops and (subtrahend := self.small_integer(ops[0], MAX_ZERO)):
+        if ops and (subtrahend := self.integer_within(ops[0], -MAX_ZERO, MAX_ZERO)):
             base, ops = self.assign("z", f"{base} + {subtrahend}"), ops[1:]
         code = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
         value = Value(self.assign("f", code), 1, 1, is_float=True)
@@ -193,16 +194,18 @@ class Uses(DigitStatements):
         kinds = [op.kind for op in ops[:2]]
         return kinds == ["sub", "mul"] and len(fields) == 2 and is_plain and dtypes <= set(PLACES)
 
-    def small_integer(self, op: DequantOp, most: int) -> str:
-        """The operand of a ``sub`` that is an integer of few bits, as fp32; else ""."""
+    def integer_within(self, op: DequantOp, low: int, high: int) -> str:
+        """The operand of a ``sub``, an integer from ``low`` to ``high``, as fp32; else ""."""
         if op.kind != "sub":
             return ""
         if not isinstance(op.operand, Field):
-            is_small = float(op.operand).is_integer() and abs(op.operand) <= most
-            return repr(float(op.operand)) if is_small else ""
+            is_within = float(op.operand).is_integer() and low <= op.operand <= high
+            return repr(float(op.operand)) if is_within else ""
         value = self.field(op.operand)
-        is_small = value.limit is not None and value.limit + abs(value.bias) <= most
-        return self.to_float(value).code if is_small and not value.is_float else ""
+        if value.limit is None or value.is_float:
+            return ""
+        is_within = low <= value.bias and value.bias + value.limit - 1 <= high
+        return self.to_float(value).code if is_within else ""
 
 
 class DigitCodegen(Codegen):
@@ -364,7 +367,10 @@ class DigitCodegen(Codegen):
                     }
                     step = DigitStatements(self, stride, size, "l", digits)
                     pointer += f" + {step.offset(moved)}"
-            whole.lines.append(f"{kept(i, slot)} = gl.load({pointer})")
+            # A byte that is kept over the loop would be extended at each use.
+            is_byte = self.dtypes[field.source] in BYTE_TYPES and field != self.format.code
+            wide = ".to(gl.int32)" if is_byte else ""
+            whole.lines.append(f"{kept(i, slot)} = gl.load({pointer}){wide}")
         return "\n".join([*lines, *out.lines, *whole.lines])
 
     def used(self, i: int, slot: int) -> str:

@@ -17,13 +17,13 @@ from inductor_quant.kernels.codegen.base import Codegen
 from inductor_quant.kernels.codegen.unpack_ptx import PLACES, dequantize_pair
 from inductor_quant.spec.weight_format import DequantOp, Field
 
-MAX_ZERO = 256  # bf16 has the difference to a byte exactly
-MAX_IN_PARTS = 32  # of the difference: its 5 bits and those 3 are the 8 of bf16
+# Of a field less its zero point: bf16 has it exactly; its 5 bits and those 3 are the 8 of bf16.
+MAX_DIFFERENCE, MAX_IN_PARTS = 256, 32
 
 
 def in_16_bits(out: Any) -> str:
     """W by 16-bit arithmetic; "" if that is not exact until the last rounding: it takes a small
-    integer as zero point, and a scale of x's dtype, or one ``in_parts``. ``out``, of
+    integer as zero point, and a scale in x's dtype, or one ``in_parts``. ``out``, of
     ``codegen.Uses``, gets the statements.
     """
     codegen, field = out.codegen, out.format.element
@@ -32,27 +32,30 @@ def in_16_bits(out: Any) -> str:
         return ""
     sign = 1 << field.width - 1 if field.signed else 0
     less = sign - field.add
-    zero, most = str(float(less)), MAX_ZERO - abs(less)
+    zero = str(float(less))
     has_zero = bool(ops) and ops[0].kind == "sub"
     is_in_parts = in_parts(codegen, ops[has_zero:])
-    if is_in_parts:
-        most = MAX_IN_PARTS - max(abs(less), abs((1 << field.width) - 1 - less))
-        if most < 0:
-            return ""
+    most = MAX_IN_PARTS if is_in_parts else MAX_DIFFERENCE
+    # what may be subtracted from 0, and from the largest field, and leave no more
+    low, high = (1 << field.width) - 1 - most - less, most - less
     if has_zero:
-        subtrahend = out.small_integer(ops.pop(0), most)
+        subtrahend = out.integer_within(ops.pop(0), low, high)
         zero = f"{subtrahend} + {zero}"
         if not subtrahend:
             return ""
+    elif not low <= 0 <= high:
+        return ""
     if [op.kind for op in ops] not in ([], ["mul"], ["mul", "add"], ["mul", "sub"]):
         return ""
     factors = []
     for op in ops:
-        if not isinstance(op.operand, Field) or op.operand.float8:
+        if not isinstance(op.operand, Field):
             return ""
-        if codegen.dtypes[op.operand.source] != x_dtype and not is_in_parts:
+        is_exact = codegen.is_in_x_dtype(op.operand)
+        if not (is_exact or is_in_parts):
             return ""
-        factors.append(f"{'-' if op.kind == 'sub' else ''}{out.field(op.operand).code}")
+        code = out.in_x_dtype(op.operand) if is_exact else out.field(op.operand).code
+        factors.append(f"{'-' if op.kind == 'sub' else ''}{code}")
     place, mask = PLACES[x_dtype], (1 << field.width) - 1
     at = f"({out.index(field.offset)}) & 7"
     base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"

@@ -22,6 +22,7 @@ from inductor_quant.kernels.codegen.gluon_layout import Layout, layout
 from inductor_quant.kernels.codegen.statements import Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
 from inductor_quant.kernels.problem import Weight
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import Field
 
 WIDTH = 4  # bits of a code
@@ -104,9 +105,14 @@ def looked_up(out: Statements, table: Field, pair: TileDigit, offset: str) -> st
         value = out.apply(Value("pairs", 1, 1, is_float=True), codegen.loop_ops)
         return f"({value.code}).to({codegen.x_type})"
     scale = scale_of(codegen, table)
-    if scale is not None:
-        arguments.append(f"({out.field(scale).code} + {none}).to({codegen.x_type})")
-    assembly = look_up(codegen.x_dtype, is_scaled=scale is not None)
+    registers = 0  # of the scale, for both values
+    if scale is not None and scale.float8 in EXPONENTS:
+        registers = 2
+        arguments.append(f"{out.twice_in_bf16(scale)} + {none}")
+    elif scale is not None:
+        registers = 1
+        arguments.append(f"({out.in_x_dtype(scale)} + {none}).to({codegen.x_type})")
+    assembly = look_up(codegen.x_dtype, registers)
     out.lines += codegen.dialect.inline_asm(assembly, ["pairs"], arguments, codegen.x_dtype)
     return "pairs"
 
@@ -140,19 +146,20 @@ def _store(dtype: torch.dtype, is_wide: bool) -> Assembly:
 _ADDRESS = ["prmt.b32 t, {word}, 0, {byte};", f"mad.lo.u32 t, t, {ROW}, {{copy}};"]
 
 
-def look_up(dtype: torch.dtype, *, is_scaled: bool) -> Assembly:
-    """Both values of a byte, times a scale of ``dtype`` if ``is_scaled``.
+def look_up(dtype: torch.dtype, of_scale: int) -> Assembly:
+    """Both values of a byte, times a scale of ``dtype`` if that is in registers, ``of_scale`` of
+    them, the first of which has it twice.
 
     Arguments: the word, the selector of the byte for ``prmt``, and the address of the lane's copy,
     the same for both values; and the scale.
     """
     lines = [line.format(word="$1", byte="$3", copy="$5") for line in _ADDRESS]
-    if is_scaled:
+    if of_scale:
         fma = f"fma.rn.{FMA_TYPES[dtype]} $0, t, $7, none;"
         lines += ["ld.shared.b32 t, [t];", "mov.b32 none, 0x80008000;", fma]
     else:
         lines.append("ld.shared.b32 $0, [t];")
-    return assembly(lines, "t, none", 6 + is_scaled, pack=2)
+    return assembly(lines, "t, none", 6 + of_scale, pack=2)
 
 
 def look_up_fp32() -> Assembly:

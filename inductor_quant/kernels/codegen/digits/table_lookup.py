@@ -19,6 +19,7 @@ from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.statements import Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
 from inductor_quant.kernels.problem import Weight
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import Field
 
 ENTRIES, PLANES = 16, 8
@@ -79,15 +80,14 @@ def start(codegen: Codegen, table: Field, plan: TilePlan, stride: Hook) -> list[
 
 
 def scale_of(codegen: Codegen, table: Field) -> Field | None:
-    """The scale, if one of x's dtype multiplies a table of x's dtype: the product is rounded to it
+    """The scale, if one in x's dtype multiplies a table of x's dtype: the product is rounded to it
     either way. Else the table of each group is computed in fp32, and rounded."""
     if [op.kind for op in codegen.loop_ops] != ["mul"]:
         return None
     scale = codegen.loop_ops[0].operand
-    if not isinstance(scale, Field) or scale.float8:
+    if not isinstance(scale, Field) or codegen.dtypes[table.source] != codegen.x_dtype:
         return None
-    types = {codegen.dtypes[field.source] for field in (scale, table)}
-    return scale if types == {codegen.x_dtype} else None
+    return scale if codegen.is_in_x_dtype(scale) else None
 
 
 def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[int]) -> str:
@@ -97,14 +97,19 @@ def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[in
     inner = [f"d_{each.name}" for each in plan.digits if each.digit in code.offset.digits]
     # for each value of a word, though all get the same
     arguments = [f"{out.read(code)[0]} + ({' + '.join(inner)}) * 0", *PLANE]
-    if scale is not None:
-        arguments.append(out.field(scale).code)
+    registers = 0  # of the scale, for the values of a word
+    if scale is not None and scale.float8 in EXPONENTS:
+        registers = len(places)
+        arguments.append(out.twice_in_bf16(scale))
+    elif scale is not None:
+        registers = len(places) // 2
+        arguments.append(out.in_x_dtype(scale))
     elif codegen.loop_ops:
         whole = [Value(f"entry{i}", 1, 1, is_float=True) for i in range(ENTRIES)]
         entries = [out.apply(entry, codegen.loop_ops).code for entry in whole]
         made = planes(codegen.x_dtype)
         out.lines += codegen.dialect.inline_asm(made, PLANE, entries, torch.int32)
-    assembly = look_up(places, codegen.x_dtype, is_scaled=scale is not None)
+    assembly = look_up(places, codegen.x_dtype, registers)
     out.lines += codegen.dialect.inline_asm(assembly, ["values"], arguments, codegen.x_dtype)
     return "values"
 
@@ -126,14 +131,15 @@ def planes(dtype: torch.dtype, *, is_uniform: bool = False) -> Assembly:
     return assembly(lines, "a, b", ENTRIES, bits=32, is_early=True, pack=1, count=PLANES)
 
 
-def look_up(places: Sequence[int], dtype: torch.dtype, *, is_scaled: bool) -> Assembly:
-    """The values of the fields ``places`` of a word, times a scale of ``dtype`` if ``is_scaled``.
+def look_up(places: Sequence[int], dtype: torch.dtype, of_scale: int) -> Assembly:
+    """The values of the fields ``places`` of a word, times a scale of ``dtype`` if that is in
+    registers, ``of_scale`` of them, the first of which has it twice.
 
     Arguments, the same for all: the word, the planes, and the scale."""
     outputs = len(places) // 2
     word, *plane, scale = (f"${outputs + len(places) * i}" for i in range(2 + PLANES))
     lines = [f"and.b32 s, {word}, 0x77777777;", f"shl.b32 u, {word}, 4;"]
-    if is_scaled:
+    if of_scale:
         lines.append("mov.b32 none, 0x80008000;")
     for half in range(2):
         # bytes of ones for fields from 8 on: the sign of each byte is a field's highest bit
@@ -147,10 +153,10 @@ def look_up(places: Sequence[int], dtype: torch.dtype, *, is_scaled: bool) -> As
                 continue
             first, second = (place % 4 for place in pair)
             selector = f"{second + 4:x}{second}{first + 4:x}{first}"
-            target = "t" if is_scaled else f"${i}"
+            target = "t" if of_scale else f"${i}"
             lines.append(f"prmt.b32 {target}, l, h, 0x{selector};")
-            if is_scaled:
+            if of_scale:
                 lines.append(f"fma.rn.{FMA_TYPES[dtype]} ${i}, t, {scale}, none;")
     registers = "s, u, m, l, h, t, none"
-    inputs = len(places) * (1 + PLANES) + is_scaled * outputs
+    inputs = len(places) * (1 + PLANES) + of_scale
     return assembly(lines, registers, inputs, pack=len(places), is_early=True)
