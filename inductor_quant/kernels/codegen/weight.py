@@ -21,9 +21,10 @@ class TritonCodegen(Codegen):
 
 
 class WeightCodegen(TritonCodegen):
-    """Dequantizes a tile of any format. ``is_finite``: W never holds an infinity or a NaN."""
+    """Dequantizes a tile of any format. ``is_finite``: W never holds an infinity or a NaN;
+    ``column``: which column of W is at ``idx_n``."""
 
-    is_finite = False
+    is_finite, column = False, "idx_n"
 
     @property
     def is_even_k(self) -> bool:
@@ -61,6 +62,27 @@ class WeightCodegen(TritonCodegen):
             rows, columns = self.resolution(*field.index)
             total += rows * columns * self.dtypes[field.source].itemsize
         return total
+
+
+class WholeCodegen(WeightCodegen):
+    """The same with all ops, of which none is left to sums: scales become one number before the
+    values are multiplied, of which there are more."""
+
+    def value(self, out: Statements) -> Value:
+        count = 0  # of the scales at the end, the first of which multiplies
+        for op in reversed(self.loop_ops):
+            if op.kind not in ("mul", "div"):
+                break
+            count += 1
+        ops = self.loop_ops[len(self.loop_ops) - count :]
+        if count < 2 or ops[0].kind != "mul":
+            return super().value(out)
+        value = out.apply(out.to_float(out.field(self.format.element)), self.loop_ops[:-count])
+        scale = out.apply(out.operand(ops[0]), ops[1:])
+        rows, columns = max(value.rows, scale.rows), max(value.columns, scale.columns)
+        value, scale = (out.widen(each, rows, columns) for each in (value, scale))
+        code = out.assign("f", f"{value.code} * {scale.code}")
+        return Value(code, rows, columns, is_float=True)
 
 
 class IntegerCodegen(WeightCodegen):

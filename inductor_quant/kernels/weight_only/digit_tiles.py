@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -9,8 +10,9 @@ import torch
 
 from inductor_quant.kernels.codegen.digits.codegen import TABLE
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
+from inductor_quant.kernels.codegen.digits.order import Order, reordered
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.codegen.digits.words import WordView, as_words
 from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
@@ -46,22 +48,47 @@ def n_order(format: WeightFormat) -> list[str]:
     return sorted(format.digits("n"), key=rank)
 
 
+@functools.lru_cache(maxsize=1024)
+def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
+    """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
+    order, if it is another: last are the digits that choose a value of a word."""
+    view = as_words(weight)
+    format = view.weight.format
+    order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
+    if order == format.digits("k"):
+        return view, None
+    counted = dataclasses.replace(view.weight, format=reordered(format, "k", order))
+    return dataclasses.replace(view, weight=counted), Order(format, tuple(order))
+
+
 def plan_of(
-    weight: Weight, config: GemmConfig, *, own: bool = False, low: tuple[int, ...] | None = None
+    weight: Weight,
+    config: GemmConfig,
+    *,
+    own: bool = False,
+    low: tuple[int, ...] | None = None,
+    in_order: bool = False,
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
-    ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
+    ``low``: as ``tile_plan`` takes it, by default for 16-bit x. ``in_order``: of
+    ``words_in_order``."""
     warps = config.num_warps
     tile_k = config.block_k // (warps if own else 1)
-    return _plan_of(weight, config.block_n, tile_k, warps, own, low)
+    return _plan_of(weight, config.block_n, tile_k, warps, own, low, in_order)
 
 
 # Many configurations have one tile, and are looked at several times for one GEMM.
 @functools.lru_cache(maxsize=4096)
 def _plan_of(
-    weight: Weight, block_n: int, tile_k: int, warps: int, own: bool, low: tuple[int, ...] | None
+    weight: Weight,
+    block_n: int,
+    tile_k: int,
+    warps: int,
+    own: bool,
+    low: tuple[int, ...] | None,
+    in_order: bool,
 ) -> TilePlan | None:
-    weight = as_words(weight).weight
+    weight = (words_in_order(weight)[0] if in_order else as_words(weight)).weight
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
     k = tile_digits(format, "k", tile_k)
@@ -81,7 +108,10 @@ def _plan_of(
 
 
 def operand_rejection(
-    spec: QuantGemmSpec, problem: Problem, device: Device, float8: tuple[torch.dtype, ...] = ()
+    spec: QuantGemmSpec,
+    problem: Problem,
+    device: Device,
+    float8: tuple[torch.dtype, ...] = (),
 ) -> Rejection | None:
     """Rejects all but 16-bit x with aligned rows and formats that there are statements for.
     ``float8``: types that the kernel converts."""
@@ -96,7 +126,9 @@ def operand_rejection(
 
 
 def format_rejection(
-    weight: Weight, loop_ops: Sequence[DequantOp], float8: tuple[torch.dtype, ...] = ()
+    weight: Weight,
+    loop_ops: Sequence[DequantOp],
+    float8: tuple[torch.dtype, ...] = (),
 ) -> Rejection | None:
     """``loop_ops``: those that are not applied to sums."""
     format = weight.format

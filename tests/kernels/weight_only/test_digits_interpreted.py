@@ -65,6 +65,9 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("mxfp4", 9, 64, 128, bias=True), "16x32x128_w2_s1_g8"),
         (DIRECT, Case("mxfp4", 7, 64, 256, f16), "8x32x128_w2_s1_g8_k2"),  # in fp32
         (DIRECT, Case("nvfp4", 5, 64, 128), "8x32x128_w2_s1_g8"),
+        # K in another order
+        (DIRECT, Case("halves_of_k", 5, 64, 256), "8x32x128_w2_s1_g8"),
+        (DIRECT, Case("halves_of_k", 16, 64, 320, f16, bias=True), "16x32x128_w2_s1_g8"),
         (MM, Case("mxfp4", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("mxfp4", 20, 64, 192, f16, bias=True), "32x64x64_w4_s4_g8"),
         (MM, Case("nvfp4", 40, 64, 128), "64x64x64_w4_s4_g8"),

@@ -17,7 +17,7 @@ from inductor_quant.spec.weight_format import (
     Field,
     WeightFormat,
 )
-from tests.support.gemms import fp4
+from tests.support.gemms import apart, fp4
 from tests.support.gemms.packed import Packed, form
 
 GROUP = 32
@@ -476,8 +476,8 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
         *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
-FORMATS["mxfp4"] = lambda k, n: fp4.mxfp4(k, n, GROUP)
-FORMATS["nvfp4"] = lambda k, n: fp4.nvfp4(k, n, GROUP)
+for of_groups in (fp4.mxfp4, fp4.nvfp4, apart.shards, apart.halves_of_k, apart.groups_of_n):
+    FORMATS[of_groups.__name__] = lambda k, n, build=of_groups: build(k, n, GROUP)
 
 
 def sizes(name: str, k: int, n: int) -> tuple[int, int]:

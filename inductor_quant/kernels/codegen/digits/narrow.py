@@ -117,7 +117,7 @@ def power(exponent: str) -> str:
 def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
     """Whether the field of a word lies within a half, or a byte, of it: then it needs no shift.
     ``is_float``: of a field that is a float of eight bits too."""
-    if not 0 < field.width <= 8 or field.wrap or field.size or field.offset.is_data:
+    if not 0 < field.width <= 8 or field.wrap or field.size or field.high or field.offset.is_data:
         return False
     if field.float8 and not is_float:
         return False

@@ -5,7 +5,8 @@ multiplying with cuBLAS is faster than dequantizing it for every tile (``preferr
 
 Each CTA reads one BLOCK_K x BLOCK_N tile of packed weights, applies all dequantization ops in fp32
 and stores the result, rounded once; an int8 weight of ``w4a8`` in int32. If the packed weight lies
-along K, so does W (``is_written_along_k``).
+along K, so does W (``is_written_along_k``). Where scales change with every k, the columns of a tile
+are those that share them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
-from inductor_quant.kernels.codegen.weight import IntegerCodegen, WeightCodegen
+from inductor_quant.kernels.codegen.digits.order import Order, reordered
+from inductor_quant.kernels.codegen.weight import IntegerCodegen, WholeCodegen
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import n_order, varying
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import OperandSpec, QuantGemmSpec
 
@@ -44,8 +47,14 @@ class WeightOnlyDequantize(Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         weight, dtype = rules.weight_of(problem), spec.a.dtype
+        column = "idx_n"
+        if varying(weight.format):
+            order = n_order(weight.format)
+            column = Order(weight.format, tuple(order)).place(column)
+            weight = dataclasses.replace(weight, format=reordered(weight.format, "n", order))
         tile = WeightTile(weight, config, dtype, weight.format.dequant_ops)
-        codegen = (IntegerCodegen if dtype == torch.int8 else WeightCodegen)(tile)
+        codegen = (IntegerCodegen if dtype == torch.int8 else WholeCodegen)(tile)
+        codegen.column = column
         return {"CODEGEN": codegen, "ACC_TYPE": codegen.x_type}
 
     def config_rejection(

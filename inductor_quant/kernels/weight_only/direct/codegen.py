@@ -13,6 +13,7 @@ from __future__ import annotations
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
@@ -44,7 +45,8 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
-    one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``."""
+    one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
+    ``k_order``: that of W's K, if it is not that of x."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
@@ -57,8 +59,10 @@ class DirectCodegen(DigitCodegen):
         n_order: list[str],
         *,
         in_halves: bool = False,
+        k_order: Order | None = None,
     ) -> None:
         super().__init__(tile, view, plan, n_order)
+        self.k_order = k_order
         self.parts = 1 + in_halves
         self.x_k = self.tile_k * self.parts
         ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
@@ -110,12 +114,15 @@ class DirectCodegen(DigitCodegen):
 
     def x_offsets(self, stride_m: str) -> str:
         """Statements that leave in ``x_at`` the addresses of x at k = 0, of ``x_rows``."""
+        columns = "x_columns"
+        if self.k_order is not None:
+            columns = self.k_order.place_within(columns, self.x_k)
         return "\n".join(
             [
                 f"x_warps = {positions(self.x_layout, 3, 0, self.warps)}",
                 f"x_columns = {positions(self.x_layout, 3, 2, self.x_k // self.x_packs)}",
                 f"x_at = {self.x_base} + x_rows.to(INDEX_DTYPE) * {self.x_elements(stride_m)}",
-                "x_at = x_at + x_columns",
+                f"x_at = x_at + {columns}",
             ]
         )
 
@@ -127,7 +134,11 @@ class DirectCodegen(DigitCodegen):
         """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
         how = "" if self.is_even else f", mask={at} < slices, other={self.zero}"
-        return f"gl.load(x_at + (first_slice + {at}) * {self.x_k // self.x_packs}{how})"
+        number, step = f"first_slice + {at}", self.x_k // self.x_packs
+        slice_at = f"({number}) * {step}"
+        if self.k_order is not None:
+            slice_at = self.k_order.place_of_block(number, step)
+        return f"gl.load(x_at + {slice_at}{how})"
 
     def load_w(self, k_iter: str, stride: Hook, size: Hook) -> str:
         """Statements that load the words of an iteration; beyond K, the last ones."""

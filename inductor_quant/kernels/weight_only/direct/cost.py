@@ -7,6 +7,7 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import varying
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
 from inductor_quant.spec.weight_format import Field
 
@@ -26,8 +27,9 @@ ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0127, 0.0281, 0.0022
 # Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
 WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
 # Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, and one that
-# is rounded for each small group; if x takes the way of shared memory.
-WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP = 1.365, 1.48, 1.63, 1.78, 32
+# is rounded for each small group; if x takes the way of shared memory; if scales change with every
+# k.
+WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP, VARYING = 1.365, 1.48, 1.63, 1.78, 32, 2.2
 
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
@@ -75,6 +77,7 @@ def _factor(weight: Weight) -> float:
     """Times as many cycles as 4 bits take."""
     format = weight.format
     factor = WIDTH ** math.log2((format.code.width or 8) / 4)
+    factor *= VARYING if varying(format) else 1
     if format.element == format.code:
         return factor
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]

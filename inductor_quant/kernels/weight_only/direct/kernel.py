@@ -31,6 +31,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     n_order,
     operand_rejection,
     plan_of,
+    words_in_order,
 )
 from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen, shares_x
@@ -79,14 +80,14 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
         weight = rules.weight_of(problem)
-        view, in_halves = as_words(weight), multiplies_halves(weight, config)
+        (view, k_order), in_halves = words_in_order(weight), multiplies_halves(weight, config)
         if in_halves:
             config = _half(config)
-        plan = plan_of(weight, config, own=True)
+        plan = plan_of(weight, config, own=True, in_order=True)
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
-        return DirectCodegen(tile, view, plan, order, in_halves=in_halves)
+        return DirectCodegen(tile, view, plan, order, in_halves=in_halves, k_order=k_order)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -95,8 +96,9 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if problem.m > DECODE_M:  # in tiles
             rows = ROWS_MEDIUM
             problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
+        weight = rules.weight_of(problem)
         refused = tile_misfit(problem, config, device, MAX_VALUES, rows)
-        if refused is None and plan_of(rules.weight_of(problem), config, own=True) is None:
+        if refused is None and plan_of(weight, config, own=True, in_order=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return refused
 
@@ -139,7 +141,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             is_large = warps * block_m * block_n > MOST_SUMS
             if is_empty or is_large or self.config_rejection(spec, problem, config, device):
                 continue
-            plan = plan_of(rules.weight_of(problem), config, own=True)
+            plan = plan_of(rules.weight_of(problem), config, own=True, in_order=True)
             assert plan is not None
             x_is_shared = shares_x(plan, block_m)
             if x_is_shared and block_m > MAX_ROWS_SHARED:
