@@ -170,6 +170,19 @@ def halves(group: int, axis: int) -> Format:
     return Format(make, dequantize, group=group)
 
 
+def halves_of_k(group: int) -> Format:
+    """uint8 [N, K / 2]: low nibbles hold the first half of K; symmetric, scales [N, K / group]."""
+
+    def make(source: Source, n: int, k: int) -> tuple[Tensor, ...]:
+        return source.integers(torch.uint8, n, k // 2), source.scales(BF16, n, k // group)
+
+    def dequantize(k: int, packed: Tensor, scales: Tensor) -> Tensor:
+        q = torch.cat([packed & 15, packed >> 4], 1).to(torch.int8) - 8
+        return grouped(q.to(BF16), None, scales)
+
+    return Format(make, dequantize, group=2 * group)
+
+
 def table(values: tuple[float, ...], group: int) -> Format:
     """Codes of a table in nibbles of uint8 [N, K / 2], high first, and scales [N, K / group]."""
 
@@ -198,17 +211,18 @@ def mxfp4() -> Format:
 
 
 def nvfp4() -> Format:
-    """E2M1 in nibbles, low first, scales e4m3 of 16 and one fp32 scale of the tensor."""
+    """E2M1 in nibbles, low first, scales e4m3 of 16, and one fp32 of the tensor, which divides: as
+    compressed-tensors stores and computes it."""
 
     def make(source: Source, n: int, k: int) -> tuple[Tensor, ...]:
         scales = (source.floats(torch.float32, n, k // 16).abs() * 50 + 1).to(torch.float8_e4m3fn)
         codes = source.integers(torch.uint8, n, k // 2)
-        return codes, source.table(E2M1, BF16), scales, source.scales(torch.float32, 1)
+        return codes, source.table(E2M1, BF16), scales, 1 / source.scales(torch.float32, 1)
 
     def dequantize(
         k: int, codes: Tensor, values: Tensor, scales: Tensor, overall: Tensor
     ) -> Tensor:
-        return grouped(values[fields(codes, 4, 1).int()], None, (scales.float() * overall).to(BF16))
+        return grouped(values[fields(codes, 4, 1).int()], None, scales.to(BF16) / overall)
 
     return Format(make, dequantize, group=16)
 
@@ -255,6 +269,7 @@ FORMATS: dict[str, Format] = {
     "pairs": rows(torch.uint8, 128),
     "pairs_32": rows(torch.uint8, 32),
     "quarters": rows(torch.uint8, 64, 2, 2),
+    "halves_of_k": halves_of_k(64),
     "hqq": halves(64, 1),
     "hqq_axis0": halves(64, 0),
     "nf4": table(NF4, 64),

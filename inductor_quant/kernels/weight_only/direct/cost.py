@@ -7,7 +7,7 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import varying
+from inductor_quant.kernels.weight_only.digit_tiles import varying, words_in_order
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
 from inductor_quant.spec.weight_format import Field
 
@@ -30,6 +30,8 @@ WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
 # is rounded for each small group; if x takes the way of shared memory; if scales change with every
 # k.
 WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP, VARYING = 1.365, 1.48, 1.63, 1.78, 32, 2.2
+# Of all, if scales change with every k, or x is read in another order.
+UNEVEN = 1.35
 
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
@@ -70,7 +72,10 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     warps = of_one_sm * config.num_warps
     loop = iterations * (warps * busy + waves * wait)
     sums = SUM_CYCLES * warps * rows * columns / 1024
-    return LAUNCH_CYCLES + loop + sums + (SPLIT_CYCLES if config.split_k > 1 else 0)
+    weight = rules.weight_of(problem)
+    is_uneven = varying(weight.format) or words_in_order(weight)[1] is not None
+    total = LAUNCH_CYCLES + loop + sums + (SPLIT_CYCLES if config.split_k > 1 else 0)
+    return total * (UNEVEN if is_uneven else 1)
 
 
 def _factor(weight: Weight) -> float:
