@@ -67,6 +67,11 @@ def configs_of(case):
         *(("hqq", m, bf16) for m in (1, 16, 20, 64, 200)),
         *(("int8_group", m, bf16) for m in (3, 16, 17, 128)),
         *(("nf4", m, f16) for m in (2, 12, 33, 70)),
+        *(("mxfp4", m, bf16) for m in (1, 16, 20, 70)),
+        ("mxfp4", 40, f16),  # in fp32
+        *(("nvfp4", m, bf16) for m in (2, 13, 64)),
+        *(("halves_of_k", m, bf16) for m in (1, 16)),
+        ("groups_of_n", 16, bf16),
         ("int8_channel", 50, bf16),
         ("int8_folded", 5, bf16),
         *(("int8_zero_channel", m, f16) for m in (7, 70)),
@@ -115,7 +120,7 @@ def test_more_rows_of_small_layers(name, m, n, k, dtype, group, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4", "fp8_row"]
+    "name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4", "mxfp4", "fp8_row"]
 )
 @pytest.mark.parametrize("dtype", [bf16, f16])
 @pytest.mark.parametrize(("m", "n"), [(16, 512), (64, 512), (64, 2048)])

@@ -22,7 +22,7 @@ from inductor_quant.ops import experts, weight_only
 from inductor_quant.spec import row_ranges
 from tests.support import in_flight
 from tests.support.gemms import formats
-from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, mxfp4, stacked
+from tests.support.gemms.experts import SHARED, Case, gemm, make_inputs, packed_of, stacked
 from tests.support.gemms.generated import device, generate
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
@@ -42,7 +42,7 @@ def _groups(large_groups):
 
 
 def described(name: str, rows: int, *, is_sorted: bool = True, n: int = 1536, k: int = 2048):
-    packed = mxfp4(k, n) if name == "mxfp4" else formats.build(name, k, n)
+    packed = packed_of(name, k, n)
     format = stacked(packed, E)
     spec = weight_only.make_spec(
         format,

@@ -41,6 +41,7 @@ CASES = [
     (Case("mxfp4", (70, 0, 64), 136, 320), WIDE),  # a turn goes beyond K
     (Case("nibble_pairs", (0, 0, 300), 72, 256), LARGE),
     (Case("mxfp4", (5, 0, 33), 72, 768), SMALL),  # scales are loaded later in a turn
+    (Case("looked_up", (5, 0, 33), 72, 768), SMALL),
     (Case("awq", (5, 33, 0), 160, 512, left_over=70), SMALL),
     (Case("nf4", (0, 0), 72, 256, left_over=40), SMALL),
     (Case("fp8_row", (130, 1), 72, 256, dtype=torch.float16), TALL),

@@ -10,7 +10,7 @@ import torch
 
 from inductor_quant.ops import experts
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
-from tests.support.gemms import formats
+from tests.support.gemms import formats, fp4
 from tests.support.gemms.formats import Packed, form
 from tests.support.gemms.weight_only import laid_out
 from tests.support.producers.experts import E2M1
@@ -51,9 +51,7 @@ class Case:
 
     @property
     def packed(self) -> Packed:
-        if self.name == "mxfp4":
-            return mxfp4(self.k, self.n)
-        return formats.build(self.name, self.k, self.n)
+        return packed_of(self.name, self.k, self.n)
 
     @property
     def rows(self) -> int:
@@ -82,9 +80,16 @@ def of_rows(x: torch.Tensor, rows: torch.Tensor | None, repeats: int) -> torch.T
     return x if rows is None else x[rows % len(x)]
 
 
-def mxfp4(k: int, n: int) -> Packed:
-    """gpt-oss: 16 bytes with 32 floats of 4 bits, neighbours along K in a byte; exponents by
-    group."""
+def packed_of(name: str, k: int, n: int) -> Packed:
+    """The weight of an expert; "mxfp4": in groups of 32."""
+    if name == "looked_up":
+        return looked_up(k, n)
+    return fp4.mxfp4(k, n, 32) if name == "mxfp4" else formats.build(name, k, n)
+
+
+def looked_up(k: int, n: int) -> Packed:
+    """Groups of 16 bytes with 32 floats of 4 bits, neighbours along K in a byte; codes of scales,
+    which are in a table."""
     code = Field(0, (form(("n0", 1)), form(("k0", 1)), form(("k1", 1))), form(("k2", 4)), 4)
     exponent = Field(2, (form(("n0", 1)), form(("k0", 1))))
     format = WeightFormat(
@@ -104,7 +109,7 @@ def mxfp4(k: int, n: int) -> Packed:
         ("exponent", (n, k // 32), torch.uint8),
         ("powers", (256,), torch.bfloat16),
     )
-    return Packed("mxfp4", format, tensors, read)
+    return Packed("looked_up", format, tensors, read)
 
 
 SHARED = ("table", "shifts", "e2m1", "powers")  # kinds of tensors that all experts read
@@ -167,7 +172,7 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
 
 def _tensors(case: Case, device: str) -> list[torch.Tensor]:
     """Random tensors of one weight."""
-    if case.name != "mxfp4":
+    if case.name != "looked_up":
         return case.packed.make(device)
     if device == "cuda":
         return [torch.empty(s, dtype=dtype, device=device) for _, s, dtype in case.packed.tensors]
