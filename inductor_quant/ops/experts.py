@@ -38,7 +38,11 @@ def max_mean_rows(
     is_whole = not (code.wrap or code.size or code.minus or code.high or code.offset.is_data)
     is_packed = is_whole and code.width <= 8 and dtypes[code.source] in _PACKED
     is_grouped = all(format.block(field)[0] != 1 for field in operands)
-    is_grouped &= all(op.kind != "div" for op in format.dequant_ops)
+    of_sums = len(format.column_ops) if x_dtype == torch.bfloat16 else 0
+    loop_ops = format.dequant_ops[: len(format.dequant_ops) - of_sums]
+    is_grouped &= all(op.kind != "div" for op in loop_ops)
+    in_word = [name for name in format.digits("k") if name in code.offset.digits]
+    is_grouped &= format.digits("k")[len(format.digits("k")) - len(in_word) :] == in_word
     has_tiles = k % _TILE_K == 0 and not any(index.is_data or index.tables for index in code.index)
     if is_sm90 and x_dtype.itemsize == 2 and is_packed and is_grouped and has_tiles:
         return MAX_MEAN_ROWS_SM90

@@ -154,7 +154,7 @@ def _view_dtype(reader: Reader, node: fx.Node, index: At) -> Expr:
     the new dtype."""
     source, dtype = fx_utils.arguments(node, "self", "dtype")
     old = fx_utils.value(source).dtype
-    if old == E8M0 and dtype in INTEGERS:
+    if old == E8M0 and dtype in INTEGERS and dtype.itemsize == old.itemsize:
         return reader.apply(lambda x: _bits_of(x, dtype), reader.read(source, index))
     if old.itemsize == dtype.itemsize:
         return reader.apply(lambda x: arithmetic.bitcast(x, dtype), reader.read(source, index))

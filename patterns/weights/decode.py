@@ -29,7 +29,6 @@ from .. import fx_utils
 from ..symbolic import Reader
 from ..symbolic.bits import dense_parts
 from ..symbolic.expr import (
-    E8M0,
     EXACT_IN_FP32,
     FLOAT8,
     FLOATS,
@@ -360,8 +359,6 @@ class _Decoder:
         return self._loaded(node, normalized_index(index, self.space), Field(0, ()))
 
     def _field(self, expr: Expr) -> Field:
-        if isinstance(expr, Load) and expr.dtype == E8M0:
-            return self._loaded(expr.node, expr.index, Field(0, (), width=8, float8="e8m0"))
         if isinstance(expr, Load):
             if expr.dtype not in (*FLOATS, *FLOAT8):
                 raise self._blame(expr, f"an element of {expr.dtype}")
@@ -403,7 +400,7 @@ class _Decoder:
                 return dataclasses.replace(inner, size=expr.args[1].index.const)
         if isinstance(expr, Op) and expr.name == "float8":
             inner = self._field(expr.args[0])
-            if not (inner.add or inner.wrap):
+            if not (inner.add or inner.wrap or inner.high):
                 kind = "e4m3" if expr.dtype == torch.float8_e4m3fn else "e5m2"
                 return dataclasses.replace(inner, width=8, signed=False, float8=kind)
         if isinstance(expr, Op) and expr.name == "wrap":
@@ -416,6 +413,8 @@ class _Decoder:
         """A float of 8 bits, or an entry of a table."""
         code, table = self._field(expr.code), table_of(expr, fx_utils.value(self.node).dtype)
         if isinstance(table, str):
+            if code.high:
+                raise self._blame(expr, "a float of 8 bits that is joined from several fields")
             return dataclasses.replace(code, width=8, signed=False, float8=table)
         at = AffineIndex(fields=((code, 1),))
         return Field(self._source(table), (at,))

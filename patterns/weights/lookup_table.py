@@ -14,11 +14,12 @@ from .. import fx_utils
 from ..match import Constant, Derived
 from ..symbolic import Reader
 from ..symbolic.bits import dense_parts
-from ..symbolic.expr import E8M0, Bits, Expr, Load, Lookup, Op, is_position
+from ..symbolic.expr import E8M0, Bits, Expr, Load, Lookup, Op, is_position, whole
 from ..symbolic.functions import as_function
 from ..symbolic.index import Unsupported
 
 Source = fx.Node | Constant | Derived
+_HOLDING = (torch.bfloat16, torch.float32, torch.float64)  # all of e8m0
 TABLE_DTYPES = (torch.float16, torch.bfloat16)  # of a table whose values they hold; else fp32
 
 
@@ -41,24 +42,30 @@ def table_of(expr: Lookup, preferred: torch.dtype) -> Constant | Derived | str:
         return Constant(values.view(torch.uint8).numpy().tobytes(), values.dtype)
 
 
-def exponents_of(reader: Reader, expr: Expr) -> tuple[Expr, str] | None:
+def exponents_of(reader: Reader, expr: Expr) -> tuple[Bits, str] | None:
     """(the stored code, the kind of ``EXPONENTS``) of a scale that is such a function of it."""
-    if isinstance(expr, Op) and expr.name == "cast" and isinstance(expr.args[0], Lookup):
-        try:
-            expr = as_function(reader, expr)
-        except Unsupported:
-            return None
-    if not isinstance(expr, Lookup) or isinstance(expr.values, Derived):
+    inner = expr
+    while isinstance(inner, Op) and inner.name == "cast" and inner.dtype in _HOLDING:
+        (inner,) = inner.args
+    if isinstance(inner, Load) and inner.dtype == E8M0:
+        return whole(inner.node, inner.index, torch.uint8), "e8m0"
+    if not isinstance(inner, Lookup):
         return None
-    if len(expr.values) != 256 * expr.dtype.itemsize:
+    try:
+        found = as_function(reader, expr)
+    except Unsupported:
+        return None
+    if not isinstance(found, Lookup) or not isinstance(found.values, bytes):
+        return None
+    if not isinstance(found.code, Bits) or len(found.values) != 256 * found.dtype.itemsize:
         return None
     with compat.real_tensors():
-        values = Constant(expr.values, expr.dtype).tensor().double()
+        values = Constant(found.values, found.dtype).tensor().double()
         powers = torch.arange(-127.0, 129.0, dtype=torch.float64).exp2()
         for kind, (first, last) in EXPONENTS.items():
             powers[0], powers[-1] = first, last
             if torch.allclose(values, powers, rtol=0, atol=0, equal_nan=True):
-                return expr.code, kind
+                return found.code, kind
         return None
 
 

@@ -159,6 +159,11 @@ SPECS = {
     "int4_in_int64": "i4",
     "nf4": "u4 lut/32x1:f32",
     "joined_table": "u6 lut",
+    "mxfp4": "u4 lut/32x1:e8m0",
+    "nvfp4": "u4 lut/32x1:e4m3",
+    "shards": "u3/32x1:bf16 zero=float",
+    "halves_of_k": "u4/32x1:bf16 zero=const",
+    "groups_of_n": "u4/1x1:bf16 zero=float",
     "act_order": "u4/gatheredx1:f16 zero=packed",
     "shift_table": "u4/channel:f16 zero=const",
 }

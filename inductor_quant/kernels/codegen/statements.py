@@ -308,6 +308,7 @@ class Statements:
     def _power_of_two(self, code: str, kind: str, one: int) -> str:
         """The bits of a float whose exponent is ``code``, times ``one``."""
         first, last = EXPONENTS[kind]
+        code = self.assign("b", f"({code}).to({self.lang}.int32)")  # of a wide word too
         bits, half = f"{code} * {one}", one >> 1
         if first:  # half of the smallest number that has an exponent
             bits = f"{self.lang}.maximum({bits}, {half})"

@@ -12,7 +12,7 @@ from inductor_quant.kernels.codegen.digits.codegen import TABLE
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, reordered
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.digits.words import WordView, as_words
+from inductor_quant.kernels.codegen.digits.words import WordView, as_words, joined_words
 from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
@@ -52,7 +52,8 @@ def n_order(format: WeightFormat) -> list[str]:
 def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
     order, if it is another: last are the digits that choose a value of a word."""
-    view = as_words(weight)
+    view = joined_words(weight) if weight.format.code.high else as_words(weight)
+    view = view or as_words(weight)
     format = view.weight.format
     order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
     if order == format.digits("k"):
@@ -112,9 +113,11 @@ def operand_rejection(
     problem: Problem,
     device: Device,
     float8: tuple[torch.dtype, ...] = (),
+    *,
+    joins: bool = False,
 ) -> Rejection | None:
     """Rejects all but 16-bit x with aligned rows and formats that there are statements for.
-    ``float8``: types that the kernel converts."""
+    ``float8``: types that the kernel converts. ``joins``: it joins numbers of several fields."""
     refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
     if refused is not None:
         return refused
@@ -122,20 +125,26 @@ def operand_rejection(
         return no_kernel(f"x of {spec} does not have 16 bits")
     weight = rules.weight_of(problem)
     loop_ops, _ = rules.dequant_ops_of(spec, weight)
-    return format_rejection(weight, loop_ops, float8)
+    return format_rejection(weight, loop_ops, float8, joins=joins)
 
 
 def format_rejection(
     weight: Weight,
     loop_ops: Sequence[DequantOp],
     float8: tuple[torch.dtype, ...] = (),
+    *,
+    joins: bool = False,
 ) -> Rejection | None:
     """``loop_ops``: those that are not applied to sums."""
     format = weight.format
     if set(format.digits("k") + format.digits("n")) - format.code.digits:
         return no_kernel("quantized values are repeated")
-    if format.code.minus or format.code.high:
+    if format.code.minus or (format.code.high and not joins):
         return no_kernel("a value is a difference of integers, or joined from several fields")
+    if format.code.high and joined_words(weight) is None:
+        return no_kernel("a value is joined from fields that are no bytes of words")
+    if any(isinstance(op.operand, Field) and op.operand.high for op in format.dequant_ops):
+        return no_kernel("a zero point is joined from several fields")
     table = format.element
     if table != format.code:
         sizes = weight.tensors[table.source].shape

@@ -32,7 +32,7 @@ bf16 = torch.bfloat16
 E = 32
 MANY_ROWS = (
     *("awq", "fp8_words", "gptq", "hqq", "int4_words", "int8_channel", "int8_folded"),
-    *("int8_group", "int8_zero_channel", "nf4", "nibble_pairs", "uint2"),
+    *("int8_group", "int8_zero_channel", "mxfp4", "nf4", "nibble_pairs", "nvfp4", "uint2"),
 )
 
 

@@ -67,6 +67,10 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("nvfp4", 5, 64, 128), "8x32x128_w2_s1_g8"),
         # K in another order
         (DIRECT, Case("halves_of_k", 5, 64, 256), "8x32x128_w2_s1_g8"),
+        # of several fields
+        (DIRECT, Case("shards", 7, 48, 512, bias=True), "8x16x128_w2_s1_g8"),
+        (DIRECT, Case("shards", 13, 64, 1024, f16), "16x32x128_w4_s1_g8_k2"),
+        (DIRECT, Case("shards", 40, 32, 512), "64x16x128_w2_s1_g8"),
         (DIRECT, Case("halves_of_k", 16, 64, 320, f16, bias=True), "16x32x128_w2_s1_g8"),
         (MM, Case("mxfp4", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("mxfp4", 20, 64, 192, f16, bias=True), "32x64x64_w4_s4_g8"),
@@ -240,6 +244,24 @@ def test_scales_of_eight_bits_give_the_weight_bit_for_bit(kind, kernel, config):
     assert finite.sum() >= 496
     assert torch.equal(got[:, finite], want[:m, finite])
     assert not got[:, ~finite].isfinite().all(0).any()
+
+
+@BY_EITHER
+@pytest.mark.parametrize("words", [torch.uint8, torch.int64])
+def test_large_powers_of_integers_do_not_overflow(words, kernel, config):
+    """Powers from 2**110 on times 4 bits; exponents in wide words."""
+    torch.manual_seed(0)
+    m = int(config.partition("x")[0])
+    case = Case("nibble_pairs", m, 64, 128, bf16)
+    packed, scales = make_inputs(case, "cpu")[3:]
+    code = (110 + 127 + torch.arange(14)).repeat(64)[: scales.numel()].view(scales.shape)
+    scale = dataclasses.replace(case.packed.format.dequant_ops[0].operand, width=8, float8="e8m0")
+    format = dataclasses.replace(case.packed.format, dequant_ops=(DequantOp("mul", scale),))
+    weight = packed, code.to(words)
+    _, got = product(kernel, config, format, torch.eye(128, dtype=bf16)[:m], *weight)
+    want = weight_only.dequantize(format, weight).to(bf16)[:m]
+    assert want.isfinite().all()
+    assert torch.equal(got, want)
 
 
 @BY_EITHER

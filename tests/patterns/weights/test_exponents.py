@@ -36,6 +36,7 @@ SPELLINGS = {
     "viewed": (lambda code: code.view(e8m0).float(), "e8m0"),
     "viewed, to bf16": (lambda code: code.view(e8m0).to(bf16), "e8m0"),
     "stored": (lambda code: code.float(), "e8m0"),
+    "stored, to bf16 at last": (lambda code: code.float().to(bf16), "e8m0"),
     "stored, its bytes": (lambda code: (code.view(u8).to(i32) << 23).view(f32), "e8m0_bits"),
 }
 
@@ -69,6 +70,32 @@ def test_the_kernel_reads_exponents(name, dtype):
     assert finite.sum() >= N - 2
     assert torch.equal(got[:, finite], want[:, finite])
     assert not got[:, ~finite].isfinite().any()
+
+
+def joined(code):
+    return torch.exp2((code & 15 | (code[:, :1] >> 4) << 4).float() - 127)
+
+
+def wider(code):
+    return (code.view(e8m0).view(torch.int16) & 255).float().repeat_interleave(2, 1)
+
+
+@pytest.mark.parametrize("scale", [joined, wider], ids=["of two fields", "in wider words"])
+def test_other_codes_are_not_read_as_exponents(scale):
+    torch.manual_seed(0)
+    q = torch.randint(-128, 128, (N, K), dtype=torch.int8)
+    code = torch.randint(100, 140, (N, K // GROUP), dtype=u8)
+
+    def fn(x, q, code):
+        return x @ (q * scale(code).repeat_interleave(GROUP, 1)).to(x.dtype).t()
+
+    with torch.no_grad():
+        got, [rewrite] = capture(fn, [torch.eye(K), q, code])
+    want = (q * scale(code).repeat_interleave(GROUP, 1)).t()
+    assert torch.equal(got, want)
+    for call in calls(rewrite.after, WEIGHT_ONLY):
+        [step] = WeightFormat.decode(call.kwargs["format"]).dequant_ops
+        assert not step.operand.float8
 
 
 def test_other_powers_are_computed_apart():

@@ -93,17 +93,24 @@ class DigitStatements(Statements):
         return f"{source} + {self.offset(field)}", 1, 1
 
     def is_word(self, field: Field) -> bool:
-        return self.codegen.view.dim is not None and field.source == self.format.code.source
+        view = self.codegen.view
+        words = {part.source for part in (self.format.code, *view.parts)}
+        return view.dim is not None and field.source in words
 
 
 class Uses(DigitStatements):
     """Computes with what was loaded into ``kept``."""
 
     def __init__(self, codegen: DigitCodegen, stride: Hook, size: Hook, slot: int = 0) -> None:
-        super().__init__(codegen, stride, size, "u", codegen.digits("d_", "n"))
+        digits = codegen.digits("d_", "n")
+        for name in codegen.digits_of_places:
+            digits[name] = [*digits[name], f"was_{name}"]
+        super().__init__(codegen, stride, size, "u", digits)
         self.slot = slot
 
     def read(self, field: Field) -> tuple[str, int, int]:
+        if field == self.format.code and self.codegen.view.parts:
+            return self.joined(), 1, 1
         if field in self.codegen.loaded:
             word = self.codegen.used(self.codegen.loaded.index(field), self.slot)
             is_scalar = not self.codegen.varies(field)
@@ -114,6 +121,16 @@ class Uses(DigitStatements):
         position = self.assign("i", f"({self.index(index)}).to(gl.int32)")
         flat = f"gl.reshape({position}, [{codegen.block_n * codegen.block_k}])"
         return self.assign("w", f"gl.reshape(gl.gather(table, {flat}, 0), {codegen.shape})"), 1, 1
+
+    def joined(self) -> str:
+        """The words whose bytes are the numbers: the fields of the parts, one above the other."""
+        terms, place = [], 0
+        for part in self.codegen.view.parts:
+            mask = ((1 << part.width) - 1) * 0x01010101
+            code = f"(({self.read(part)[0]} >> ({self.index(part.offset)})) & {mask})"
+            terms.append(f"({code} << {place})" if place else code)
+            place += part.width
+        return self.assign("j", " | ".join(terms))
 
     def dequantized(self) -> str:
         """W in x's dtype."""
@@ -233,8 +250,14 @@ class DigitCodegen(Codegen):
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
         self.table = self.format.element if self.format.element != self.format.code else None
         operands = [op.operand for op in self.loop_ops]
-        fields = [self.format.code, *(each for each in operands if isinstance(each, Field))]
+        parts = view.parts or (self.format.code,)
+        fields = [*parts, *(each for each in operands if isinstance(each, Field))]
         self.loaded = list(dict.fromkeys(fields))
+        # Digits of K that choose a field, but are the same in a tile.
+        in_word = {name for part in parts for name in part.offset.digits}
+        self.digits_of_places = [
+            digit.name for digit in self.k_digits if digit.outer > 1 and digit.name in in_word
+        ]
         # Bits of n: of a row of the MMA, the lowest first; and the highest first, as in memory and
         # as the MMA has them.
         columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))

@@ -15,6 +15,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Codegen
 from inductor_quant.kernels.codegen.unpack_ptx import PLACES, dequantize_pair
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import DequantOp, Field
 
 # Of a field less its zero point: bf16 has it exactly; its 5 bits and those 3 are the 8 of bf16.
@@ -51,7 +52,8 @@ def in_16_bits(out: Any) -> str:
     for op in ops:
         if not isinstance(op.operand, Field):
             return ""
-        is_exact = codegen.is_in_x_dtype(op.operand)
+        # a power of two may be infinite if it is multiplied by the divisor
+        is_exact = codegen.is_in_x_dtype(op.operand) and op.operand.float8 not in EXPONENTS
         if not (is_exact or is_in_parts):
             return ""
         code = out.in_x_dtype(op.operand) if is_exact else out.field(op.operand).code

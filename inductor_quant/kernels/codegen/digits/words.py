@@ -19,10 +19,13 @@ _BYTE_TYPES = (torch.int8, torch.uint8, *_FLOAT8)
 @dataclasses.dataclass(frozen=True)
 class WordView:
     """``weight``, whose quantized values are read from 32-bit words. ``dim``: the dimension of
-    their tensor along which ``BYTES`` bytes are one word; None: the tensor is read as it is."""
+    their tensor along which ``BYTES`` bytes are one word; None: the tensor is read as it is.
+    ``parts``: fields of the bytes of several such words, which are joined to the word that the
+    code is read from; () if it is stored."""
 
     weight: Weight
     dim: int | None = None
+    parts: tuple[Field, ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)  # asked for once a configuration
@@ -67,6 +70,47 @@ def as_words(weight: Weight) -> WordView:
             if is_plain and not any(other % BYTES for other in others):
                 return WordView(_split(weight, dim, name), dim)
     return WordView(weight)
+
+
+def parts_of(code: Field) -> list[Field]:
+    """The fields that make up a number, the lowest first."""
+    found = [code]
+    while high := found[-1].high:
+        found.append(high)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def joined_words(weight: Weight) -> WordView | None:
+    """The view of a weight whose numbers are joined from fields of bytes, four neighbours from the
+    words of each; None if these are no words."""
+    format, code = weight.format, weight.format.code
+    if format.element != code or code.wrap or code.size or code.minus:
+        return None
+    views = []
+    for part in parts_of(code):
+        if any(index.tables for index in (*part.index, part.offset)):
+            return None
+        alone = dataclasses.replace(format, element=dataclasses.replace(part, high=None))
+        views.append(as_words(Weight(alone, weight.tensors)))
+    first, parts, tensors = views[0].weight.format, [], list(weight.tensors)
+    for view in views:
+        split, element = view.weight.format, view.weight.format.element
+        if view.dim is None or (view.dim, split.k, split.n) != (views[0].dim, first.k, first.n):
+            return None  # other bytes are neighbours there
+        of_part = element.offset.linear[:-1]  # without the byte
+        offset = dataclasses.replace(element.offset, linear=of_part)
+        parts.append(dataclasses.replace(element, offset=offset))
+        tensors[element.source] = view.weight.tensors[element.source]
+    joined = dataclasses.replace(
+        parts[0],
+        offset=AffineIndex(linear=first.element.offset.linear[-1:]),
+        width=code.total_width,
+        signed=code.signed,
+        add=code.add,
+    )
+    format = dataclasses.replace(first, element=joined)
+    return WordView(Weight(format, tuple(tensors)), views[0].dim, tuple(parts))
 
 
 def _split(weight: Weight, dim: int, name: str) -> Weight:

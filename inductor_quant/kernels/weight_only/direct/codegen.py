@@ -191,12 +191,19 @@ class DirectCodegen(DigitCodegen):
 
     def keep(self) -> str:
         """Statements that keep what was loaded while the next words are loaded."""
-        return "\n".join(
+        places = [
+            f"was_{name} = gl.convert_layout(first_{name}, TILE, assert_trivial=True)"
+            for name in self.digits_of_places
+        ]
+        return "\n".join([*places, *self._kept_fields()])
+
+    def _kept_fields(self) -> list[str]:
+        return [
             f"{self.used(i, part)} = {kept(i, part)}"
             for part in range(self.parts)
             for i, field in enumerate(self.loaded)
             if not self.is_fetched(field, part)
-        )
+        ]
 
     @property
     def sums_shape(self) -> str:

@@ -18,8 +18,9 @@ from inductor_quant.spec.weight_format import Field
 FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2380, 1875, 0.85, 2660
 FEW_VALUE, FEW_PRODUCT, FEW_WAIT, FEW_WAIT_VALUE = 0.0078, 0.075, 272, 6.4
 FEW_WARP, FEW_SUMS = 53, 250
-# Times as many cycles for W: for values above 4 bits, and from a table.
-FEW_WIDE, FEW_LOOKED_UP = 1.25, 2.3
+# Times as many cycles for W: for values above 4 bits, from a table, and of several fields (whatever
+# the rows).
+FEW_WIDE, FEW_LOOKED_UP, JOINED = 1.25, 2.3, 3.0
 # Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
 # row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
@@ -36,7 +37,7 @@ UNEVEN = 1.35
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
     format = rules.weight_of(problem).format
-    width = format.code.width or 8
+    width = format.code.total_width or 8
     slice_k = config.block_k // config.num_warps
     iterations = math.ceil(math.ceil(problem.k / slice_k / config.split_k) / config.num_warps)
     of_one_sm = math.ceil(math.ceil(problem.n / config.block_n) * config.split_k / device.num_sms)
@@ -44,6 +45,7 @@ def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
     warps, values = of_one_sm * config.num_warps, config.block_n * slice_k
     factor = FEW_WIDE if width > 4 else 1.0
     factor *= FEW_LOOKED_UP if format.element != format.code else 1.0
+    factor *= JOINED if format.code.high else 1.0
     busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
     wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
     loop = iterations * (warps * busy + waves * wait)
@@ -81,8 +83,9 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
 def _factor(weight: Weight) -> float:
     """Times as many cycles as 4 bits take."""
     format = weight.format
-    factor = WIDTH ** math.log2((format.code.width or 8) / 4)
+    factor = WIDTH ** math.log2((format.code.total_width or 8) / 4)
     factor *= VARYING if varying(format) else 1
+    factor *= JOINED if format.code.high else 1
     if format.element == format.code:
         return factor
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]

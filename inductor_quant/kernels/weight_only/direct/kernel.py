@@ -43,12 +43,13 @@ from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_VALUES = 128  # of W that a thread dequantizes at once
+MAX_VALUES, MAX_JOINED = 128, 64  # of W that a thread dequantizes at once; of several fields
 WARP_SIZE = 32
-# (columns, k) of a warp's tile: up to 4 bits, and above.
+# (columns, k) of a warp's tile: up to 4 bits, above, and of several fields.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
+    ((32, 64), (16, 64), (16, 128), (64, 32)),
 )
 # Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
@@ -73,7 +74,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             return no_kernel(detail)
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")
-        refused = operand_rejection(spec, problem, device, FLOAT8)
+        refused = operand_rejection(spec, problem, device, FLOAT8, joins=True)
         if refused is None and _is_for_bytes(spec, problem):
             return no_kernel(f"weight_only_bytes has better tiles for K = {problem.k}")
         return refused
@@ -97,7 +98,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             rows = ROWS_MEDIUM
             problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
         weight = rules.weight_of(problem)
-        refused = tile_misfit(problem, config, device, MAX_VALUES, rows)
+        most = MAX_JOINED if rules.weight_of(problem).format.code.high else MAX_VALUES
+        refused = tile_misfit(problem, config, device, most, rows)
         if refused is None and plan_of(weight, config, own=True, in_order=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return refused
@@ -106,8 +108,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if problem.m > DECODE_M:
             return self._medium_configs(spec, problem, device)
         weight = rules.weight_of(problem)
-        is_narrow = 0 < weight.format.code.width <= 4
-        tiles, most_warps = list(TILES[0 if is_narrow else 1]), MAX_WARPS
+        is_narrow, is_joined = 0 < weight.format.code.width <= 4, bool(weight.format.code.high)
+        tiles, most_warps = list(TILES[2 if is_joined else 0 if is_narrow else 1]), MAX_WARPS
         is_along_n = are_words_of_columns(weight)
         if is_along_n and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
@@ -166,7 +168,7 @@ def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     digits = tile_digits(as_words(weight).weight.format, "k", slice_k // 2)
     if not digits or digits[-1].outer % 2:
         return False  # the halves are not within a digit
-    return plan_of(weight, _half(config), own=True) is not None
+    return plan_of(weight, _half(config), own=True, in_order=True) is not None
 
 
 def _half(config: GemmConfig) -> GemmConfig:

@@ -32,6 +32,7 @@ def test_which_formats_are_bytes():
         *BYTES,
         *FLOATS,
         "hqq",
+        "groups_of_n",
     }
 
 
