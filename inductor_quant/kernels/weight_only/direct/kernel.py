@@ -54,6 +54,8 @@ TILES = (
 # Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
 MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
+# Of several fields: slices of K have the same bytes, which warps of a CTA read together.
+LEAST_WARPS_JOINED = 4
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
 # From 17 rows on, in as many tiles as it takes.
@@ -124,6 +126,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             cost_of,
             lambda config: self.config_rejection(spec, problem, config, device) is not None,
             most_warps,
+            LEAST_WARPS_JOINED if is_joined else 1,
         )
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_along_n and config.block_n != 64, cost_of(config)))
@@ -203,6 +206,7 @@ def cheapest_of_each(
     cost_of: Callable[[GemmConfig], float],
     is_rejected: Callable[[GemmConfig], bool],
     most_warps: int = MAX_WARPS,
+    least_warps: int = 1,
 ) -> list[GemmConfig]:
     """The cheapest configuration of each of ``tiles``, (columns, k) of a warp, that is not
     rejected."""
@@ -213,7 +217,7 @@ def cheapest_of_each(
             GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
             for warps in _WARPS
             for split in _SPLITS
-            if warps <= most_warps
+            if least_warps <= warps <= most_warps
         ]
         listed.sort(key=cost_of)
         found += itertools.islice((c for c in listed if not is_rejected(c)), 1)
