@@ -52,8 +52,9 @@ def n_order(format: WeightFormat) -> list[str]:
 def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
     order, if it is another: last are the digits that choose a value of a word."""
-    view = joined_words(weight) if weight.format.code.high else as_words(weight)
-    view = view or as_words(weight)
+    if weight.format.code.high:
+        return joined_words(weight) or as_words(weight), None
+    view = as_words(weight)
     format = view.weight.format
     order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
     if order == format.digits("k"):

@@ -52,8 +52,10 @@ def _random(
         position = torch.arange(16, device=device)
         return (((position - 7.5) / 7.5) ** 3 + 0.01 * position).to(dtype)
     if kind == "e2m1":
-        values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=device)
-        return torch.cat([values, -values]).to(dtype)
+        code = torch.arange(16, device=device)
+        low = code & 7
+        value = torch.where(low < 2, low * 0.5, (2 + (low & 1)) * torch.exp2((low >> 1) - 2.0))
+        return torch.where(code < 8, value, -value).to(dtype)
     if kind == "exponent":
         return torch.randint(120, 132, shape, device=device).to(dtype)
     if kind == "float":
