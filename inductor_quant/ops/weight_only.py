@@ -337,9 +337,9 @@ def _check(format: WeightFormat, tensors: tuple[TensorType, ...]) -> None:
         joined = joined.high
         if not joined.width or is_float(tensors[joined.source][0]) or joined.signed or joined.add:
             raise SpecError(f"weight_only: {joined} of {format} is no unsigned bit field")
-    if any(field.high and (field.wrap or not field.width) for field in fields):
+    if any(field.high and (field.wrap or field.signed or not field.width) for field in fields):
         raise SpecError(
-            f"weight_only: a field of {format} with a high part wraps, or is no bit field"
+            f"weight_only: a field of {format} with a high part wraps, or is no unsigned bit field"
         )
     if format.code.float8 in EXPONENTS:
         raise SpecError(f"weight_only: the element of {format} is a power of two, as scales are")

@@ -264,6 +264,10 @@ BAD = {
     "a table of another length": (_with(offset=AffineIndex(tables=(("k2", (0, 4)),))), "2 entries"),
     "a wrap without a width": (_with(width=0, offset=AffineIndex(), wrap=True), "without a width"),
     "an element that is wide": (_with(width=16, offset=AffineIndex()), "wider than 15"),
+    "a number of several fields with a sign": (
+        _with(signed=True, high=dataclasses.replace(ELEMENT, width=1)),
+        "no unsigned bit field",
+    ),
     "an empty dimension": ({"format": dataclasses.replace(FORMAT, k=(2, 4, 0))}, "empty"),
     "a position that is a float": (
         {"format": WeightFormat((64,), (16,), Field(0, (form(data=Field(1, ())), AffineIndex())))},

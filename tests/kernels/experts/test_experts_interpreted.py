@@ -23,7 +23,7 @@ DIRECT_8, DIRECT_16 = "experts_direct 8x32x256_w2_s1_g8", "experts_direct 16x64x
 # rows than tiles); none
 COUNTS = ((0, 3, 0, 35, 1, 0), (0, 0, 40), (1, 1, 1, 1, 1), (0, 0))
 # integers along K and N, a zero point, a table, a table of floats of 4 bits
-DIRECT = ("gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "mxfp4", "looked_up")
+DIRECT = ("gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "mxfp4", "looked_up", "halves_of_k")
 
 
 def run(case, config):

@@ -212,7 +212,7 @@ def product(kernel, config, format, rows, *weight):
     text = format.encode()
 
     def fn(x, *weight):
-        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=bf16)
+        return weight_only.op(x, list(weight), None, None, format=text, out_dtype=x.dtype)
 
     def make(device):
         return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in (rows, *weight))
@@ -265,8 +265,11 @@ def test_large_powers_of_integers_do_not_overflow(words, kernel, config):
 
 
 @BY_EITHER
+@pytest.mark.parametrize("dtype", [bf16, f16])
 @pytest.mark.parametrize(("name", "is_narrow"), [("int8", True), ("uint8", False)])
-def test_zero_points_of_eight_bits_give_the_weight_bit_for_bit(name, is_narrow, kernel, config):
+def test_zero_points_of_eight_bits_give_the_weight_bit_for_bit(
+    name, is_narrow, dtype, kernel, config
+):
     """In 16 bits if their differences to all codes are at most 256."""
     torch.manual_seed(0)
     m = int(config.partition("x")[0])
@@ -274,10 +277,26 @@ def test_zero_points_of_eight_bits_give_the_weight_bit_for_bit(name, is_narrow, 
     format, (words, zeros, scales) = case.packed.format, make_inputs(case, "cpu")[3:]
     words = words.view(torch.uint8) if name == "uint8" else words
     zeros = torch.arange(-128, 128).repeat(zeros.numel() // 256).view(zeros.shape).to(torch.int8)
-    weight, rows = (words, zeros, scales), torch.eye(128, dtype=bf16)[64 - m : 64]
+    weight, rows = (words, zeros, scales.to(dtype)), torch.eye(128, dtype=dtype)[64 - m : 64]
     generated, got = product(kernel, config, format, rows, *weight)
-    assert is_narrow == any("fma.rn.bf16x2" in source for source in generated.kernels.values())
-    assert torch.equal(got, weight_only.dequantize(format, weight).to(bf16)[64 - m : 64])
+    assert is_narrow == any("x2 $0, t, $12" in source for source in generated.kernels.values())
+    assert torch.equal(got, weight_only.dequantize(format, weight).to(dtype)[64 - m : 64])
+
+
+@pytest.mark.parametrize("add", [0, -4])
+def test_joined_numbers_give_the_weight_bit_for_bit(add):
+    """Rows of K of the first warps and of the last, in two slices."""
+    torch.manual_seed(0)
+    case = Case("shards", 16, 32, 512, bf16)
+    format, weight = case.packed.format, make_inputs(case, "cpu")[3:]
+    element = dataclasses.replace(format.element, add=add)
+    format = dataclasses.replace(format, element=element)
+    want = weight_only.dequantize(format, weight).to(bf16)
+    for start in (0, 16, 240, 496):
+        rows = torch.zeros(16, 512, dtype=bf16)
+        rows[torch.arange(16), start + torch.arange(16)] = 1
+        _, got = product(DIRECT, "16x16x256_w4_s1_g8_k2", format, rows, *weight)
+        assert torch.equal(got, want[start : start + 16])
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

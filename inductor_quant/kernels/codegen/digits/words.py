@@ -11,7 +11,7 @@ import torch
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
-BYTES = 4  # of a word
+BYTES, BITS = 4, 8  # of a word, and of each of them
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _BYTE_TYPES = (torch.int8, torch.uint8, *_FLOAT8)
 
@@ -87,6 +87,8 @@ def joined_words(weight: Weight) -> WordView | None:
     format, code = weight.format, weight.format.code
     if format.element != code or code.wrap or code.size or code.minus:
         return None
+    if code.total_width > BITS:
+        return None  # the numbers of four neighbours would overlap
     views = []
     for part in parts_of(code):
         if any(index.tables for index in (*part.index, part.offset)):
@@ -106,8 +108,6 @@ def joined_words(weight: Weight) -> WordView | None:
         parts[0],
         offset=AffineIndex(linear=first.element.offset.linear[-1:]),
         width=code.total_width,
-        signed=code.signed,
-        add=code.add,
     )
     format = dataclasses.replace(first, element=joined)
     return WordView(Weight(format, tuple(tensors)), views[0].dim, tuple(parts))

@@ -195,15 +195,13 @@ class DirectCodegen(DigitCodegen):
             f"was_{name} = gl.convert_layout(first_{name}, TILE, assert_trivial=True)"
             for name in self.digits_of_places
         ]
-        return "\n".join([*places, *self._kept_fields()])
-
-    def _kept_fields(self) -> list[str]:
-        return [
+        fields = [
             f"{self.used(i, part)} = {kept(i, part)}"
             for part in range(self.parts)
             for i, field in enumerate(self.loaded)
             if not self.is_fetched(field, part)
         ]
+        return "\n".join([*places, *fields])
 
     @property
     def sums_shape(self) -> str:

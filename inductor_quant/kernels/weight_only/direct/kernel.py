@@ -100,7 +100,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             rows = ROWS_MEDIUM
             problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
         weight = rules.weight_of(problem)
-        most = MAX_JOINED if rules.weight_of(problem).format.code.high else MAX_VALUES
+        most = MAX_JOINED if weight.format.code.high else MAX_VALUES
         refused = tile_misfit(problem, config, device, most, rows)
         if refused is None and plan_of(weight, config, own=True, in_order=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
