@@ -1,4 +1,4 @@
-"""Weights whose columns, or whose K, are counted in another order than that of their digits.
+"""Weights whose columns, or whose K, are counted by other digits, or in another order of them.
 
 A tile has neighbours of that order: columns that share their scales where these change with every k
 (HQQ with axis 0), or the values of the same words where these are far apart along K.
@@ -7,7 +7,7 @@ A tile has neighbours of that order: columns that share their scales where these
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
@@ -21,6 +21,66 @@ def reordered(format: WeightFormat, axis: str, order: Sequence[str]) -> WeightFo
     names = {f"{axis}{i}": "" for i in range(len(format.radices(axis)))}  # "": of one value
     names |= {old: f"{axis}{i}" for i, old in enumerate(order)}
 
+    def index(old: AffineIndex) -> AffineIndex:
+        linear = [(names.get(name, name), coef) for name, coef in old.linear]
+        tables = [(names.get(name, name), table) for name, table in old.tables]
+        return dataclasses.replace(
+            old,
+            const=old.const + sum(table[0] for name, table in tables if not name),
+            linear=tuple(sorted(term for term in linear if term[0])),
+            tables=tuple(sorted(term for term in tables if term[0])),
+        )
+
+    return _counted(format, axis, tuple(map(format.radix, order)), index)
+
+
+def is_linear(format: WeightFormat, name: str) -> bool:
+    """Whether no table has a value for each value of a digit."""
+
+    def names(field: Field) -> Iterator[str]:
+        for index in (*field.index, field.offset):
+            yield from (digit for digit, _ in index.tables)
+            for nested, _ in index.fields:
+                yield from names(nested)
+        for other in (field.minus, field.high):
+            yield from names(other) if other else ()
+
+    fields = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    return not any(name in names(field) for field in (format.element, *fields))
+
+
+def split(format: WeightFormat, name: str, low: int) -> WeightFormat:
+    """The same weight with a digit that ``is_linear`` as two: ``name``, and after it one of ``low``
+    values."""
+    axis, position = name[0], int(name[1:])
+    lower = f"{axis}{position + 1}"
+
+    def renamed(digit: str) -> str:
+        moves = digit[0] == axis and int(digit[1:]) > position
+        return f"{axis}{int(digit[1:]) + 1}" if moves else digit
+
+    def index(old: AffineIndex) -> AffineIndex:
+        linear: list[tuple[str, int]] = []
+        for digit, coef in old.linear:
+            terms = [(name, coef * low), (lower, coef)]
+            linear += terms if digit == name else [(renamed(digit), coef)]
+        tables = tuple((renamed(digit), table) for digit, table in old.tables)
+        return dataclasses.replace(old, linear=tuple(linear), tables=tables)
+
+    digits = list(format.radices(axis))
+    digits[position : position + 1] = [digits[position] // low, low]
+    return _counted(format, axis, tuple(digits), index)
+
+
+def _counted(
+    format: WeightFormat,
+    axis: str,
+    digits: tuple[int, ...],
+    renamed: Callable[[AffineIndex], AffineIndex],
+) -> WeightFormat:
+    """``format`` with other ``digits`` of an axis; ``renamed``: what an index of theirs becomes,
+    apart from its fields."""
+
     def field(old: Field) -> Field:
         return dataclasses.replace(
             old,
@@ -31,20 +91,14 @@ def reordered(format: WeightFormat, axis: str, order: Sequence[str]) -> WeightFo
         )
 
     def index(old: AffineIndex) -> AffineIndex:
-        linear = [(names.get(name, name), coef) for name, coef in old.linear]
-        tables = [(names.get(name, name), table) for name, table in old.tables]
-        return AffineIndex(
-            old.const + sum(table[0] for name, table in tables if not name),
-            tuple(sorted(term for term in linear if term[0])),
-            tuple(sorted(term for term in tables if term[0])),
-            tuple((field(each), coef) for each, coef in old.fields),
-        )
+        fields = tuple((field(each), coef) for each, coef in old.fields)
+        return dataclasses.replace(renamed(old), fields=fields)
 
     ops = tuple(
         DequantOp(op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand)
         for op in format.dequant_ops
     )
-    radices: Any = {axis: tuple(map(format.radix, order))}
+    radices: Any = {axis: digits}
     return dataclasses.replace(format, element=field(format.element), dequant_ops=ops, **radices)
 
 
@@ -54,6 +108,15 @@ class Order:
 
     format: WeightFormat
     digits: tuple[str, ...]
+
+    def neighbours(self, block: int) -> int:
+        """How many positions of a block follow one another in the axis, from its first one on."""
+        count = 1
+        for apart, radix, weight in self._steps():
+            if apart >= block or apart != weight:
+                break
+            count = apart * radix
+        return min(count, block)
 
     def place(self, position: str) -> str:
         """The position in the axis of what is at ``position`` in this order."""

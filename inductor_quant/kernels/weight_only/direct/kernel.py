@@ -86,7 +86,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         (view, k_order), in_halves = words_in_order(weight), multiplies_halves(weight, config)
         if in_halves:
             config = _half(config)
-        plan = plan_of(weight, config, own=True, in_order=True)
+        plan = plan_of(view, config, own=True)
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
@@ -102,7 +102,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         weight = rules.weight_of(problem)
         most = MAX_JOINED if weight.format.code.high else MAX_VALUES
         refused = tile_misfit(problem, config, device, most, rows)
-        if refused is None and plan_of(weight, config, own=True, in_order=True) is None:
+        if refused is None and plan_of(words_in_order(weight)[0], config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return refused
 
@@ -146,7 +146,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             is_large = warps * block_m * block_n > MOST_SUMS
             if is_empty or is_large or self.config_rejection(spec, problem, config, device):
                 continue
-            plan = plan_of(rules.weight_of(problem), config, own=True, in_order=True)
+            plan = plan_of(words_in_order(rules.weight_of(problem))[0], config, own=True)
             assert plan is not None
             x_is_shared = shares_x(plan, block_m)
             if x_is_shared and block_m > MAX_ROWS_SHARED:
@@ -171,7 +171,7 @@ def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     digits = tile_digits(as_words(weight).weight.format, "k", slice_k // 2)
     if not digits or digits[-1].outer % 2:
         return False  # the halves are not within a digit
-    return plan_of(weight, _half(config), own=True, in_order=True) is not None
+    return plan_of(words_in_order(weight)[0], _half(config), own=True) is not None
 
 
 def _half(config: GemmConfig) -> GemmConfig:

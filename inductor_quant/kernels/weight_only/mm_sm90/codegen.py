@@ -12,6 +12,7 @@ from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
@@ -24,15 +25,25 @@ PAIR_OF_M: Dim = ("pair", 2)
 
 
 class MMSm90Codegen(DigitCodegen):
-    """``x`` is the activation's name; sums are of ``acc_type``."""
+    """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
+    is not that of x, which is then read in parts."""
 
     box: WordBox
     x, acc_type, unknown_zero, looks_up_pairs = "X", "gl.float32", "unknown_zero", True
 
     def __init__(
-        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+        self,
+        tile: WeightTile,
+        view: WordView,
+        plan: TilePlan,
+        n_order: list[str],
+        *,
+        k_order: Order | None = None,
     ) -> None:
         super().__init__(tile, view, plan, n_order)
+        self.k_order = k_order
+        self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
+        self.parts = self.block_k // self.part_k
         box = word_box(tile.weight, plan)
         assert box is not None
         self.box = box
@@ -52,7 +63,7 @@ class MMSm90Codegen(DigitCodegen):
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
-            "X_SHARED": self._shared([self.block_m, self.block_k], self.x_type),
+            "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
         }
@@ -92,6 +103,14 @@ class MMSm90Codegen(DigitCodegen):
         """The position of a tile's first word."""
         of_expert = [f"{code} * {self.box.strides[name]}" for name, [code] in self.expert().items()]
         return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
+
+    def first_column(self, k_iter: str, part: int) -> str:
+        """Of a part of x, in a K iteration; K beyond the last one."""
+        if self.k_order is None:
+            return f"{k_iter} * BLOCK_K"
+        first = self.k_order.place_of_block(k_iter, self.block_k)
+        within = self.k_order.place_within(str(part * self.part_k), self.block_k)
+        return f"gl.where({k_iter} < K // BLOCK_K, {first} + {within}, K)"
 
     def prefetch(self, tile: str) -> str:
         """Statements that prefetch the words of a K iteration, number ``tile``, to the L2 cache."""

@@ -14,7 +14,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
-from inductor_quant.kernels.weight_only.digit_tiles import plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from tests.support import in_flight
 from tests.support.gemms import formats
@@ -114,7 +114,7 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     """Of each 16 x 16: lanes and two registers of k, lanes and one register of n."""
     _, problem = described(Case(name, 8, 1024, 1024, bf16))
     config = GemmConfig(8, tile[0], 4 * tile[1], 4, 1)
-    plan = plan_of(problem.weight, config, own=True)
+    plan = plan_of(words_in_order(problem.weight)[0], config, own=True)
     if plan is None:
         pytest.skip("values of a word do not fit into the tile")
     kinds = [digit.name[0] for digit in plan.digits]
