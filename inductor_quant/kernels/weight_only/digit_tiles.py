@@ -12,6 +12,7 @@ import torch
 from inductor_quant.kernels.codegen.digits.codegen import TABLE
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
+from inductor_quant.kernels.codegen.digits.runs import run_of, words_of_runs
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
 from inductor_quant.kernels.codegen.digits.words import WordView, as_words, joined_words
 from inductor_quant.kernels.codegen.packed_layout import BASES
@@ -56,7 +57,7 @@ def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
     order, if it is another: last are the digits that choose a value of a word."""
     if weight.format.code.high:
-        return joined_words(weight) or as_words(weight), None
+        return words_of_runs(weight) or joined_words(weight) or as_words(weight), None
     view = as_words(weight)
     format = view.weight.format
     order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
@@ -172,10 +173,13 @@ def format_rejection(
         return no_kernel("quantized values are repeated")
     if format.code.minus or (format.code.high and not joins):
         return no_kernel("a value is a difference of integers, or joined from several fields")
-    if format.code.high and joined_words(weight) is None:
+    if format.code.high and not (words_of_runs(weight) or joined_words(weight)):
         return no_kernel("a value is joined from fields that are no bytes of words")
-    if any(isinstance(op.operand, Field) and op.operand.high for op in format.dequant_ops):
-        return no_kernel("a zero point is joined from several fields")
+    for op in format.dequant_ops:
+        if isinstance(op.operand, Field) and op.operand.high:
+            run = run_of(format, op.operand)
+            if run is None or run.digit[0] != "n":
+                return no_kernel("a zero point is joined from several fields")
     table = format.element
     if table != format.code:
         sizes = weight.tensors[table.source].shape

@@ -71,6 +71,8 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("shards", 7, 48, 512, bias=True), "8x16x128_w2_s1_g8"),
         (DIRECT, Case("shards", 13, 64, 1024, f16), "16x32x128_w4_s1_g8_k2"),
         (DIRECT, Case("shards", 40, 32, 512), "64x16x128_w2_s1_g8"),
+        (DIRECT, Case("crossing", 5, 64, 256, f16), "8x32x128_w2_s1_g8"),
+        (DIRECT, Case("crossing", 13, 96, 320, bias=True), "16x16x128_w2_s1_g8_k2"),
         (DIRECT, Case("halves_of_k", 16, 64, 320, f16, bias=True), "16x32x128_w2_s1_g8"),
         (MM, Case("mxfp4", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("mxfp4", 20, 64, 192, f16, bias=True), "32x64x64_w4_s4_g8"),

@@ -21,11 +21,13 @@ class WordView:
     """``weight``, whose quantized values are read from 32-bit words. ``dim``: the dimension of
     their tensor along which ``BYTES`` bytes are one word; None: the tensor is read as it is.
     ``parts``: fields of the bytes of several such words, which are joined to the word that the
-    code is read from; () if it is stored."""
+    code is read from; () if it is stored. ``run``: the digit of four numbers each, if the parts are
+    the words of a run of numbers, and bytes of that word are four of them."""
 
     weight: Weight
     dim: int | None = None
     parts: tuple[Field, ...] = ()
+    run: str = ""
 
 
 @functools.lru_cache(maxsize=1024)  # asked for once a configuration

@@ -1,7 +1,8 @@
 """Gluon statements of ``weight_only_mm_sm90``: W is dequantized in the registers of wgmma.
 
 Packed words reach shared memory by TMA. The four lanes that share a row of the MMA read the same
-words and dequantize different values of them, so x stays in the order of memory.
+words and dequantize different values of them, so x stays in the order of memory, or in parts that
+do if values of a word are far apart along K.
 """
 
 from __future__ import annotations
