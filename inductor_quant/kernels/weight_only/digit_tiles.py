@@ -12,10 +12,15 @@ import torch
 from inductor_quant.kernels.codegen.digits.codegen import TABLE
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
-from inductor_quant.kernels.codegen.digits.runs import run_of, words_of_runs
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.digits.words import WordView, as_words, joined_words
+from inductor_quant.kernels.codegen.digits.words import (
+    WordView,
+    as_words,
+    joined_words,
+    words_of_runs,
+)
 from inductor_quant.kernels.codegen.packed_layout import BASES
+from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules

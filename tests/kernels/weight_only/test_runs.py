@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from inductor_quant.kernels.codegen.digits.runs import run_of, words_of_runs
-from inductor_quant.kernels.codegen.digits.words import parts_of
+from inductor_quant.kernels.codegen.digits.words import words_of_runs
+from inductor_quant.kernels.codegen.runs import parts_of, run_of
 from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 from tests.support.gemms.formats import build

@@ -18,11 +18,11 @@ from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits import joined, narrow, pair_lookup, table_lookup
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place, power
-from inductor_quant.kernels.codegen.digits.runs import run_of
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
+from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inductor_quant.kernels.codegen.digits.runs import WORD, Run
 from inductor_quant.kernels.codegen.digits.words import BITS, BYTES
+from inductor_quant.kernels.codegen.runs import WORD, Run
 from inductor_quant.kernels.codegen.statements import Value
 from inductor_quant.spec.weight_format import AffineIndex
 
@@ -32,7 +32,7 @@ def words(out: Any) -> str:
 
 def number_of_run(out: Any, run: Run) -> Value:
     low, high = (out.read(end)[0] for end in run.ends)
-    bits = _from(out, low, high, out.index(run.place))
+    bits = out.from_bit(low, high, out.index(run.place))
     code = out.assign("b", f"{bits} & {(1 << run.width) - 1}")
     return Value(code, 1, 1, bias=run.add, limit=1 << run.width)
 
@@ -47,7 +47,7 @@ def _four_of_run(out: Any) -> str:
         for above in (0, four - 1)
     )
     place = AffineIndex(tables=((digit, tuple(begin % WORD for begin in begins)),))
-    return _from(out, low, high, out.index(place))
+    return str(out.from_bit(low, high, out.index(place)))
 
 
 def _chosen(out: Any, values: Sequence[str], which: Sequence[int], digit: str) -> str:
@@ -57,9 +57,3 @@ def _chosen(out: Any, values: Sequence[str], which: Sequence[int], digit: str) -
         if which[i] != which[i - 1]:
             code = f"gl.where({position} >= {i}, {values[which[i]]}, {code})"
     return str(out.assign("w", code))
-
-
-def _from(out: Any, low: str, high: str, place: str) -> str:
-    """32 bits from bit ``place`` of ``low`` on, the last ones of ``high``."""
-    both = f"({high}.to(gl.int64) << {WORD}) | ({low}.to(gl.int64) & {(1 << WORD) - 1})"
-    return str(out.assign("b", f"(({both}) >> ({place})).to(gl.int32)"))

@@ -8,6 +8,7 @@ import functools
 import torch
 
 from inductor_quant.kernels.codegen.digits.order import is_linear, split
+from inductor_quant.kernels.codegen.runs import WORD, parts_of, run_of
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import AffineIndex, Field
 
@@ -66,14 +67,6 @@ def as_words(weight: Weight) -> WordView:
             if is_plain and not any(other % BYTES for other in others):
                 return WordView(_split(weight, dim, name), dim)
     return WordView(weight)
-
-
-def parts_of(code: Field) -> list[Field]:
-    """The fields that make up a number, the lowest first."""
-    found = [code]
-    while high := found[-1].high:
-        found.append(high)
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -155,3 +148,29 @@ def _replaced(field: Field, old: Field, new: Field) -> Field:
         for each in field.index
     )
     return dataclasses.replace(field, index=index)
+
+
+@functools.lru_cache(maxsize=1024)
+def words_of_runs(weight: Weight) -> WordView | None:
+    """The view of a weight whose numbers follow one another along K, four neighbours as the bytes
+    of a word; None: it has others."""
+    format, code = weight.format, weight.format.code
+    run = run_of(format, code)
+    if format.element != code or run is None or run.digit[0] != "k" or run.width > BITS:
+        return None
+    tensor = weight.tensors[code.source]
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    format = dataclasses.replace(format, element=run.first)
+    if tensor.dtype != torch.int32 or not is_linear(format, run.digit):
+        return None
+    if any(run.digit in field.digits for field in operands):
+        return None  # scales change within a run
+    format = split(format, run.digit, BYTES)
+    place = int(run.digit[1:]) + 1
+    offset = AffineIndex(
+        linear=((f"k{place}", BITS),), tables=((run.digit, (0,) * (WORD // BYTES)),)
+    )
+    element = dataclasses.replace(format.element, offset=offset, width=run.width, add=run.add)
+    counted = dataclasses.replace(run, first=format.element)
+    view = Weight(dataclasses.replace(format, element=element), weight.tensors)
+    return WordView(view, parts=counted.words, run=run.digit)

@@ -9,11 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import torch
-
-from inductor_quant.kernels.codegen.digits.order import is_linear, split
-from inductor_quant.kernels.codegen.digits.words import BITS, BYTES, WordView, parts_of
-from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import AffineIndex, Field, WeightFormat
 
 WORD = 32  # bits of a word, and numbers of a run, which begins with a word
@@ -31,15 +26,19 @@ class Run:
     add: int = 0
 
     @property
+    def bits(self) -> list[int]:
+        """Of the run, at which its numbers begin."""
+        return [self.width * number for number in range(WORD)]
+
+    @property
     def words(self) -> tuple[Field, ...]:
         return tuple(self._moved(AffineIndex(number)) for number in range(self.width))
 
     @property
     def ends(self) -> tuple[Field, Field]:
         """The words of the first and of the last bit of each number."""
-        bits = [self.width * number for number in range(WORD)]
         first, last = (
-            AffineIndex(tables=((self.digit, tuple((bit + above) // WORD for bit in bits)),))
+            AffineIndex(tables=((self.digit, tuple((bit + above) // WORD for bit in self.bits)),))
             for above in (0, self.width - 1)
         )
         return self._moved(first), self._moved(last)
@@ -47,14 +46,21 @@ class Run:
     @property
     def place(self) -> AffineIndex:
         """The bit of its word at which each number begins."""
-        bits = tuple(self.width * number % WORD for number in range(WORD))
-        return AffineIndex(tables=((self.digit, bits),))
+        return AffineIndex(tables=((self.digit, tuple(bit % WORD for bit in self.bits)),))
 
     def _moved(self, by: AffineIndex) -> Field:
         index = list(self.first.index)
         old = index[self.dim]
         index[self.dim] = dataclasses.replace(old, const=old.const + by.const, tables=by.tables)
         return dataclasses.replace(self.first, index=tuple(index))
+
+
+def parts_of(code: Field) -> list[Field]:
+    """The fields that make up a number, the lowest first."""
+    found = [code]
+    while high := found[-1].high:
+        found.append(high)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,29 +103,3 @@ def _by(digit: str, index: AffineIndex) -> tuple[AffineIndex, AffineIndex]:
     linear = tuple(term for term in index.linear if term[0] != digit)
     tables = tuple(term for term in index.tables if term[0] != digit)
     return own, AffineIndex(0, linear, tables, index.fields)
-
-
-@functools.lru_cache(maxsize=1024)
-def words_of_runs(weight: Weight) -> WordView | None:
-    """The view of a weight whose numbers follow one another along K, four neighbours as the bytes
-    of a word; None: it has others."""
-    format, code = weight.format, weight.format.code
-    run = run_of(format, code)
-    if format.element != code or run is None or run.digit[0] != "k" or run.width > BITS:
-        return None
-    tensor = weight.tensors[code.source]
-    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
-    format = dataclasses.replace(format, element=run.first)
-    if tensor.dtype != torch.int32 or not is_linear(format, run.digit):
-        return None
-    if any(run.digit in field.digits for field in operands):
-        return None  # scales change within a run
-    format = split(format, run.digit, BYTES)
-    place = int(run.digit[1:]) + 1
-    offset = AffineIndex(
-        linear=((f"k{place}", BITS),), tables=((run.digit, (0,) * (WORD // BYTES)),)
-    )
-    element = dataclasses.replace(format.element, offset=offset, width=run.width, add=run.add)
-    counted = dataclasses.replace(run, first=format.element)
-    view = Weight(dataclasses.replace(format, element=element), weight.tensors)
-    return WordView(view, parts=counted.words, run=run.digit)
