@@ -275,6 +275,7 @@ def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offere
     ("name", "m", "dtype"),
     [
         ("hqq", 64, bf16),
+        ("halves_of_k", 128, bf16),
         pytest.param("awq", 64, f16, marks=pytest.mark.slow),
         pytest.param("int8_group", 128, bf16, marks=pytest.mark.slow),
     ],
