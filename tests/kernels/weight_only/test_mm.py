@@ -294,7 +294,7 @@ def test_fp32_is_multiplied_as_fp32():
 
 @pytest.mark.compiles
 def test_a_failure_while_lowering_leaves_the_op(monkeypatch):
-    case = Case("act_order", 16, 64, 64)
+    case = Case("shift_table", 16, 64, 64)
 
     def fail(*_):
         raise ValueError("broken")
