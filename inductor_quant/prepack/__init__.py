@@ -2,6 +2,7 @@
 
 4 bits: packed int32 words of eight neighbours along K, as in GPTQ, with zero points packed along N.
 Layouts that put halves of N in a byte take half as long again at M = 1. 8 bits: bytes [N, K].
+K is sorted by group where a tensor lists the group of each k (GPTQ's act-order).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from inductor_quant.patterns.graph_pass import SLOT
 from inductor_quant.patterns.match import RecognizedGemm
 from inductor_quant.patterns.rewrite import rewrite
 from inductor_quant.prepack.layer import CHUNK, PrepackedLinear, Rows, Source, prepacked_class
-from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 from inductor_quant.tables import constant_buffers
 
 aten = fx_utils.aten
@@ -154,15 +155,16 @@ class _Linear:
     def source_of(self, tensor: torch.Tensor, packed: PrepackedLinear) -> Source | None:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         subtract, multiply = _scaling(self.format.dequant_ops) or (None, None)
-        fields = (self.format.element, subtract, multiply)
+        group = self._group
+        fields = (self.format.element, subtract, multiply, group)
         for part, field in enumerate(fields):
-            if not isinstance(field, Field) or field.nested:
+            if not isinstance(field, Field) or {*field.nested} - {group}:
                 continue
             source, low = self.weight[field.source], self._low if part < 2 else 0
             is_it = source.data_ptr() == tensor.data_ptr() and source.shape == tensor.shape
             is_alone = sum(isinstance(f, Field) and f.source == field.source for f in fields) == 1
             if is_it and is_alone and source.dtype == tensor.dtype:
-                return Source(like, "", self.format, field, part, low)
+                return Source(like, "", self.format, field, part, low, group)
         for name, buffer in packed.named_buffers():
             is_long = tensor.is_contiguous() and tensor.numel() == buffer.numel()
             if is_long and torch.equal(tensor.flatten(), buffer.flatten().to(tensor.dtype)):
@@ -178,7 +180,9 @@ class _Linear:
     def prepacked(self) -> PrepackedLinear | None:
         """None if the layout is the fastest already, or if none fits."""
         element, scaling = self.format.element, _scaling(self.format.dequant_ops)
-        if self._is_fast() or scaling is None or any(index.is_data for index in element.index):
+        if scaling is None or any(index.is_data for index in element.index):
+            return None
+        if self._group is None and self._is_fast():
             return None
         if element.float8 or element.minus or element.high:
             return None
@@ -192,13 +196,16 @@ class _Linear:
             return None
         rows = [self.format.block(o)[0] for o in (subtract, multiply) if isinstance(o, Field)]
         group = min([k if size == -1 else size for size in rows], default=k)
+        order = None
+        if self._group is not None:
+            group, order = self._sorted(self._group)
         if group < MIN_GROUP or (self.column_scale is not None and multiply is not None):
             return None
-        scales = self._grouped(multiply, group)
+        scales = self._grouped(multiply, group, order)
         if self.column_scale is not None:
             scales = self.column_scale.reshape(1, -1).expand(k // group, n).contiguous()
         zero = float(subtract) - low if isinstance(subtract, (int, float)) else float(-low)
-        qzeros, zeros = None, self._grouped(subtract, group)
+        qzeros, zeros = None, self._grouped(subtract, group, order)
         if zeros is not None and not zeros.is_floating_point():
             zeros = zeros - low
             zero = float(max(0, int(zeros.max()) - 15))
@@ -209,11 +216,12 @@ class _Linear:
         elif zeros is not None:
             zeros, zero = zeros - low, 0.0
         return PrepackedLinear(
-            qdata=self._packed(is_int4, low),
+            qdata=self._packed(is_int4, low, order),
             qzeros=qzeros,
             zeros=zeros,
             scales=scales,
             bias=self.bias,
+            order=None if order is None else order.to(torch.int32),
             dtype=self.dtype,
             zero=zero,
         )
@@ -225,15 +233,47 @@ class _Linear:
         is_bytes = found is not None and found[1].count == 1
         return is_bytes or (packed is not None and packed.axis == "k")
 
-    def _grouped(self, operand: Field | float | None, group: int) -> torch.Tensor | None:
+    @property
+    def _group(self) -> Field | None:
+        """The field that lists the group of each k, if the scales and zero points that vary with k
+        are those of such groups."""
+        operands = [o for o in _scaling(self.format.dequant_ops) or () if isinstance(o, Field)]
+        of_k = [o for o in operands if self.format.block(o)[0] != -1]
+        listed = {nested for operand in of_k for nested in operand.nested}
+        if len(listed) != 1:
+            return None
+        [group] = listed
+        by_group = AffineIndex(fields=((group, 1),))
+        is_list = not (group.is_position or group.nested or any(d[0] == "n" for d in group.digits))
+        for operand in of_k:
+            others = [index for index in (*operand.index, operand.offset) if index != by_group]
+            is_list &= by_group in operand.index and not operand.high
+            is_list &= not any(name[0] == "k" for index in others for name in index.digits)
+        return group if is_list else None
+
+    def _sorted(self, group: Field) -> tuple[int, torch.Tensor | None]:
+        """How many k each group has, and all k, those of one group after those of another; 0 if
+        some groups have more than others."""
+        k, _ = self.format.shape
+        number = Evaluator(self.format, self.weight, self.weight[0].device).field(group).flatten()
+        number, order = number.sort(stable=True)
+        size = k // (int(number[-1]) + 1) if int(number[0]) == 0 else 0
+        if not size or not torch.equal(number, torch.arange(k, device=number.device) // size):
+            return 0, None
+        return size, order
+
+    def _grouped(
+        self, operand: Field | float | None, group: int, order: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """[K / group, N], integers as int64."""
         if not isinstance(operand, Field):
             return None
-        evaluator = Evaluator(self.format, self.weight, self.weight[0].device)
-        value: torch.Tensor = evaluator.field(operand).expand(self.format.shape)
-        return value[::group].contiguous()
+        first = Rows(self.format, self.weight, self.weight[0].device)
+        first.rows = slice(None, None, group) if order is None else order[::group]
+        value: torch.Tensor = first.field(operand)
+        return value.expand(self.format.shape[0] // group, self.format.shape[1]).contiguous()
 
-    def _packed(self, is_int4: bool, low: int) -> torch.Tensor:
+    def _packed(self, is_int4: bool, low: int, order: torch.Tensor | None) -> torch.Tensor:
         k, n = self.format.shape
         source = self.weight[self.format.element.source]
         shape = (k // 8, n) if is_int4 else (n, k)
@@ -243,7 +283,7 @@ class _Linear:
         for first in range(0, k, step):
             last = min(k, first + step)
             rows = Rows(self.format, self.weight, source.device)
-            rows.rows = slice(first, last)
+            rows.rows = slice(first, last) if order is None else order[first:last]
             q = rows.field(self.format.element).expand(-1, n)
             if is_int4:
                 qdata[first // 8 : last // 8] = _packed_int4(q - low)

@@ -16,20 +16,25 @@ CHUNK = 1 << 23  # elements that are unpacked at once, at eight bytes each
 
 
 class Rows(Evaluator):
-    """Evaluates ``rows`` of W."""
+    """Evaluates ``rows`` of W: positions, or a slice."""
 
-    rows: slice
+    rows: slice | torch.Tensor
 
     def digit(self, name: str) -> Any:
         digit = super().digit(name)
         return digit[self.rows] if name[0] == "k" else digit
+
+    def assume(self, field: Field, value: torch.Tensor) -> None:
+        """``field``, of which there is no tensor, has this value [rows, 1]."""
+        self._fields[field] = value
 
 
 class PrepackedLinear(nn.Module):
     """``x @ W + bias`` in ``dtype``, cast to the dtype of x.
 
     ``W[k, n] = (q[k, n] - z[g, n]) * scales[g, n]``, ``g = k // (K / groups)``, in fp32, rounded to
-    ``dtype``, as in the canonical op.
+    ``dtype``, as in the canonical op. With ``order`` row i of W belongs to column order[i] of x:
+    the groups of GPTQ's act-order are any rows, which then are neighbours.
 
     Buffers:
         qdata   4 bits: [K / 8, N] int32, q[8 * i + j] in bits 4 * j ... 4 * j + 3 of row i;
@@ -38,6 +43,7 @@ class PrepackedLinear(nn.Module):
         zeros   [groups, N]: z; or None. Without qzeros and zeros, z is ``zero``
         scales  [groups, N], or None: 1
         bias    [N], or None
+        order   [K] int32, or None
     """
 
     qdata: torch.Tensor
@@ -45,11 +51,12 @@ class PrepackedLinear(nn.Module):
     zeros: torch.Tensor | None
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    order: torch.Tensor | None
 
     def __init__(self, *, dtype: torch.dtype, zero: float, **buffers: torch.Tensor | None) -> None:
         super().__init__()
         self.dtype, self.zero = dtype, zero
-        for name in ("qdata", "qzeros", "zeros", "scales", "bias"):
+        for name in ("qdata", "qzeros", "zeros", "scales", "bias", "order"):
             self.register_buffer(name, buffers[name])
 
     @property
@@ -60,6 +67,15 @@ class PrepackedLinear(nn.Module):
     @property
     def bits(self) -> int:
         return 4 if self.qdata.dtype == torch.int32 else 8
+
+    @property
+    def group_size(self) -> int:
+        grouped = next((t for t in (self.scales, self.zeros, self.qzeros) if t is not None), None)
+        return self.k if grouped is None else self.k // len(grouped)
+
+    def group_numbers(self) -> torch.Tensor:
+        """[groups, 1]."""
+        return torch.arange(self.k // self.group_size, device=self.qdata.device)[:, None]
 
     def extra_repr(self) -> str:
         n = self.qdata.shape[1 if self.bits == 4 else 0]
@@ -88,6 +104,8 @@ class PrepackedLinear(nn.Module):
             w = w - self.zero
         if self.scales is not None:
             w = w * self.scales[:, None]
+        if self.order is not None:
+            x = x.index_select(-1, self.order)
         out = x.to(self.dtype) @ w.reshape(q.shape).to(self.dtype)
         if self.bias is not None:
             out = out + self.bias
@@ -98,7 +116,8 @@ class PrepackedLinear(nn.Module):
 class Source:
     """How a tensor that a module no longer holds is computed from its ``PrepackedLinear``: the
     buffer of this name in another shape; or the bits of ``field``, of the values ``part`` (0: q, 1:
-    z, 2: scales) ``+ low``."""
+    z, 2: scales, 3: the number of the group) ``+ low``. ``group``: the field that lists the group
+    of each k, if there is one."""
 
     like: torch.Tensor  # on the meta device
     buffer: str = ""
@@ -106,6 +125,7 @@ class Source:
     field: Field | None = None
     part: int = 0
     low: int = 0
+    group: Field | None = None
 
     def restored(self, packed: PrepackedLinear) -> torch.Tensor:
         if self.buffer:
@@ -113,17 +133,20 @@ class Source:
             return held.view(self.like.shape).to(self.like.dtype)
         assert self.format is not None
         assert self.field is not None
-        values = (*packed.unpacked(), packed.scales)[self.part]
+        values = (*packed.unpacked(), packed.scales, packed.group_numbers())[self.part]
         assert values is not None
         (k, n), field, device = self.format.shape, self.field, packed.qdata.device
-        size = k // len(values)
+        size, positions = k // len(values), torch.arange(k, device=device)
         integer = torch.int64 if field.width else self.like.dtype
         out = torch.zeros(self.like.shape, dtype=integer, device=device)
         step = size * max(1, CHUNK // (size * n))
         for first in range(0, k, step):
             rows = Rows(self.format, (), device)
-            rows.rows = slice(first, min(k, first + step))
-            value = values[first // size : -(-rows.rows.stop // size)] + self.low
+            last = min(k, first + step)
+            rows.rows = slice(first, last) if packed.order is None else packed.order[first:last]
+            if self.group is not None:
+                rows.assume(self.group, positions[first:last, None] // packed.group_size)
+            value = values[first // size : -(-last // size)] + self.low
             value = value.repeat_interleave(size, 0)
             index = [rows.index(each).expand(value.shape) for each in field.index]
             if not field.width:

@@ -105,8 +105,11 @@ def _is_position(table: fx.Node, user: fx.Node) -> bool:
     position = _WRITES.get(name, _SELECTS.get(name))
     if position is None or position >= len(args):
         return False
-    if name in ("getitem", "index_select") and getattr(_example(args[0]), "ndim", 0) < 3:
+    dims = getattr(_example(args[0]), "ndim", 0)
+    if name in ("getitem", "index_select") and dims < 3:
         return False  # rows of a matrix, not blocks
+    if name == "index_select" and args[1] in (-1, dims - 1):
+        return False  # single columns
     others = [*args[:position], *args[position + 1 :]]
     return _holds(args[position], table) and not any(_holds(item, table) for item in others)
 

@@ -18,15 +18,16 @@ from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
 from tests.support.producers.registry import PRODUCERS
 
-bf16 = torch.bfloat16
+bf16, f16 = torch.bfloat16, torch.float16
 K = 256
 LAYERS = {
     "awq_autoawq_g64": "along N, packed zeros, fp16",
     "int4_along_n": "signed",
     "hqq_like": "halves of N in a byte, float zeros",
     "int8_stored_by_k": "int8 [K, N]",
+    "gptq_4b_act_order": "groups of any k",
 }
-KEPT = ("int8_channel_in_f32", "gptq_4b_act_order", "gptq_4b_list")
+KEPT = ("int8_channel_in_f32", "gptq_4b_list")
 
 
 class HqqLike(nn.Module):
@@ -67,6 +68,39 @@ def test_layers_are_replaced_in_place_and_compute_the_same():
             assert layer.prepacked.qdata.nbytes == K * K * layer.prepacked.bits // 8
             assert layer.prepacked.bits == (8 if i == 3 else 4)
     assert inductor_quant.prepack_(model, x) == []  # once
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("change", [None, "unequal", "unused"])
+def test_groups_of_any_k_become_neighbours_if_all_have_as_many(change):
+    layer = PRODUCERS["gptq_4b_act_order"].make(f16, K, K)
+    if change == "unequal":
+        layer.g_idx[layer.g_idx.argmax()] = 0
+    if change == "unused":
+        layer.g_idx.clamp_(max=2)
+    model, held = nn.Sequential(layer), copy.deepcopy(dict(layer.named_buffers()))
+    x = torch.randn(3, K).half()
+    with torch.no_grad():
+        want = model(x)
+        assert inductor_quant.prepack_(model, x) == ([] if change else ["0"])
+        if change:
+            assert torch.equal(model(x), want)
+            return
+        order = layer.prepacked.order.long()
+        assert torch.equal(held["g_idx"][order], held["g_idx"].sort().values)
+        exact = x.double() @ layer.dense().half().double().t() + layer.bias
+        torch.testing.assert_close(model(x).double(), exact, rtol=2e-3, atol=5e-3)
+        for name, tensor in held.items():
+            assert torch.equal(getattr(layer, name), tensor)
+            assert getattr(layer, name).dtype == tensor.dtype
+        assert sum(t.nbytes for t in layer.buffers()) <= sum(t.nbytes for t in held.values())
+        # another layer with another order
+        other = nn.Sequential(PRODUCERS["gptq_4b_act_order"].make(f16, K, K))
+        other[0].g_idx.copy_(other[0].g_idx.flip(0))
+        assert inductor_quant.prepack_(other, x) == ["0"]
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other[0].g_idx, held["g_idx"])
+        assert torch.equal(copy.deepcopy(other)(x), model(x))
 
 
 @pytest.mark.compiles
@@ -213,14 +247,15 @@ def test_a_tensor_with_two_owners_is_not_doubled():
 
 
 @pytest.mark.compiles
-def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights():
-    model = model_of(["awq_autoawq_g64"])[0].half()
-    prepacked = nn.Sequential(model)
+@pytest.mark.parametrize("name", ["awq_autoawq_g64", "gptq_4b_act_order"])
+def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights(name):
+    prepacked = nn.Sequential(model_of([name])[0].half())
     with torch.no_grad():
         inductor_quant.prepack_(prepacked, torch.randn(2, K).half())
     layer = prepacked[0].prepacked
     names, state = zip(*layer.state_dict().items(), strict=True)
-    assert names == ("qdata", "qzeros", "scales", "bias")
+    order = () if layer.order is None else ("order",)
+    assert names == ("qdata", "qzeros", "scales", "bias", *order)
 
     def fn(x, *state):
         return torch.func.functional_call(layer, dict(zip(names, state, strict=True)), x)
@@ -231,5 +266,6 @@ def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights():
 
     for rows, kernel in ((3, "weight_only_direct"), (600, "weight_only_large_m_sm90")):
         with collect() as report:
-            generate(fn, functools.partial(make, rows))
+            generated = generate(fn, functools.partial(make, rows))
         assert report.kernels[0].chosen.startswith(kernel)
+        assert len(generated.kernels) == 1 + len(order)  # x is gathered once

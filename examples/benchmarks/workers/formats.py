@@ -107,6 +107,21 @@ def gptq(group: int, bits: int = 4, dtype: torch.dtype = FP16) -> Format:
     return Format(make, dequantize, dtype, group)
 
 
+def gptq_act_order(group: int) -> Format:
+    """GPTQ's, and a list [K] of the group of each k."""
+    plain = gptq(group)
+
+    def make(source: Source, n: int, k: int) -> tuple[Tensor, ...]:
+        order = torch.randperm(k, **source.options)  # type: ignore[call-overload]
+        return *plain.make(source, n, k), (order // group).to(torch.int32)
+
+    def dequantize(k: int, words: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) -> Tensor:
+        at = groups.long()
+        return (scales[at] * (fields(words, 4, 0) - fields(zeros, 4, 1)[at])).t()
+
+    return Format(make, dequantize, FP16, group)
+
+
 def gptq_with_zeros(zero: torch.dtype) -> Format:
     """GPTQ's words, groups of 128, and a zero point [K / 128, N] of its own type."""
 
@@ -260,6 +275,7 @@ def fp8_blocks() -> Format:
 FORMATS: dict[str, Format] = {
     "gptq": gptq(128),
     "gptq_32": gptq(32),
+    "gptq_act_order": gptq_act_order(128),
     "gptq_2bit": gptq(128, 2),
     "gptq_8bit": gptq(128, 8),
     "gptq_zero_int8": gptq_with_zeros(torch.int8),

@@ -213,7 +213,13 @@ PLACES = {
 
 
 def dequantize_pair(
-    dtype: torch.dtype, *, is_scaled: bool, is_added_to: bool = False, is_in_parts: bool = False
+    dtype: torch.dtype,
+    *,
+    is_scaled: bool,
+    is_added_to: bool = False,
+    is_in_parts: bool = False,
+    is_rescaled: bool = False,
+    has_zeros: bool = False,
 ) -> Assembly:
     """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
     without c unless ``is_scaled``; ``+ d``, rounded once, if ``is_added_to`` (and scaled); times
@@ -223,19 +229,38 @@ def dequantize_pair(
     the mask and the exponents (with the flipped sign) and the powers of two of ``PLACES``, each for
     both halves; then b, c and d.
 
-    c is ``divisor`` times the scale, so scales of 2**122 and more overflow in bf16.
+    c is ``divisor`` times the scale, so scales of 2**122 and more overflow in bf16. It is the scale
+    if the values are ``is_rescaled``, before the product with it.
+
+    With ``has_zeros`` b is of both values, plus a field for each: last are five arguments for it
+    like the first five, with the powers of two negative.
     """
     kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
-    lines = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"]
+    inputs = 11 + is_scaled + (is_added_to or is_in_parts)
+    lines, added = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"], "$11"
+    if has_zeros:
+        word, other, selector, _, mask, _, exponent, _, power, _ = (
+            f"${inputs + 1 + i}" for i in range(10)
+        )
+        lines += [
+            f"prmt.b32 z, {word}, {other}, {selector};",
+            f"lop3.b32 z, z, {mask}, {exponent}, {_XOR};",
+            f"fma.rn.{kind} z, z, {power}, $11;",
+        ]
+        inputs, added = inputs + 10, "z"
+    declared = "t, z" if has_zeros else "t"
     if not is_scaled:
-        return assembly([*lines, f"fma.rn.{kind} $0, t, $9, $11;"], "t", 11, pack=2)
-    lines += ["mov.b32 none, 0x80008000;", f"fma.rn.{kind} t, t, $9, $11;"]
+        return assembly([*lines, f"fma.rn.{kind} $0, t, $9, {added};"], declared, inputs, pack=2)
+    lines += ["mov.b32 none, 0x80008000;", f"fma.rn.{kind} t, t, $9, {added};"]
+    if is_rescaled:
+        times = _bits(float(PLACES[dtype].divisor), dtype)
+        lines += [f"mov.b32 u, {times:#010x};", f"fma.rn.{kind} t, t, u, none;"]
     if is_in_parts:
         lines.append(f"fma.rn.{kind} u, t, $13, none;")
         last = "u"
     lines.append(f"fma.rn.{kind} $0, t, $12, {last};")
-    registers = "t, u, none" if is_in_parts else "t, none"
-    return assembly(lines, registers, 12 + (is_added_to or is_in_parts), pack=2)
+    declared += ", u, none" if is_in_parts or is_rescaled else ", none"
+    return assembly(lines, declared, inputs, pack=2)
 
 
 def float8_pair(kind: str) -> tuple[Assembly, int]:

@@ -9,10 +9,16 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_quant.kernels.codegen.digits.codegen import TABLE
+from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_listed
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
-from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
+from inductor_quant.kernels.codegen.digits.tile import (
+    VECTORS,
+    TilePlan,
+    tile_digits,
+    tile_plan,
+    word_strides,
+)
 from inductor_quant.kernels.codegen.digits.words import (
     WordView,
     as_words,
@@ -36,6 +42,11 @@ def varying(format: WeightFormat) -> list[Field]:
     """The scales and zero points that change with every k, as where groups run along N."""
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     return [field for field in operands if format.block(field)[0] == 1]
+
+
+def has_lists(format: WeightFormat) -> bool:
+    """Whether a tensor lists the group of each k."""
+    return any(is_listed(format, field) for field in varying(format))
 
 
 def are_words_of_columns(weight: Weight) -> bool:
@@ -140,8 +151,10 @@ def _plan_of(
             return None
     if low is None:
         low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
-    # A thread that rounds the table of each group takes long parts of groups.
-    vectors = (2 * VECTORS[0], *VECTORS) if own and format.element != format.code else VECTORS
+    # A thread that rounds the table of each group takes long parts of groups; one that looks up the
+    # group of each k takes many columns.
+    is_long = format.element != format.code or has_lists(format)
+    vectors = (2 * VECTORS[0], *VECTORS) if own and is_long else VECTORS
     return tile_plan(weight, format.code, n, k, warps=warps, low=low, own=own, vectors=vectors)
 
 
@@ -152,9 +165,11 @@ def operand_rejection(
     float8: tuple[torch.dtype, ...] = (),
     *,
     joins: bool = False,
+    lists: bool = False,
 ) -> Rejection | None:
     """Rejects all but 16-bit x with aligned rows and formats that there are statements for.
-    ``float8``: types that the kernel converts. ``joins``: it joins numbers of several fields."""
+    ``float8``: types that the kernel converts. ``joins``: it joins numbers of several fields.
+    ``lists``: the group of each k may be listed."""
     refused = rules.rejection(spec, problem, device) or rules.reject_if_unaligned_rows(problem)
     if refused is not None:
         return refused
@@ -162,7 +177,7 @@ def operand_rejection(
         return no_kernel(f"x of {spec} does not have 16 bits")
     weight = rules.weight_of(problem)
     loop_ops, _ = rules.dequant_ops_of(spec, weight)
-    return format_rejection(weight, loop_ops, float8, joins=joins)
+    return format_rejection(weight, loop_ops, float8, joins=joins, lists=lists)
 
 
 def format_rejection(
@@ -171,6 +186,7 @@ def format_rejection(
     float8: tuple[torch.dtype, ...] = (),
     *,
     joins: bool = False,
+    lists: bool = False,
 ) -> Rejection | None:
     """``loop_ops``: those that are not applied to sums."""
     format = weight.format
@@ -200,12 +216,24 @@ def format_rejection(
     for field in format.fields():
         if any(index.bounds(format.radix)[0] < 0 for index in field.index):
             return no_kernel("positions are counted from the end")
-    last = set(format.digits("k")[-1:])
     for number, op in enumerate(format.dequant_ops):
         if not isinstance(op.operand, Field):
             continue
         if op.operand.size or (op.kind == "div" and number < len(loop_ops)):
             return no_kernel("scales of groups divide, or groups are counted from the end")
-        if any(nested.digits & last for nested in op.operand.nested):
+        if is_listed(format, op.operand) and not (lists and _is_looked_up(weight, op.operand)):
             return no_kernel("the group of each k is data")
     return None
+
+
+def _is_looked_up(weight: Weight, field: Field) -> bool:
+    """Whether a field that is listed depends on k through plain lists alone, and neighbours along n
+    are neighbours in memory, as those of the quantized values: a thread loads several at once."""
+    own = {name for index in field.index for name, _ in (*index.linear, *index.tables)}
+    is_plain = not any(name[0] != "n" for name in own | field.offset.digits) and not any(
+        each.is_position or each.nested or each.high for each in field.nested
+    )
+    return is_plain and all(
+        1 in {apart for name, apart in word_strides(weight, each).items() if name[0] == "n"}
+        for each in (weight.format.code, field)
+    )

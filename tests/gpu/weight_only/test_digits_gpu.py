@@ -74,6 +74,7 @@ def configs_of(case):
         *(("crossing", m, f16) for m in (1, 13)),
         ("groups_of_n", 16, bf16),
         *(("shards", m, bf16) for m in (1, 16)),
+        *(("act_order", m, dtype) for m in (1, 7, 16) for dtype in (bf16, f16)),
         ("int8_channel", 50, bf16),
         ("int8_folded", 5, bf16),
         *(("int8_zero_channel", m, f16) for m in (7, 70)),
@@ -113,6 +114,8 @@ def check(case):
         ("uint2", 32, 1024, 1024, bf16),
         ("shards", 40, 1000, 1024, bf16),
         ("crossing", 40, 1024, 1024, f16),
+        ("act_order", 20, 1024, 4096, f16),
+        ("act_order", 32, 1024, 8192, bf16),
         ("nibble_pairs", 100, 520, 1152, bf16),
         ("int8_channel", 250, 1024, 640, f16),
         ("gptq", 200, 520, 640, f16),
@@ -124,7 +127,8 @@ def test_more_rows_of_small_layers(name, m, n, k, dtype, group, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4", "mxfp4", "fp8_row"]
+    "name",
+    ["gptq", "nibble_pairs", "awq", "hqq", "int8_group", "nf4", "mxfp4", "fp8_row", "act_order"],
 )
 @pytest.mark.parametrize("dtype", [bf16, f16])
 @pytest.mark.parametrize(("m", "n"), [(16, 512), (64, 512), (64, 2048)])
@@ -132,6 +136,8 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(m, n, name, dtype, monkeypatch
     """Groups of 32, which no other kernel prefers; scales of x's dtype and of another one."""
     if name == "awq" and (m, n) == (64, 512):
         m = 32  # beyond, weight_only_mm_sm90 is faster
+    if name == "act_order" and m > DECODE_M:
+        pytest.skip("W is written once")
     monkeypatch.setattr(formats, "GROUP", 32)
     case = Case(name, m, n, 1024, dtype)
     _, _, _, *weight = make_inputs(case, "cuda")

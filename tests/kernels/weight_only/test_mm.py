@@ -33,7 +33,7 @@ def test_every_format_gets_several_legal_configurations(name, arch, m):
         if name == "ten_parts":  # places that are computed: W is written once, as the graph does
             assert not found
             continue
-        if name == "shards" and m > 16:  # several fields: W is written once
+        if name in ("shards", "crossing") and m > 16:  # several fields: W is written once
             assert not found
             continue
         if arch == 90 and m > 16:  # where the library is faster, none
@@ -294,7 +294,7 @@ def test_fp32_is_multiplied_as_fp32():
 
 @pytest.mark.compiles
 def test_a_failure_while_lowering_leaves_the_op(monkeypatch):
-    case = Case("act_order", 16, 64, 64)
+    case = Case("shift_table", 16, 64, 64)
 
     def fail(*_):
         raise ValueError("broken")

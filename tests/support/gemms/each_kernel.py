@@ -42,7 +42,7 @@ GEMMS: dict[str, Any] = {
     "weight_only_mm_sm90": weight_only.Case("awq", 61, 4160, 1152, HALF),
     "weight_only_medium_m": weight_only.Case("nibble_pairs", 61, 2112, 2048, layout="every_second"),
     "weight_only_bytes": weight_only.Case("int8_channel", 3, 4128, 1168),
-    "weight_only_mm": weight_only.Case("act_order", 15, 2056, 1152, HALF),
+    "weight_only_mm": weight_only.Case("shift_table", 15, 2056, 1152, HALF),
     "weight_only_dequantize": weight_only.Case("nf4", 16381, 1030, 1152),
     "fp8_decode_quantize": quantizing.Case(3, 2053, 1152, element=quantizing.E4M3),
     "fp8_decode": fp8.Case(7, 6143, 1152),

@@ -25,7 +25,7 @@ from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, position
 from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 
 BYTE_TYPES = (torch.uint8, torch.int8)
 TABLE = 16  # entries of a table that lanes hold, one each
@@ -109,6 +109,7 @@ class Uses(DigitStatements):
             digits[name] = [*digits[name], f"was_{name}"]
         super().__init__(codegen, stride, size, "u", digits)
         self.slot = slot
+        self.listed = Listed(codegen, stride, size, "g", codegen.digits("g_", "n"))
 
     def read(self, field: Field) -> tuple[str, int, int]:
         if field == self.format.code and self.codegen.view.parts:
@@ -117,6 +118,12 @@ class Uses(DigitStatements):
             word = self.codegen.used(self.codegen.loaded.index(field), self.slot)
             is_scalar = not self.codegen.varies(field)
             code = word if is_scalar else f"gl.convert_layout({word}, TILE, assert_trivial=True)"
+            return self.assign("w", code), 1, 1
+        if field in self.codegen.listed:
+            pointer, _, _ = self.listed.pointer(field)
+            self.lines += self.listed.lines
+            self.listed.lines.clear()
+            code = f"gl.convert_layout(gl.load({pointer}), TILE, assert_trivial=True)"
             return self.assign("w", code), 1, 1
         # An entry of the table in registers, for each element of the tile.
         codegen, (index,) = self.codegen, field.index
@@ -221,6 +228,15 @@ class Uses(DigitStatements):
         return self.to_float(value).code if is_within else ""
 
 
+class Listed(DigitStatements):
+    """Reads what a list of the group of each k points to, in the layout LISTED."""
+
+    def read(self, field: Field) -> tuple[str, int, int]:
+        codegen = self.codegen
+        group = codegen.used(codegen.loaded.index(field), 0)
+        return self.assign("w", f"gl.convert_layout({group}, LISTED, assert_trivial=True)"), 1, 1
+
+
 class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them.
 
@@ -249,8 +265,12 @@ class DigitCodegen(Codegen):
         parts = view.parts or (self.format.code,)
         fields = [each for each in operands if isinstance(each, Field)]
         self.runs = {field: run for field in fields if (run := run_of(self.format, field))}
-        read = [self.runs[each].ends if each in self.runs else (each,) for each in fields]
-        self.loaded = list(dict.fromkeys((*parts, *itertools.chain(*read))))
+        # What each k has of its own is read when it is used: only the list of groups is kept.
+        self.listed = [each for each in fields if is_listed(self.format, each)]
+        lists = [each for field in self.listed for each in field.nested]
+        plain = [each for each in fields if each not in self.listed]
+        read = [self.runs[each].ends if each in self.runs else (each,) for each in plain]
+        self.loaded = list(dict.fromkeys([*parts, *itertools.chain(*read), *lists]))
         # Digits of K that choose a field, but are the same in a tile.
         in_word = {name for part in parts for name in part.offset.digits}
         self.digits_of_places = [
@@ -262,6 +282,8 @@ class DigitCodegen(Codegen):
         self.mma_rows = tuple(columns[bit] for bit in plan.rows)
         self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
+        if self.listed:
+            self.layouts["LISTED"] = plan.along_n()
         self.places = table_lookup.places_of(tile.weight, plan)
         self.pair_places = pair_lookup.places_of(tile.weight, plan) if self.looks_up_pairs else None
         if self.pair_places:
@@ -336,7 +358,8 @@ class DigitCodegen(Codegen):
     def start(self, stride: Hook, size: Hook) -> str:
         """Statements before the loop: digits, and the addresses of the tile at k = 0."""
         lines = self.first_digits("n", "pid_n")
-        for name, prefix in (("LOADED", "l_"), ("TILE", "d_")):
+        held = [("LOADED", "l_"), ("TILE", "d_"), *([("LISTED", "g_")] if self.listed else [])]
+        for name, prefix in held:
             for axis, digit in enumerate(self.plan.digits):
                 at = f"{prefix}{digit.name}"
                 lines.append(f"{at} = {positions(name, self.plan.rank, axis, digit.inner)}")
@@ -441,6 +464,12 @@ class DigitCodegen(Codegen):
 def kept(i: int, slot: int = 0) -> str:
     """The variable of the ``i``-th field that is loaded."""
     return f"kept{slot}_{i}"
+
+
+def is_listed(format: WeightFormat, field: Field) -> bool:
+    """Whether a tensor lists where each k has its value of the field."""
+    last = set(format.digits("k")[-1:])
+    return any(each.digits & last for index in field.index for each, _ in index.fields)
 
 
 def _is_data(field: Field) -> bool:

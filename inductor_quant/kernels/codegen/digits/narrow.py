@@ -7,6 +7,7 @@ multiply-add with the first rounds the product with the scale, once. (An infinit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,13 @@ def in_16_bits(out: Any) -> str:
     most = MAX_IN_PARTS if is_in_parts else MAX_DIFFERENCE
     # what may be subtracted from 0, and from the largest field, and leave no more
     low, high = (1 << field.width) - 1 - most - less, most - less
-    if has_zero:
+    listed = _listed_zero(codegen, ops)
+    if listed:
+        ops.pop(0)
+        least = 0 if listed.wrap else listed.add
+        if not low <= least <= high - (1 << listed.width) + 1:
+            return ""
+    elif has_zero:
         subtrahend = out.integer_within(ops.pop(0), low, high)
         zero = f"{subtrahend} + {zero}"
         if not subtrahend:
@@ -59,8 +66,7 @@ def in_16_bits(out: Any) -> str:
         code = out.in_x_dtype(op.operand) if is_exact else out.field(op.operand).code
         factors.append(f"{'-' if op.kind == 'sub' else ''}{code}")
     place, mask = PLACES[x_dtype], (1 << field.width) - 1
-    at = f"({out.index(field.offset)}) & 7"
-    base = f"{place.base} * {power(f'127 - ({at})')}" if place.base else "0.0"
+    base = _base(place, out.index(field.offset))
     halves = [out.offset_of(half) for half in "01"]
     ats = [f"(({offset}) & 7)" for offset in halves]
 
@@ -71,6 +77,8 @@ def in_16_bits(out: Any) -> str:
     [pair] = codegen.plan.low
     none = out.assign("a", f"d_{pair.name} * 0.0")  # for each of two values that share a word
     x_type = codegen.x_type
+    if listed:
+        zero = f"{less + least:.1f} - {_base(place, out.index(listed.offset))}"
     added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
     if not subtrahend and codegen.unknown_zero:
         added += f" + {codegen.unknown_zero}"
@@ -83,24 +91,76 @@ def in_16_bits(out: Any) -> str:
         both(f"({place.power} - {{at}}) << {place.mantissa}"),
         f"({added}).to({x_type})",
     ]
+    # Of each value, and of no pair that shares it: as it is.
+    is_rescaled = not is_in_parts and bool(factors) and ops[0].operand in codegen.listed
     if is_in_parts:
         scale = out.assign("f", f"{factors[0]}.to(gl.float32) * {float(place.divisor)} + {none}")
         bits = f"{scale}.to(gl.int32, bitcast=True) & {-1 << 16}"
         first = out.assign("f", f"({bits}).to(gl.float32, bitcast=True)")
         arguments += [f"{first}.to({x_type})", f"({scale} - {first}).to({x_type})"]
+    elif is_rescaled:
+        arguments.append(factors[0])
     elif factors or place.divisor > codegen.divisor:
         scale = f"{factors[0]} * " if factors else ""
         arguments.append(f"({scale}{float(place.divisor)} + {none}).to({x_type})")
     arguments += [f"({term} + {none}).to({x_type})" for term in factors[1:]]
+    is_scaled = len(arguments) > 6
+    if listed:
+        offset = out.index(listed.offset)
+        selector, at = f"({offset}) >> 3", f"(({offset}) & 7)"
+        powers = f"({place.power} - {at}) << {place.mantissa} | {1 << 15}"
+        arguments += [
+            f"{_raised(out, listed)} + d_{pair.name} * 0",
+            f"({selector}) | (({selector}) + 4 << 8)",
+            f"({(1 << listed.width) - 1} << {at}) * {0x10001}",
+            str(place.exponent * 0x10001),
+            f"({powers}) * {0x10001}",
+        ]
     arguments = [out.assign("a", code) for code in arguments]
     assembly = dequantize_pair(
         x_dtype,
-        is_scaled=len(arguments) > 6,
+        is_scaled=is_scaled,
         is_added_to=len(factors) > 1,
         is_in_parts=is_in_parts,
+        is_rescaled=is_rescaled and place.divisor > 1,
+        has_zeros=listed is not None,
     )
     out.lines += out.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
     return "pairs"
+
+
+def _base(place: Any, offset: str) -> str:
+    """The base of a field, in units of it."""
+    return f"{place.base} * {power(f'127 - (({offset}) & 7)')}" if place.base else "0.0"
+
+
+def _listed_zero(codegen: Any, ops: Sequence[DequantOp]) -> Field | None:
+    """The zero point, if each k has its own from a list, within a byte of a word."""
+    field = ops[0].operand if ops and ops[0].kind == "sub" else None
+    if not isinstance(field, Field) or field not in codegen.listed or field.signed:
+        return None
+    is_word = codegen.dtypes[field.source] == torch.int32
+    is_whole = not field.wrap or field.width in (2, 4, 8)  # the fields are all bits of the word
+    within = dataclasses.replace(field, wrap=False)
+    return field if is_word and is_whole and is_in_place(within, 8) else None
+
+
+def _raised(out: Any, field: Field) -> str:
+    """The words of a field; if it wraps around, ``add`` is added to each field of them."""
+    word = out.read(field)[0]
+    if not field.wrap:
+        return str(word)
+    each = ((1 << 32) - 1) // ((1 << field.width) - 1)
+    high = each << field.width - 1
+    added = each * (field.add & (1 << field.width) - 1)
+    low, carry, flip = (_int32(bits) for bits in (~high, added & ~high, added & high))
+    code = f"(({word} & {low}) + {carry}) ^ (({word} & {_int32(high)}) ^ {flip})"
+    return str(out.assign("w", code))
+
+
+def _int32(bits: int) -> int:
+    bits &= (1 << 32) - 1
+    return bits - (bits >> 31 << 32)
 
 
 def in_parts(codegen: Codegen, ops: Sequence[DequantOp]) -> bool:

@@ -82,6 +82,16 @@ class TilePlan:
     def rank(self) -> int:
         return len(self.digits)
 
+    def along_n(self) -> Layout:
+        """``loaded`` with neighbours along n next to each other in registers."""
+        of_n = [digit.digit[0] == "n" for digit in self.digits]
+
+        def is_k(basis: Basis) -> bool:
+            return not any(step and is_n for step, is_n in zip(basis, of_n, strict=True))
+
+        registers = tuple(sorted(self.loaded.registers, key=is_k))
+        return dataclasses.replace(self.loaded, registers=registers)
+
     def of_a_tile(self) -> TilePlan:
         """The plan without how many tiles there are: equal for weights that a tile's statements
         read in the same way."""

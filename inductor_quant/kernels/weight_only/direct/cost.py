@@ -7,9 +7,9 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import varying, words_in_order
+from inductor_quant.kernels.weight_only.digit_tiles import has_lists, varying, words_in_order
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py.
 # Up to 16 rows: the launch; partials of K, and each 1000 of them; the bytes of W that the GPU reads
@@ -31,6 +31,9 @@ WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
 # is rounded for each small group; if x takes the way of shared memory; if scales change with every
 # k.
 WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP, VARYING = 1.365, 1.48, 1.63, 1.78, 32, 2.2
+# If a tensor lists the group of each k, times as many cycles for W: for a value, and for each k of
+# a tile. Counted in instructions (README.md): predicted.
+LISTED, LISTED_K = 1.3, 41.0
 # Of all, if scales change with every k, or x is read in another order.
 UNEVEN = 1.35
 
@@ -46,6 +49,7 @@ def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
     factor = FEW_WIDE if width > 4 else 1.0
     factor *= FEW_LOOKED_UP if format.element != format.code else 1.0
     factor *= JOINED if format.code.high else 1.0
+    factor *= _of_list(format, config) or 1.0
     busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
     wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
     loop = iterations * (warps * busy + waves * wait)
@@ -66,7 +70,7 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     ctas = math.ceil(problem.m / rows) * math.ceil(problem.n / columns) * config.split_k
     of_one_sm = math.ceil(ctas / device.num_sms)
     waves = math.ceil(of_one_sm / max(1, warps_at_once(rows) // config.num_warps))
-    dequantized = _factor(rules.weight_of(problem)) * (X_SHARED if x_is_shared else 1)
+    dequantized = _factor(rules.weight_of(problem), config) * (X_SHARED if x_is_shared else 1)
     busy = ROW_CYCLES * min(problem.m, rows) + COLUMN_CYCLES * columns * dequantized
     busy = slice_k * (busy + PRODUCT_CYCLES * rows * columns / 64)
     wait = WAIT_W_CYCLES * columns / 32 * dequantized + WAIT_X_CYCLES * rows / 64
@@ -80,11 +84,16 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     return total * (UNEVEN if is_uneven else 1)
 
 
-def _factor(weight: Weight) -> float:
+def _of_list(format: WeightFormat, config: GemmConfig) -> float:
+    """Times as many cycles for W if a tensor lists the group of each k; else 0."""
+    return LISTED + LISTED_K / config.block_n if has_lists(format) else 0.0
+
+
+def _factor(weight: Weight, config: GemmConfig) -> float:
     """Times as many cycles as 4 bits take."""
     format = weight.format
     factor = WIDTH ** math.log2((format.code.total_width or 8) / 4)
-    factor *= VARYING if varying(format) else 1
+    factor *= _of_list(format, config) or (VARYING if varying(format) else 1)
     factor *= JOINED if format.code.high else 1
     if format.element == format.code:
         return factor

@@ -28,6 +28,7 @@ from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.bytes.kernel import has_partial_blocks
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
+    has_lists,
     n_order,
     operand_rejection,
     plan_of,
@@ -43,13 +44,16 @@ from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_VALUES, MAX_JOINED = 128, 64  # of W that a thread dequantizes at once; of several fields
+# Of W that a thread dequantizes at once; of several fields, or if the group of each k is listed:
+# half as many in tiles of 32 rows. More would spill.
+MAX_VALUES, MAX_APART = 128, 64
 WARP_SIZE = 32
-# (columns, k) of a warp's tile: up to 4 bits, above, and of several fields.
+# (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
     ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
     ((32, 64), (16, 64), (16, 128), (64, 32)),
+    ((64, 32), (32, 64), (32, 32)),
 )
 # Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
@@ -63,6 +67,8 @@ MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
 TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
 WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
+# Of listed groups, whose time is predicted; the alternative is W written once, whatever its size.
+MAX_M_LISTED, MARGIN = 32, 1.25
 MOST_SUMS = 8192  # of all warps of a CTA: more would spill, or leave one CTA an SM
 
 
@@ -76,7 +82,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             return no_kernel(detail)
         if device.arch not in ARCHS:
             return no_kernel(f"never run on sm_{device.arch}")
-        refused = operand_rejection(spec, problem, device, FLOAT8, joins=True)
+        refused = operand_rejection(spec, problem, device, FLOAT8, joins=True, lists=True)
         if refused is None and _is_for_bytes(spec, problem):
             return no_kernel(f"weight_only_bytes has better tiles for K = {problem.k}")
         return refused
@@ -100,9 +106,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             rows = ROWS_MEDIUM
             problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
         weight = rules.weight_of(problem)
-        most = MAX_VALUES
-        if weight.format.code.high:
-            most = MAX_JOINED if config.block_m != ROWS_MEDIUM[0] else MAX_JOINED // 2
+        is_apart = bool(weight.format.code.high) or has_lists(weight.format)
+        most = MAX_APART if is_apart else MAX_VALUES
+        if is_apart and config.block_m == ROWS_MEDIUM[0]:
+            most //= 2
         refused = tile_misfit(problem, config, device, most, rows)
         if refused is None and plan_of(words_in_order(weight)[0], config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
@@ -113,7 +120,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             return self._medium_configs(spec, problem, device)
         weight = rules.weight_of(problem)
         is_narrow, is_joined = 0 < weight.format.code.width <= 4, bool(weight.format.code.high)
-        tiles, most_warps = list(TILES[2 if is_joined else 0 if is_narrow else 1]), MAX_WARPS
+        kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
+        tiles, most_warps = list(TILES[kind]), MAX_WARPS
         is_along_n = are_words_of_columns(weight)
         if is_along_n and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
@@ -138,17 +146,20 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, device: Device
     ) -> list[GemmConfig]:
         """Those that cost less than ``weight_only_mm_sm90`` and the library."""
-        if device.arch not in rules.WGMMA_ARCHS:
-            return []  # never timed there
-        if problem.n * problem.k > MAX_SIZE and not rules.weight_of(problem).format.code.high:
+        format = rules.weight_of(problem).format
+        is_listed, is_small = has_lists(format), problem.n * problem.k <= MAX_SIZE
+        most_m = MAX_M_LISTED if is_listed else MAX_M
+        if device.arch not in rules.WGMMA_ARCHS or problem.m > most_m:
+            return []  # never timed there, or never faster
+        if not (is_small or is_listed or format.code.high):
             return []  # never faster than weight_only_mm_sm90
         costs: dict[GemmConfig, float] = {}
         listed = itertools.product(ROWS_MEDIUM, TILES_MEDIUM, WARPS_MEDIUM, SPLITS_MEDIUM)
         for block_m, (block_n, slice_k), warps, split in listed:
             config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
             is_empty = problem.m <= block_m // 2 and block_m > ROWS_MEDIUM[0]
-            is_large = warps * block_m * block_n > MOST_SUMS
-            if is_empty or is_large or self.config_rejection(spec, problem, config, device):
+            has_many = warps * block_m * block_n > MOST_SUMS
+            if is_empty or has_many or self.config_rejection(spec, problem, config, device):
                 continue
             plan = plan_of(words_in_order(rules.weight_of(problem))[0], config, own=True)
             assert plan is not None
@@ -157,6 +168,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 continue
             costs[config] = cost.cycles(problem, config, device, x_is_shared=x_is_shared)
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
+        most /= MARGIN if is_listed else 1
         order = sorted(costs, key=costs.__getitem__)
         return split_k.same_split([config for config in order if costs[config] < most])
 

@@ -49,7 +49,7 @@ def aligned(case):
         ("gptq", False),  # weight_only_decode is faster
         ("int8_channel", True),
         ("fp8_block", True),
-        ("act_order", False),
+        ("act_order", True),
         ("int8_divisor", False),
         ("int4_in_int64", False),
     ],
@@ -171,6 +171,45 @@ def test_zero_points_of_small_groups_spill_nothing_with_16_warps(monkeypatch):
     generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} 8x32x2048_w16_s1_g8")
     named = next(item for item in generated.kernels.items() if "partials" in item[1])
     assert simulate.compile_kernel(*named).spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "dtype"),
+    [
+        (16, 4096, f16),
+        pytest.param(8, 14336, bf16, marks=pytest.mark.slow),
+        pytest.param(32, 14336, f16, marks=pytest.mark.slow),
+    ],
+)
+def test_listed_groups_spill_nothing(m, n, dtype):
+    """And neighbours along n, of which a thread has 4 or 8, are loaded together."""
+    case = Case("act_order", m, n, 4096, dtype)
+    for config in WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))[:2]:
+        generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
+        named = next(item for item in generated.kernels.items() if "partials" in item[1])
+        kernel = simulate.compile_kernel(*named)
+        assert kernel.spill_stores == 0
+        code = in_flight.machine_code(kernel.ptx)
+        assert not [text for _, text in code if "LDG" in text and "U16" in text]
+
+
+def test_listed_groups_are_those_of_neighbouring_columns():
+    spec, problem = aligned(Case("act_order", 1, 1024, 1024, f16))
+    tensors = problem.weight.tensors
+    for changed in (0, 1, 2):  # words, zero points, scales
+        rows, _ = tensors[changed].shape
+        transposed = dataclasses.replace(tensors[changed], stride=(1, rows))
+        others = (*tensors[:changed], transposed, *tensors[changed + 1 :])
+        weight = dataclasses.replace(problem.weight, tensors=others)
+        found = dataclasses.replace(problem, weight=weight)
+        assert WEIGHT_ONLY_DIRECT.rejection(spec, found, device(90)) is not None
+    assert WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90)) is None
+
+
+def test_listed_groups_have_few_rows():
+    """Above, W is written once, as it is without us; sizes do not matter."""
+    for m, kernel in ((1, WEIGHT_ONLY_DIRECT), (32, WEIGHT_ONLY_DIRECT), (33, None)):
+        assert chosen(Case("act_order", m, 14336, 4096, f16)) is kernel
 
 
 @pytest.mark.parametrize("scales", [f16, bf16])
