@@ -55,6 +55,13 @@ def are_words_of_columns(weight: Weight) -> bool:
     return bool(in_word) and all(name[0] == "n" for name in in_word)
 
 
+def is_along_n(weight: Weight, field: Field | None = None) -> bool:
+    """Whether neighbours along n have words that are neighbours in memory: those of the quantized
+    values, or of another field."""
+    strides = word_strides(weight, field or weight.format.code)
+    return any(apart == 1 for name, apart in strides.items() if name[0] == "n")
+
+
 def n_order(format: WeightFormat) -> list[str]:
     """The digits of n in the order in which a tile covers them. Last are those that choose a value
     of a word; before them, if scales change with every k, those that these scales do not depend
@@ -233,7 +240,4 @@ def _is_looked_up(weight: Weight, field: Field) -> bool:
     is_plain = not any(name[0] != "n" for name in own | field.offset.digits) and not any(
         each.is_position or each.nested or each.high for each in field.nested
     )
-    return is_plain and all(
-        1 in {apart for name, apart in word_strides(weight, each).items() if name[0] == "n"}
-        for each in (weight.format.code, field)
-    )
+    return is_plain and is_along_n(weight) and is_along_n(weight, field)

@@ -29,6 +29,7 @@ from inductor_quant.kernels.weight_only.bytes.kernel import has_partial_blocks
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
     has_lists,
+    is_along_n,
     n_order,
     operand_rejection,
     plan_of,
@@ -58,8 +59,9 @@ TILES = (
 # Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
 MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
-# Of several fields: slices of K have the same bytes, which warps of a CTA read together.
-LEAST_WARPS_JOINED = 4
+# Of several fields: slices of K have the same bytes, which warps of a CTA read together; with 16
+# rows, whose words are neighbours along n; in tiles of 32 rows.
+LEAST_WARPS_JOINED, LEAST_COLUMNS_JOINED, COLUMNS_JOINED = 4, 32, 16
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
@@ -67,7 +69,7 @@ MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
 TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
 WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
-# Of listed groups, whose time is predicted; the alternative is W written once, whatever its size.
+# Of listed groups; the alternative is W written once, whatever its size.
 MAX_M_LISTED, MARGIN = 32, 1.25
 MOST_SUMS = 8192  # of all warps of a CTA: more would spill, or leave one CTA an SM
 
@@ -122,10 +124,12 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         is_narrow, is_joined = 0 < weight.format.code.width <= 4, bool(weight.format.code.high)
         kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
         tiles, most_warps = list(TILES[kind]), MAX_WARPS
-        is_along_n = are_words_of_columns(weight)
-        if is_along_n and problem.m > ROWS[0]:
+        is_of_columns = are_words_of_columns(weight)
+        if is_of_columns and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
             most_warps = MAX_WARPS_ALONG_N
+        if is_joined and is_along_n(weight) and problem.m > ROWS[0]:
+            tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
         def cost_of(config: GemmConfig) -> float:
             return cost.of_few_rows(problem, config, device)
@@ -139,7 +143,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             LEAST_WARPS_JOINED if is_joined else 1,
         )
         # words along N take tiles of 64 columns, whatever the others cost
-        found.sort(key=lambda config: (is_along_n and config.block_n != 64, cost_of(config)))
+        found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
         return split_k.same_split(found)
 
     def _medium_configs(
@@ -159,7 +163,13 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1, split_k=split)
             is_empty = problem.m <= block_m // 2 and block_m > ROWS_MEDIUM[0]
             has_many = warps * block_m * block_n > MOST_SUMS
-            if is_empty or has_many or self.config_rejection(spec, problem, config, device):
+            is_wide = format.code.high and block_m == ROWS_MEDIUM[0] and block_n > COLUMNS_JOINED
+            if (
+                is_empty
+                or has_many
+                or is_wide
+                or self.config_rejection(spec, problem, config, device)
+            ):
                 continue
             plan = plan_of(words_in_order(rules.weight_of(problem))[0], config, own=True)
             assert plan is not None
