@@ -2,39 +2,38 @@
 
     python -m examples.benchmarks.experts                                     # every model
     python -m examples.benchmarks.experts --models qwen3 --formats int4 --tokens 1 64
+    python -m examples.benchmarks.experts --published --systems stock vllm --peer-path DIR
 
 ``ours`` and ``stock`` compile the same quantized layer, with the plugin and without; ``bf16`` and
 ``bf16-autotune`` the layer that is not quantized. The forwards are those of ``transformers``:
 ``batched_mm`` for one token, as its ``generate`` does, else ``grouped_mm``. Rows of ``fp8_block``
-are quantized 1 x 128. Each cell is a line of JSON: microseconds, the median of interleaved rounds
-of CUDA graphs with a random routing for each call; ``difference`` is that of ours from fp32
-products of one expert at a time, as norms; ``floor_us`` the least time of the two products by the
-card's measured bandwidth, for the experts that are hit, and the rate of its datasheet. ``--skew 2``
-lets some experts have most of the rows. ``--tiny`` tries the script, also without a GPU."""
+are quantized 1 x 128. ``--published`` times one product instead, FP8 in blocks, its rows quantized
+and sorted before, in the sizes for which DeepGEMM has published times.
+
+``vllm`` and ``triton_kernels`` are peers written in Triton: vLLM's kernels of experts in the
+configuration that it chooses, ``vllm-tuned`` in the fastest of some, and OpenAI's ``matmul_ogs``
+as vLLM calls it for MXFP4. They are imported from the folder ``--peer-path`` that contains ``vllm``
+(an unpacked wheel of 0.20.0). Their rows are sorted by expert before; that time is not counted.
+
+Each cell is a line of JSON: microseconds, the median of interleaved rounds of CUDA graphs with a
+random routing for each call; ``of_X`` the time of ours over that of X; ``difference`` from fp32
+products of one expert at a time, as norms; ``peak_mb`` the most memory of a call beyond its weights
+and inputs (``dense_mb``: the stacks in bf16); ``floor_us`` the least time of the products by
+the card's measured bandwidth, for the experts that are hit, and the rate of its datasheet.
+``--skew 2`` lets some experts have most of the rows. ``--tiny`` tries the script, also without a
+GPU."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
-import math
-import statistics
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers.integrations import moe
+from examples.benchmarks.harness import Row, measure, open_systems
 
-from examples.benchmarks.timing import Replay, machine
-from inductor_quant.backend import inductor_quant_backend
-from inductor_quant.report.roofline import roofs
-
-GROUP, BLOCK = 128, 128
-L2_BYTES = 64 * 2**20
-bf16, e4m3 = torch.bfloat16, torch.float8_e4m3fn
+WORKER = "examples.benchmarks.workers.experts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Model:
     top_k: int
     hidden: int
     inner: int
-    formats: tuple[str, ...] = ("int4", "int8", "fp8_block")
+    formats: tuple[str, ...] = ("int4", "int8", "fp8_block", "nvfp4")
     is_gpt_oss: bool = False
 
 
@@ -53,273 +52,126 @@ MODELS = {
     "deepseek": Model(256, 8, 7168, 2048),
     "gpt-oss": Model(32, 4, 2880, 2880, ("mxfp4",), is_gpt_oss=True),
 }
+FORMATS = ("int4", "int8", "fp8_block", "nvfp4", "mxfp4")
 TOKENS = (1, 16, 64, 256, 4096)
-DENSE = {"bf16", "bf16-autotune"}  # systems of the layer that is not quantized
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SYSTEMS = ("ours-autotune", "stock", "stock-autotune", "bf16", "bf16-autotune")
+PEERS = ("vllm", "vllm-tuned", "triton_kernels")
 
 
-# ------------------------------------------------------------------------------------------
-# stacks [E, N, K]: how they are stored, and what the layer's code makes of them
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """One product with ``each`` rows an expert, and DeepGEMM's figure for it."""
+
+    experts: int
+    each: int
+    us: float | None = None
+    tflops: float | None = None
+    n: int = 4096
+    k: int = 7168
 
 
-def int8(e: int, n: int, k: int) -> dict[str, Tensor]:
-    return {"q": torch.randint(-127, 128, (e, n, k), dtype=torch.int8), "s": scales(e, n, 1)}
-
-
-def int4(e: int, n: int, k: int) -> dict[str, Tensor]:
-    words = torch.randint(-(2**31), 2**31 - 1, (e, n, k // 8), dtype=torch.int32)
-    return {"q": words, "s": scales(e, n, k // GROUP)}
-
-
-def fp8_block(e: int, n: int, k: int) -> dict[str, Tensor]:
-    q = torch.empty(e, n, k, dtype=e4m3)
-    for each in q:
-        each.copy_(torch.randn(n, k))
-    return {"q": q, "s": scales(e, n // BLOCK, k // BLOCK).float()}
-
-
-def mxfp4(e: int, n: int, k: int) -> dict[str, Tensor]:
-    codes = torch.randint(0, 256, (e, n, k // 32, 16), dtype=torch.uint8)
-    return {"q": codes, "s": torch.randint(112, 118, (e, n, k // 32), dtype=torch.uint8)}
-
-
-def dense(e: int, n: int, k: int) -> dict[str, Tensor]:
-    return {"q": torch.empty(e, n, k, dtype=bf16).normal_(std=0.02)}
-
-
-def scales(*shape: int) -> Tensor:
-    return (torch.rand(shape) * 0.001 + 0.001).to(bf16)
-
-
-def of_int8(q: Tensor, s: Tensor) -> Tensor:
-    return q.to(bf16) * s
-
-
-def of_int4(q: Tensor, s: Tensor) -> Tensor:
-    shifts = 4 * torch.arange(8, dtype=torch.int32, device=q.device)
-    values = ((q.unsqueeze(-1) >> shifts) & 15).flatten(-2) - 8
-    return (values.to(bf16).unflatten(-1, (-1, GROUP)) * s.unsqueeze(-1)).flatten(-2)
-
-
-def of_fp8_block(q: Tensor, s: Tensor) -> Tensor:
-    wide = s.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
-    return (q.float() * wide).to(bf16)
-
-
-def of_mxfp4(q: Tensor, s: Tensor) -> Tensor:
-    table = torch.tensor([*FP4, *(-value for value in FP4)], dtype=bf16, device=q.device)
-    values = torch.stack((table[(q & 15).int()], table[(q >> 4).int()]), -1).flatten(-2)
-    return torch.ldexp(values, (s.int() - 127).unsqueeze(-1)).flatten(-2)
-
-
-FORMATS: dict[str, tuple[Callable[..., dict[str, Tensor]], Callable[..., Tensor]]] = {
-    "int8": (int8, of_int8),
-    "int4": (int4, of_int4),
-    "fp8_block": (fp8_block, of_fp8_block),
-    "mxfp4": (mxfp4, of_mxfp4),
-    "bf16": (dense, lambda q: q),
+PUBLISHED = {
+    "8x16": Published(8, 16, us=68),  # H200, DeepGEMM's issue 287
+    "16x16": Published(16, 16, us=127),  # likewise
+    "4x8192": Published(4, 8192, tflops=1381),  # H800, its issue 74
 }
 
 
-# ------------------------------------------------------------------------------------------
-# layers
-
-
-class Experts(nn.Module):
-    """With the attributes that the forwards of ``transformers`` read."""
-
-    has_gate, is_transposed = True, False
-
-    def __init__(self, model: Model, format: str) -> None:
-        super().__init__()
-        self.model, self.num_experts, self.format = model, model.experts, format
-        self.has_bias, self.quantizes_rows = model.is_gpt_oss, format == "fp8_block"
-        make, self.dequantize = FORMATS[format]
-        h, i = model.hidden, model.inner
-        for name, (n, k) in {"up": (2 * i, h), "down": (h, i)}.items():
-            for key, tensor in make(model.experts, n, k).items():
-                self.register_buffer(f"{name}_{key}", tensor)
-            if self.has_bias:
-                bias = "gate_up_proj_bias" if name == "up" else "down_proj_bias"
-                self.register_buffer(bias, torch.randn(model.experts, n).to(bf16))
-
-    def stack(self, name: str, expert: int | None = None) -> Tensor:
-        """Of all experts, or the weight of one."""
-        keys = ("q", "s") if hasattr(self, f"{name}_s") else ("q",)
-        stored = [getattr(self, f"{name}_{key}") for key in keys]
-        return self.dequantize(*(t if expert is None else t[expert] for t in stored))
-
-    gate_up_proj = property(lambda self: self.stack("up"))
-    down_proj = property(lambda self: self.stack("down"))
-
-    def _apply_gate(self, y: Tensor) -> Tensor:
-        if self.model.is_gpt_oss:
-            gate, up = y[..., ::2].clamp(max=7.0), y[..., 1::2].clamp(-7.0, 7.0)
-            out = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-        else:
-            gate, up = y.chunk(2, -1)
-            out = F.silu(gate) * up
-        return rounded(out) if self.quantizes_rows else out
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        x = rounded(x) if self.quantizes_rows else x
-        name = "batched" if len(x) == 1 else "grouped"
-        out: Tensor = getattr(moe, f"{name}_mm_experts_forward")(self, x, ids, weights)
-        return out
-
-    def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """What ``forward`` computes, in fp32; one expert is dense in memory at a time."""
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        x = rounded(x) if self.quantizes_rows else x
-        for expert in ids.unique().tolist():
-            row, place = (ids == expert).nonzero(as_tuple=True)
-            y = self._apply_gate(self._product(x[row].float(), "up", expert).to(bf16))
-            y = self._product(y.float(), "down", expert)
-            out.index_add_(0, row, y * weights[row, place].float()[:, None])
-        return out
-
-    def _product(self, x: Tensor, name: str, expert: int) -> Tensor:
-        y = x @ self.stack(name, expert).float().t()
-        bias = {"up": "gate_up_proj_bias", "down": "down_proj_bias"}[name]
-        return y + getattr(self, bias)[expert].float() if self.has_bias else y
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Rows quantized to e4m3, 1 x 128, and back."""
-    groups = x.float().unflatten(-1, (-1, BLOCK))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 448
-    return ((groups / scale).to(e4m3).float() * scale).flatten(-2).to(x.dtype)
-
-
-# ------------------------------------------------------------------------------------------
-# cells
-
-
-@dataclasses.dataclass
-class Cell:
-    """One layer and number of tokens; ``systems``: name -> what is timed."""
-
-    name: str
-    format: str
-    tokens: int
-    hit: float  # experts, in the mean
-    difference: float
-    floor_us: float
-    systems: dict[str, Replay]
-
-    def line(self, rounds: int) -> dict[str, Any]:
-        times: dict[str, list[float]] = {name: [] for name in self.systems}
-        for _ in range(rounds):
-            for name, replay in self.systems.items():
-                times[name].append(replay.seconds() * 1e6)
-        us = {name: statistics.median(found) for name, found in times.items()}
-        return {
-            "model": self.name,
-            "format": self.format,
-            "tokens": self.tokens,
-            "hit": round(self.hit, 1),
-            "difference": round(self.difference, 4),
-            **{f"{name}_us": round(time, 1) for name, time in us.items()},
-            **{f"of_{name}": round(us["ours"] / us[name], 3) for name in us if name != "ours"},
-            "floor_us": round(self.floor_us, 1),
-        }
-
-
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Compiled and compared, ready to be timed."""
-    device = options.device
+def requests(options: argparse.Namespace) -> Iterator[Row]:
+    """What each system is to prepare."""
+    more = {"skew": options.skew, "tiny": options.tiny}
+    if options.published:
+        for name, product in PUBLISHED.items():
+            each = min(product.each, 32) if options.tiny else product.each
+            yield {"model": name, "format": "fp8_block", "tokens": each, **more}
+        return
     for name in options.models:
-        model = MODELS[name]
-        if options.tiny:
-            model = dataclasses.replace(model, experts=8, top_k=2, hidden=256, inner=128)
-        with torch.device(device):
-            base = Experts(model, "bf16") if DENSE & set(options.systems) else None
-        for format in model.formats:
-            if options.formats and format not in options.formats:
-                continue
-            with torch.device(device):
-                layer = Experts(model, format)
-            for tokens in options.tokens:
-                yield cell(name, layer, base, tokens, options)
+        for format in MODELS[name].formats:
+            if not options.formats or format in options.formats:
+                for tokens in options.tokens:
+                    yield {"model": name, "format": format, "tokens": tokens, **more}
 
 
-@torch.no_grad()
-def cell(
-    name: str, layer: Experts, base: Experts | None, tokens: int, options: argparse.Namespace
-) -> Cell:
-    torch.compiler.reset()
-    device, model = options.device, layer.model
-    with torch.device(device):
-        count = calls_of(layer, tokens, device)
-        routes = [routing(model, tokens, options.skew) for _ in range(count)]
-    hit = statistics.mean(len(ids.unique()) for _, ids, _ in routes)
-    backends: dict[str, Any] = {"ours": inductor_quant_backend, "stock": "inductor"}
-    systems, difference = {}, 0.0
-    for system, backend in backends.items():
-        if system == "ours" or system in options.systems:
-            run = torch.compile(layer, backend=backend)
-            if system == "ours":
-                got, want = run(*routes[0]).float(), layer.one_by_one(*routes[0])
-                difference = float((got - want).norm() / want.norm())
-            systems[system] = replay(run, routes, device)
-    for system in sorted(DENSE & set(options.systems)):
-        mode = "max-autotune-no-cudagraphs" if system == "bf16-autotune" else "default"
-        torch.compiler.reset()
-        systems[system] = replay(torch.compile(base, mode=mode), routes, device)
-    floor = floor_us(layer, tokens, hit, device)
-    return Cell(name, layer.format, tokens, hit, difference, floor, systems)
+def line(request: Row, found: Row, ceilings: dict[str, list[float]]) -> Row:
+    """What is printed of a cell."""
+    replies: dict[str, Row] = found["systems"]
+    shown = {key: request[key] for key in ("model", "format", "tokens")}
+    known = next((reply for reply in replies.values() if "hit" in reply), None)
+    if known is not None:
+        shown |= {key: round(known[key], 1) for key in ("hit", "weights_mb", "dense_mb")}
+        floor = floor_us(request["format"], known["least"], ceilings)
+        shown |= {"floor_us": round(floor, 1)} if floor else {}
+    for name, reply in replies.items():
+        if "us" not in reply:
+            shown[f"{name}_failed"] = reply.get("failed", "not timed")
+            continue
+        us = reply["us"][1]
+        shown[f"{name}_us"] = round(us, 1)
+        shown[f"{name}_difference"] = round(reply["difference"], 4)
+        if reply["peak_mb"] is not None:
+            shown[f"{name}_peak_mb"] = round(reply["peak_mb"], 1)
+        if request["model"] in PUBLISHED:
+            operations = sum(each for _, each in reply["least"])
+            shown[f"{name}_tflops"] = round(operations / us / 1e6, 1)
+        if "config" in reply:  # a peer's
+            shown[f"{name}_config"] = reply["config"]
+    for pair, (_, median, _) in found["ratios"].items():
+        if pair.startswith("ours/"):
+            shown[f"of_{pair.removeprefix('ours/')}"] = round(median, 3)
+    if request["model"] in PUBLISHED:
+        product = PUBLISHED[request["model"]]
+        figures = {"published_us": product.us, "published_tflops": product.tflops}
+        shown |= {key: value for key, value in figures.items() if value is not None}
+    return shown
 
 
-def floor_us(layer: Experts, tokens: int, hit: float, device: str) -> float:
+def floor_us(format: str, least: list[list[float]], ceilings: dict[str, list[float]]) -> float:
     """0 where the card's rates are not known."""
-    known = roofs(torch.device(device)) if device == "cuda" else {}
-    if not known:
+    if not ceilings:
         return 0.0
-    bandwidth, rate = known["8 bits" if layer.quantizes_rows else "16 bits"]
-    model, total = layer.model, 0.0
-    for name, n, k in (("up", 2 * model.inner, model.hidden), ("down", model.hidden, model.inner)):
-        stored = sum(t.nbytes for key, t in layer.named_buffers() if key.startswith(f"{name}_"))
-        rows = tokens * model.top_k
-        moved = stored * hit / model.experts + rows * (k + n) * bf16.itemsize
-        total += max(moved / bandwidth, 2 * rows * n * k / rate)
-    return total / 1e6
+    bandwidth, rate = ceilings["8 bits" if format == "fp8_block" else "16 bits"]
+    return 1e6 * sum(max(moved / bandwidth, count / rate) for moved, count in least)
 
 
-def routing(model: Model, tokens: int, skew: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """x, and the chosen experts of each token with their weights; uniform without ``skew``, the
-    deviation of the experts' logits for all tokens beside 1 for each."""
-    logits = torch.randn(tokens, model.experts) + skew * torch.randn(model.experts)
-    weights, ids = logits.softmax(-1).topk(model.top_k, -1)
-    return torch.randn(tokens, model.hidden).to(bf16), ids, weights.to(bf16)
-
-
-def calls_of(layer: Experts, tokens: int, device: str) -> int:
-    """How many routings exceed the L2 cache with the weights that they hit."""
-    model = layer.model
-    share = min(1.0, tokens * model.top_k / model.experts)
-    stored = sum(buffer.nbytes for buffer in layer.buffers())
-    return 2 if device == "cpu" else max(2, min(24, math.ceil(4 * L2_BYTES / (share * stored))))
-
-
-def replay(run: Callable[..., Tensor], routes: list[Any], device: str) -> Replay:
-    run(*routes[0])
-    return Replay([functools.partial(run, *route) for route in routes], device)
+def run(options: argparse.Namespace) -> None:
+    arguments = ["--device", options.device]
+    if options.peer_path is not None:
+        arguments += ["--peer-path", str(options.peer_path.resolve())]
+    with open_systems(["ours", *options.systems], WORKER, *arguments) as systems:
+        for what in ("machine", "ceilings"):
+            reply = systems[0].ask(do=what)
+            if "failed" in reply:
+                raise SystemExit(f"ours does not start: {reply['failed']}")
+            print(json.dumps(reply), flush=True)
+        for request in requests(options):
+            found = measure(
+                systems,
+                request,
+                rounds=options.rounds,
+                limit_s=options.limit,
+                alone=lambda name: name.endswith(("autotune", "tuned")),
+            )
+            print(json.dumps(line(request, found, reply)), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--published", action="store_true", help="DeepGEMM's sizes, no models")
     parser.add_argument("--formats", nargs="+", choices=FORMATS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
-    parser.add_argument("--systems", nargs="*", default=["stock", "bf16"])
+    parser.add_argument(
+        "--systems", nargs="*", choices=[*SYSTEMS, *PEERS], default=["stock", "bf16"]
+    )
+    parser.add_argument("--peer-path", type=Path, metavar="DIR", help="contains vllm/")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--limit", type=float, default=600, help="seconds to prepare a cell")
     parser.add_argument("--skew", type=float, default=0.0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args(arguments)
-    print(json.dumps(machine(options.device)), flush=True)
-    for each in cells(options):
-        print(json.dumps(each.line(options.rounds)), flush=True)
+    run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _SYMBOLS = {
 _NAMES = (
     *_SYMBOLS,
     *("tile_load", "tile_store", "tile_round", "tile_exp", "tile_over"),
-    *("limit_registers", "warps"),
+    *("limit_registers", "parts_of_tiles", "warps"),
 )
 
 
@@ -70,6 +70,7 @@ def runtime() -> dict[str, Any]:
     _allow_two_layouts()
     mine = {
         "limit_registers": _limit_registers(),
+        "parts_of_tiles": _parts_of_tiles(),
         "warps": importlib.import_module("inductor_quant._compat.gluon_barriers"),
     }
     return names | _tile_access() | _fast_math_functions() | mine
@@ -371,3 +372,18 @@ def _limit_registers() -> Any:
         _generator.module.set_attr("ttg.maxnreg", value)
 
     return limit_registers
+
+
+def _parts_of_tiles() -> Any:
+    core = symbol(f"{_LANGUAGE}._core:")
+
+    @core.builtin
+    def parts_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
+        """A ring of tiles [rows, columns], whose swizzle is as wide as ``columns / count``, as one
+        of tiles that have so many columns: these follow one another in shared memory."""
+        stages, rows, columns = buffers.shape
+        count = core._unwrap_if_constexpr(count)
+        shape = [stages * count, rows, columns // count]
+        return buffers._reinterpret(buffers.dtype, shape, buffers.layout, _semantic=_semantic)
+
+    return parts_of_tiles

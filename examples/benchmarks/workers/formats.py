@@ -222,7 +222,8 @@ def nvfp4() -> Format:
     def dequantize(
         k: int, codes: Tensor, values: Tensor, scales: Tensor, overall: Tensor
     ) -> Tensor:
-        return grouped(values[fields(codes, 4, 1).int()], None, scales.to(BF16) / overall)
+        w = grouped(values[fields(codes, 4, 1).int()], None, scales.float() / overall)
+        return w.to(BF16)
 
     return Format(make, dequantize, group=16)
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.kernels.codegen.runs import WORD, Run, run_of
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
@@ -261,6 +262,8 @@ class Statements:
             return Value(*self.read(field), is_float=True)
         if not field.width:
             return self._whole(Value(*self.read(field)), dtype, field)
+        if (run := run_of(self.format, field)) and dtype == torch.int32:
+            return self._of_run(run, field)
         stored = self.stored_bits(field)
         bits, rows_out, columns_out = stored.code, stored.rows, stored.columns
         if field.float8:
@@ -297,6 +300,33 @@ class Statements:
         rows_out, columns_out = self.codegen.resolution(*field.index, field.offset)
         wide = self.widen(Value(word, rows, columns), rows_out, columns_out)
         return Value(self._bits(wide, field, 64 if is_wide else 32), rows_out, columns_out)
+
+    def _of_run(self, run: Run, field: Field) -> Value:
+        """Of the words of a run those with the ends of each number."""
+        rows, columns = self.codegen.resolution(*field.index, field.offset)
+        layout = self.layout(columns)
+        words = [self.widen(Value(*self.read(word)), rows, columns).code for word in run.words]
+
+        def of_word(bits: int) -> str:
+            """The word with a number's bit ``bits``, of each number."""
+            code, last = words[0], 0
+            for number, bit in enumerate(run.bits):
+                if (word := (bit + bits) // WORD) > last:
+                    code = f"{self.lang}.where({position} >= {number}, {words[word]}, {code})"
+                    last = word
+            return self.assign("w", code)
+
+        position = self.index(AffineIndex(linear=((run.digit, 1),)), rows, columns, layout)
+        place = self.index(run.place, rows, columns, layout)
+        bits = self.from_bit(of_word(0), of_word(run.width - 1), place)
+        code = self.assign("b", f"{bits} & {(1 << run.width) - 1}")
+        return Value(code, rows, columns, bias=run.add, limit=1 << run.width)
+
+    def from_bit(self, low: str, high: str, place: str) -> str:
+        """32 bits from bit ``place`` of ``low`` on, the last ones of ``high``."""
+        int64 = f"{self.lang}.int64"
+        both = f"({high}.to({int64}) << {WORD}) | ({low}.to({int64}) & {(1 << WORD) - 1})"
+        return self.assign("b", f"(({both}) >> ({place})).to({self.lang}.int32)")
 
     def _float8(self, code: str, kind: str) -> str:
         if kind in EXPONENTS:

@@ -92,7 +92,7 @@ def quad_plan(weight: Weight, config: GemmConfig, *, own: bool = False) -> TileP
     fields = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     if any(rows > 0 and rows % tile_k for rows, _ in map(format.block, fields)):
         return None
-    plan = plan_of(weight, config, own=own, low=QUAD)
+    plan = plan_of(as_words(weight), config, own=own, low=QUAD)
     return plan if plan is not None and is_quad(format, plan.low) else None
 
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 
 from inductor_quant.kernels.codegen.digits.codegen import TABLE, pair_bit
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
-from inductor_quant.kernels.codegen.digits.order import Order, reordered
+from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
 from inductor_quant.kernels.codegen.digits.tile import VECTORS, TilePlan, tile_digits, tile_plan
-from inductor_quant.kernels.codegen.digits.words import WordView, as_words, joined_words
+from inductor_quant.kernels.codegen.digits.words import (
+    WordView,
+    as_words,
+    joined_words,
+    words_of_runs,
+)
 from inductor_quant.kernels.codegen.packed_layout import BASES
+from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
@@ -21,6 +28,8 @@ from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+
+LEAST_PART = 16  # columns of x: 32 bytes, the least that its layouts in shared memory take
 
 
 def varying(format: WeightFormat) -> list[Field]:
@@ -53,7 +62,7 @@ def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
     order, if it is another: last are the digits that choose a value of a word."""
     if weight.format.code.high:
-        return joined_words(weight) or as_words(weight), None
+        return words_of_runs(weight) or joined_words(weight) or as_words(weight), None
     view = as_words(weight)
     format = view.weight.format
     order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
@@ -63,20 +72,49 @@ def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     return dataclasses.replace(view, weight=counted), Order(format, tuple(order))
 
 
+@functools.lru_cache(maxsize=1024)
+def words_in_parts(weight: Weight, block_k: int) -> tuple[WordView, Order | None]:
+    """``as_words`` with K in an order in which a tile of ``block_k`` has all values of its words,
+    and that order, if it is another. x is then read in parts of neighbours along K: one for each
+    value of a word that is far from the others."""
+    view = as_words(weight)
+    format, in_word = view.weight.format, view.weight.format.code.offset.digits
+    apart = [d for d in format.digits("k") if d in in_word and format.weight_of(d) >= block_k]
+    part = block_k // math.prod(map(format.radix, apart))
+    if not apart or part < LEAST_PART:
+        return view, None
+    reached = (
+        d for d in reversed(format.digits("k")) if format.weight_of(d) * format.radix(d) >= part
+    )
+    last = next(reached)
+    low = part // format.weight_of(last)
+    if part % format.weight_of(last) or format.radix(last) % low:
+        return view, None
+    if low < format.radix(last):
+        if not is_linear(format, last):
+            return view, None
+        format = split(format, last, low)
+
+    def rank(name: str) -> int:
+        return 1 if name in apart else 0 if format.weight_of(name) >= part else 2
+
+    order = sorted(format.digits("k"), key=rank)
+    counted = dataclasses.replace(view.weight, format=reordered(format, "k", order))
+    return dataclasses.replace(view, weight=counted), Order(format, tuple(order))
+
+
 def plan_of(
-    weight: Weight,
+    view: WordView,
     config: GemmConfig,
     *,
     own: bool = False,
     low: tuple[int, ...] | None = None,
-    in_order: bool = False,
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
-    ``low``: as ``tile_plan`` takes it, by default for 16-bit x. ``in_order``: of
-    ``words_in_order``."""
+    ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
     warps = config.num_warps
     tile_k = config.block_k // (warps if own else 1)
-    return _plan_of(weight, config.block_n, tile_k, warps, own, low, in_order)
+    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low)
 
 
 # Many configurations have one tile, and are looked at several times for one GEMM.
@@ -88,9 +126,7 @@ def _plan_of(
     warps: int,
     own: bool,
     low: tuple[int, ...] | None,
-    in_order: bool,
 ) -> TilePlan | None:
-    weight = (words_in_order(weight)[0] if in_order else as_words(weight)).weight
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
     k = tile_digits(format, "k", tile_k)
@@ -149,10 +185,13 @@ def format_rejection(
         return no_kernel("quantized values are repeated")
     if format.code.minus or (format.code.high and not joins):
         return no_kernel("a value is a difference of integers, or joined from several fields")
-    if format.code.high and joined_words(weight) is None:
+    if format.code.high and not (words_of_runs(weight) or joined_words(weight)):
         return no_kernel("a value is joined from fields that are no bytes of words")
-    if any(isinstance(op.operand, Field) and op.operand.high for op in format.dequant_ops):
-        return no_kernel("a zero point is joined from several fields")
+    for op in format.dequant_ops:
+        if isinstance(op.operand, Field) and op.operand.high:
+            run = run_of(format, op.operand)
+            if run is None or run.digit[0] != "n":
+                return no_kernel("a zero point is joined from several fields")
     table = format.element
     if table != format.code:
         sizes = weight.tensors[table.source].shape

@@ -18,7 +18,7 @@ READ_PER_CYCLE, MADS_PER_CYCLE, ROUND_CYCLES, LIBRARY_TILE = 2670, 246_000, 61, 
 
 def cycles(problem: Problem, device: Device) -> float:
     size = problem.n * problem.k
-    packed = (rules.weight_of(problem).format.code.width or 8) / 8
+    packed = (rules.weight_of(problem).format.code.total_width or 8) / 8
     reads, products = 2 * size / READ_PER_CYCLE, size * problem.m / MADS_PER_CYCLE
     tiles = math.ceil(problem.m / LIBRARY_TILE) * math.ceil(problem.n / LIBRARY_TILE)
     rounds = math.ceil(tiles / device.num_sms) * problem.k / 64

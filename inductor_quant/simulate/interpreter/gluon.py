@@ -44,6 +44,7 @@ def names() -> dict[str, Any]:
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
         "limit_registers": _nothing,
+        "parts_of_tiles": lambda buffers, count: _Columns(buffers, _integer(count)),
         "mma_v2": lambda a, b, acc: tl.dot(a, b, acc, out_dtype=acc.dtype),
         "mbarrier": types.SimpleNamespace(
             **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),
@@ -87,12 +88,13 @@ class _Buffer:
         self.barrier: _Buffer | None = None
         self.phases: list[list[Any]] = []  # of each phase its tiles, to be concatenated
         self.expected = self.waited = 0  # of a barrier: phases
+        self.axis = 0  # along which tiles of a phase are concatenated
 
     def load(self, layout: Any) -> Any:
         if self.barrier is None:
             return self.value
         tiles = self.phases[self.barrier.waited - 1]
-        return tiles[0] if len(tiles) == 1 else _rows(tiles, 0, None)
+        return tiles[0] if len(tiles) == 1 else _joined(tiles, self.axis)
 
     def store(self, value: Any) -> None:
         self.value = value
@@ -121,12 +123,18 @@ class _Slice:
         self.buffer.receive(tile, barrier)
 
     def permute(self, order: Any) -> Any:
-        return tl.permute(_rows([self.buffer.load(None)], self.first, self.size), order)
+        return tl.permute(_rows(self.buffer.load(None), self.first, self.size), order)
 
 
-def _rows(tiles: Sequence[Any], first: int, size: int | None) -> Any:
-    data = np.concatenate([tile.handle.data for tile in tiles])[first:]
-    data, scalar = data[: len(data) if size is None else size], tiles[0].dtype
+def _joined(tiles: Sequence[Any], axis: int = 0) -> Any:
+    return _tensor(np.concatenate([tile.handle.data for tile in tiles], axis), tiles[0].dtype)
+
+
+def _rows(tile: Any, first: int, size: int) -> Any:
+    return _tensor(tile.handle.data[first : first + size], tile.dtype)
+
+
+def _tensor(data: Any, scalar: Any) -> Any:
     return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
 
 
@@ -158,6 +166,19 @@ class _Buffers:
         """A partition starts: it has waited for no barrier yet."""
         for buffer in self._buffers:
             buffer.waited = 0
+
+
+@dataclasses.dataclass
+class _Columns:
+    """``count`` parts of each tile of a ring, columns of it, which arrive in their order."""
+
+    tiles: _Buffers
+    count: int
+
+    def index(self, index: Any) -> _Buffer:
+        tile = self.tiles.index(_integer(index) // self.count)
+        tile.axis = 1
+        return tile
 
 
 class _WarpBarriers:
@@ -199,9 +220,9 @@ def _multiply_parts(a: Any, tiles: Sequence[Any], acc: Any) -> Any:
     size = a.shape[0] // len(tiles)
     products = []
     for part, tile in enumerate(tiles):
-        rows, sums = (_rows([whole], part * size, size) for whole in (a, acc))
+        rows, sums = (_rows(whole, part * size, size) for whole in (a, acc))
         products.append(tl.dot(rows, tile, sums, out_dtype=acc.dtype))
-    return _rows(products, 0, None)
+    return _joined(products)
 
 
 def _copy(buffer: _Buffer, pointer: Any, mask: Any = None) -> None:

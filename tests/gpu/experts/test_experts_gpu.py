@@ -149,6 +149,25 @@ def test_a_cuda_graph_follows_the_routing(form):
             assert (got - want).norm() <= 0.02 * want.norm()
 
 
+def test_the_stacks_are_never_dense():
+    model, args = layer("nibbles", "grouped", 16)
+    dense = 2 * min(model.gate_up_proj.numel(), model.down_proj.numel())
+
+    def peak(run):
+        with torch.no_grad():
+            run(*args)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            run(*args)
+            torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(compiled(model)) < dense / 2
+    torch.compiler.reset()
+    assert peak(torch.compile(model)) > dense
+
+
 def test_autotuning_times_the_configurations():
     case = Case("nibble_pairs", (5, 0, 6, 5), 512, 1024)
     inputs = tuple(t.cuda() for t in make_inputs(case, "cpu"))

@@ -70,7 +70,8 @@ def configs_of(case):
         *(("mxfp4", m, bf16) for m in (1, 16, 20, 70)),
         ("mxfp4", 40, f16),  # in fp32
         *(("nvfp4", m, bf16) for m in (2, 13, 64)),
-        *(("halves_of_k", m, bf16) for m in (1, 16)),
+        *(("halves_of_k", m, bf16) for m in (1, 16, 33, 100, 250)),
+        *(("crossing", m, f16) for m in (1, 13)),
         ("groups_of_n", 16, bf16),
         *(("shards", m, bf16) for m in (1, 16)),
         ("int8_channel", 50, bf16),
@@ -111,6 +112,7 @@ def check(case):
         ("nf4", 40, 512, 1024, f16),
         ("uint2", 32, 1024, 1024, bf16),
         ("shards", 40, 1000, 1024, bf16),
+        ("crossing", 40, 1024, 1024, f16),
         ("nibble_pairs", 100, 520, 1152, bf16),
         ("int8_channel", 250, 1024, 640, f16),
         ("gptq", 200, 520, 640, f16),

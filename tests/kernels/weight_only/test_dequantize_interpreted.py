@@ -23,6 +23,7 @@ M = 640  # W is written once
         (Case("hqq", M, 60, M), True),
         (Case("nvfp4", M, 72, M), False),  # both scales become one, which is rounded
         (Case("mxfp4", M, 40, M), True),
+        (Case("crossing", M, 96, M, f16), True),
     ],
     ids=str,
 )

@@ -71,6 +71,8 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("shards", 7, 48, 512, bias=True), "8x16x128_w2_s1_g8"),
         (DIRECT, Case("shards", 13, 64, 1024, f16), "16x32x128_w4_s1_g8_k2"),
         (DIRECT, Case("shards", 40, 32, 512), "64x16x128_w2_s1_g8"),
+        (DIRECT, Case("crossing", 5, 64, 256, f16), "8x32x128_w2_s1_g8"),
+        (DIRECT, Case("crossing", 13, 96, 320, bias=True), "16x16x128_w2_s1_g8_k2"),
         (DIRECT, Case("halves_of_k", 16, 64, 320, f16, bias=True), "16x32x128_w2_s1_g8"),
         (MM, Case("mxfp4", 20, 64, 192), "32x64x64_w4_s4_g8"),
         (MM, Case("mxfp4", 20, 64, 192, f16, bias=True), "32x64x64_w4_s4_g8"),
@@ -103,6 +105,10 @@ def generated_by(kernel, fn, make, config):
         (MM, Case("fp8_block", 20, 128, 128, f16), "32x64x64_w4_s4_g8"),
         (MM, Case("e5m2_group", 20, 64, 128), "32x64x64_w4_s4_g8"),
         (MM, Case("fp8_words", 20, 64, 128), "32x64x64_w4_s4_g8"),
+        # x in parts: a tile of K is of both halves
+        (MM, Case("halves_of_k", 20, 64, 256), "32x64x64_w4_s4_g8"),
+        (MM, Case("halves_of_k", 40, 96, 640, f16, bias=True), "64x64x128_w4_s4_g8_k2"),
+        (MM, Case("halves_of_k", 20, 64, 192), "32x64x64_w4_s4_g8"),  # a turn goes beyond K
         # four turns in three slices
         (MM, Case("gptq", 20, 192, 512, f16, bias=True), "32x64x64_w4_s4_g8_k3"),
     ],

@@ -15,7 +15,7 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor
-from inductor_quant.kernels.weight_only.digit_tiles import plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, boxed
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import Field, WeightFormat
@@ -100,14 +100,38 @@ def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():
     assert list(candidates("weight_only", spec, symbolic, device(90)))
 
 
-def test_a_word_whose_values_are_tiles_apart_along_k_is_left_to_others():
-    """The two halves of K in one byte: which half it is, is not known within a tile."""
+@pytest.mark.parametrize(
+    ("half", "block_k", "part"), [(512, 64, 32), (512, 128, 64), (544, 64, 32)]
+)
+def test_a_tile_has_the_values_of_a_word_that_are_far_apart_along_k(half, block_k, part):
+    """The two halves of K in one byte: without another order of K it is not known within a tile
+    which half it is."""
     element = Field(
         0, (formats.form(("n0", 1)), formats.form(("k1", 1))), formats.form(("k0", 4)), 4
     )
-    format = WeightFormat((2, 512), (64,), element)
-    weight = Weight(format, (WeightTensor(torch.uint8, (64, 512)),))
-    assert plan_of(weight, GemmConfig(64, 64, 64, 4, 4)) is None
+    format = WeightFormat((2, half), (64,), element)
+    weight = Weight(format, (WeightTensor(torch.uint8, (64, half)),))
+    config = GemmConfig(64, 64, block_k, 4, 4)
+    assert plan_of(as_words(weight), config) is None
+    view, order = words_in_parts(weight, block_k)
+    assert plan_of(view, config) is not None
+    assert order.neighbours(block_k) == part
+    position = "position"
+    places = eval(f"[{order.place_within(position, block_k)} for position in range({block_k})]")
+    assert places == [at // part * half + at % part for at in range(block_k)]
+
+
+def test_halves_of_k_that_no_parts_divide_are_left_to_others():
+    """K / 2 = 2152 is a multiple of 8 alone: tiles would end within the other half."""
+    element = Field(
+        0, (formats.form(("n0", 1)), formats.form(("k1", 1))), formats.form(("k0", 4)), 4
+    )
+    weight = Weight(
+        WeightFormat((2, 2152), (64,), element), (WeightTensor(torch.uint8, (64, 2152)),)
+    )
+    view, order = words_in_parts(weight, 64)
+    assert order is None
+    assert plan_of(view, GemmConfig(64, 64, 64, 4, 4)) is None
 
 
 @pytest.mark.parametrize("is_pair", [True, False])
@@ -124,7 +148,7 @@ def test_values_of_a_table_are_looked_up_in_pairs_if_both_are_in_one_byte(is_pai
     table = Field(1, (formats.form(data=code),))
     format = dataclasses.replace(format, element=table)
     weight = Weight(format, (WeightTensor(torch.uint8, shape), WeightTensor(bf16, (16,))))
-    plan = plan_of(weight, GemmConfig(64, 64, 64, 4, 4))
+    plan = plan_of(as_words(weight), GemmConfig(64, 64, 64, 4, 4))
     found = pair_lookup.places_of(as_words(weight).weight, plan)
     assert found == ((0, 4) if is_pair else None)
 
@@ -251,6 +275,7 @@ def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offere
     ("name", "m", "dtype"),
     [
         ("hqq", 64, bf16),
+        ("halves_of_k", 128, bf16),
         pytest.param("awq", 64, f16, marks=pytest.mark.slow),
         pytest.param("int8_group", 128, bf16, marks=pytest.mark.slow),
     ],

@@ -1,10 +1,11 @@
-"""Weights whose words hold values, or whose groups hold columns, that are far apart."""
+"""Weights whose words hold values, or whose groups hold columns, that are far apart, or whose
+numbers cross words."""
 
 from __future__ import annotations
 
 import torch
 
-from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 from tests.support.gemms.packed import Packed, form
 
 u8, bf16 = torch.uint8, torch.bfloat16
@@ -74,3 +75,49 @@ def groups_of_n(k: int, n: int, group: int) -> Packed:
     return Packed(
         "groups_of_n", WeightFormat((k,), (2, group // 2, every), code, steps), tensors, read
     )
+
+
+def crossing(k: int, n: int, group: int) -> Packed:
+    """GPTQ's 3 bits: 32 numbers along K in three words, zero points likewise along N."""
+    of_group = group // 32
+    along, across = form(("k0", 3 * of_group), ("k1", 3)), form(("n0", 32), ("n1", 1))
+    code = _of_three_bits(0, (along, across), 0, "k2")
+    zero = _of_three_bits(1, (form(("k0", 1)), form(("n0", 3))), 1, "n1")
+    scale = Field(2, (form(("k0", 1)), across))
+
+    def read(words, zeros, scales):  # type: ignore[no-untyped-def]
+        zeros = _numbers(zeros.t()).t().repeat_interleave(group, 0)
+        return (_numbers(words) - zeros) * scales.double().repeat_interleave(group, 0)
+
+    steps = DequantOp("sub", zero), DequantOp("mul", scale)
+    tensors = (
+        ("bits", (k * 3 // 32, n), torch.int32),
+        ("bits", (k // group, n * 3 // 32), torch.int32),
+        ("scale", (k // group, n), torch.float16),
+    )
+    format = WeightFormat((k // group, of_group, 32), (n // 32, 32), code, steps)
+    return Packed("crossing", format, tensors, read)
+
+
+def _of_three_bits(source: int, first: tuple[AffineIndex, ...], dim: int, digit: str) -> Field:
+    """A number read bit by bit. ``first``: the first of three words along ``dim``."""
+    field = None
+    for bit in (2, 1, 0):
+        at = [3 * number + bit for number in range(32)]
+        words, offsets = (
+            ((digit, tuple(b)),) for b in ([b // 32 for b in at], [b % 32 for b in at])
+        )
+        index = list(first)
+        index[dim] = AffineIndex(linear=first[dim].linear, tables=words)
+        field = Field(source, tuple(index), AffineIndex(tables=offsets), 1, high=field)
+    assert field is not None
+    return field
+
+
+def _numbers(words: torch.Tensor) -> torch.Tensor:
+    """[3 * rows, columns] -> [32 * rows, columns], fp64."""
+    bits = (
+        words.unsqueeze(1) >> torch.arange(32, dtype=words.dtype, device=words.device)[:, None] & 1
+    )
+    bits = bits.reshape(-1, 3, words.shape[1]).double()
+    return bits[:, 0] + 2 * bits[:, 1] + 4 * bits[:, 2]

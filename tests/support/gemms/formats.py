@@ -476,14 +476,29 @@ FORMATS: dict[str, Callable[[int, int], Packed]] = {
         *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )
 }
-for of_groups in (fp4.mxfp4, fp4.nvfp4, apart.shards, apart.halves_of_k, apart.groups_of_n):
+for of_groups in (
+    fp4.mxfp4,
+    fp4.nvfp4,
+    apart.shards,
+    apart.halves_of_k,
+    apart.groups_of_n,
+    apart.crossing,
+):
     FORMATS[of_groups.__name__] = lambda k, n, build=of_groups: build(k, n, GROUP)
 
 
 def sizes(name: str, k: int, n: int) -> tuple[int, int]:
     """The sizes next to (k, n), not below them, that format ``name`` can have."""
     multiple_k = {"uint3": 10, "int8_channel": 1, "int8_zero_channel": 1, "fp8_row": 1, "uint2": 1}
-    multiple_n = {"gptq": 8, "awq": 8, "act_order": 8, "hqq": 2, "uint2": 4, "int8_shuffled": 64}
+    multiple_n = {
+        "gptq": 8,
+        "awq": 8,
+        "act_order": 8,
+        "hqq": 2,
+        "uint2": 4,
+        "crossing": 32,
+        "int8_shuffled": 64,
+    }
     multiple_n["groups_of_n"] = GROUP
     multiple_k |= {"shards": 8 * GROUP, "halves_of_k": 2 * GROUP}
     of_k, of_n = multiple_k.get(name, GROUP), multiple_n.get(name, 1)

@@ -8,6 +8,7 @@ apart.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits import narrow, pair_lookup, table_lookup
+from inductor_quant.kernels.codegen.digits import joined, narrow, pair_lookup, table_lookup
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place, power
 from inductor_quant.kernels.codegen.digits.tile import WARP, TileDigit, TilePlan, tile_digits
 from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
+from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
@@ -110,7 +112,7 @@ class Uses(DigitStatements):
 
     def read(self, field: Field) -> tuple[str, int, int]:
         if field == self.format.code and self.codegen.view.parts:
-            return self.joined(), 1, 1
+            return joined.words(self), 1, 1
         if field in self.codegen.loaded:
             word = self.codegen.used(self.codegen.loaded.index(field), self.slot)
             is_scalar = not self.codegen.varies(field)
@@ -122,15 +124,9 @@ class Uses(DigitStatements):
         flat = f"gl.reshape({position}, [{codegen.block_n * codegen.block_k}])"
         return self.assign("w", f"gl.reshape(gl.gather(table, {flat}, 0), {codegen.shape})"), 1, 1
 
-    def joined(self) -> str:
-        """The words whose bytes are the numbers: the fields of the parts, one above the other."""
-        terms, place = [], 0
-        for part in self.codegen.view.parts:
-            mask = ((1 << part.width) - 1) * 0x01010101
-            code = f"(({self.read(part)[0]} >> ({self.index(part.offset)})) & {mask})"
-            terms.append(f"({code} << {place})" if place else code)
-            place += part.width
-        return self.assign("j", " | ".join(terms))
+    def _field(self, field: Field) -> Value:
+        run = self.codegen.runs.get(field)
+        return super()._field(field) if run is None else joined.number_of_run(self, run)
 
     def dequantized(self) -> str:
         """W in x's dtype."""
@@ -258,8 +254,10 @@ class DigitCodegen(Codegen):
         self.table = self.format.element if self.format.element != self.format.code else None
         operands = [op.operand for op in self.loop_ops]
         parts = view.parts or (self.format.code,)
-        fields = [*parts, *(each for each in operands if isinstance(each, Field))]
-        self.loaded = list(dict.fromkeys(fields))
+        fields = [each for each in operands if isinstance(each, Field)]
+        self.runs = {field: run for field in fields if (run := run_of(self.format, field))}
+        read = [self.runs[each].ends if each in self.runs else (each,) for each in fields]
+        self.loaded = list(dict.fromkeys((*parts, *itertools.chain(*read))))
         # Digits of K that choose a field, but are the same in a tile.
         in_word = {name for part in parts for name in part.offset.digits}
         self.digits_of_places = [

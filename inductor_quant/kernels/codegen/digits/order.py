@@ -1,4 +1,4 @@
-"""Weights whose columns, or whose K, are counted in another order than that of their digits.
+"""Weights whose columns, or whose K, are counted by other digits, or in another order of them.
 
 A tile has neighbours of that order: columns that share their scales where these change with every k
 (HQQ with axis 0), or the values of the same words where these are far apart along K.
@@ -20,18 +20,56 @@ def reordered(format: WeightFormat, axis: str, order: Sequence[str]) -> WeightFo
         return format
     names = {f"{axis}{i}": "" for i in range(len(format.radices(axis)))}  # "": of one value
     names |= {old: f"{axis}{i}" for i, old in enumerate(order)}
-    radices: Any = {axis: tuple(map(format.radix, order))}
 
-    def index(linear: _Linear, tables: _Tables) -> tuple[int, _Linear, _Tables]:
-        linear = [(names.get(name, name), coef) for name, coef in linear]
-        tables = [(names.get(name, name), table) for name, table in tables]
-        return (
-            sum(table[0] for name, table in tables if not name),
-            [term for term in linear if term[0]],
-            [term for term in tables if term[0]],
+    def index(old: AffineIndex) -> AffineIndex:
+        linear = [(names.get(name, name), coef) for name, coef in old.linear]
+        tables = [(names.get(name, name), table) for name, table in old.tables]
+        return dataclasses.replace(
+            old,
+            const=old.const + sum(table[0] for name, table in tables if not name),
+            linear=tuple(sorted(term for term in linear if term[0])),
+            tables=tuple(sorted(term for term in tables if term[0])),
         )
 
-    return dataclasses.replace(_mapped(format, index), **radices)
+    return _counted(format, axis, tuple(map(format.radix, order)), index)
+
+
+def is_linear(format: WeightFormat, name: str) -> bool:
+    """Whether no table has a value for each value of a digit."""
+
+    def names(field: Field) -> Iterator[str]:
+        for index in (*field.index, field.offset):
+            yield from (digit for digit, _ in index.tables)
+            for nested, _ in index.fields:
+                yield from names(nested)
+        for other in (field.minus, field.high):
+            yield from names(other) if other else ()
+
+    fields = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    return not any(name in names(field) for field in (format.element, *fields))
+
+
+def split(format: WeightFormat, name: str, low: int) -> WeightFormat:
+    """The same weight with a digit that ``is_linear`` as two: ``name``, and after it one of ``low``
+    values."""
+    axis, position = name[0], int(name[1:])
+    lower = f"{axis}{position + 1}"
+
+    def renamed(digit: str) -> str:
+        moves = digit[0] == axis and int(digit[1:]) > position
+        return f"{axis}{int(digit[1:]) + 1}" if moves else digit
+
+    def index(old: AffineIndex) -> AffineIndex:
+        linear: list[tuple[str, int]] = []
+        for digit, coef in old.linear:
+            terms = [(name, coef * low), (lower, coef)]
+            linear += terms if digit == name else [(renamed(digit), coef)]
+        tables = tuple((renamed(digit), table) for digit, table in old.tables)
+        return dataclasses.replace(old, linear=tuple(linear), tables=tables)
+
+    digits = list(format.radices(axis))
+    digits[position : position + 1] = [digits[position] // low, low]
+    return _counted(format, axis, tuple(digits), index)
 
 
 def paired(format: WeightFormat, *, is_interleaved: bool) -> WeightFormat | None:
@@ -40,36 +78,24 @@ def paired(format: WeightFormat, *, is_interleaved: bool) -> WeightFormat | None
     digits = format.digits("n")
     if not digits:
         return None
-    whole = digits[-1] if is_interleaved else digits[0]
-    radix, at = format.radix(whole), int(whole[1:])
-    high, low = (radix // 2, 2) if is_interleaved else (2, radix // 2)
-    if radix % 2 or (radix > 2 and any(whole in dict(i.tables) for i in _indices(format))):
+    pair = digits[-1] if is_interleaved else digits[0]
+    radix = format.radix(pair)
+    if radix % 2 or (radix > 2 and not is_linear(format, pair)):
         return None
-    names = {f"n{i}": f"n{i + 1}" if i > at else f"n{i}" for i in range(len(format.n)) if i != at}
-
-    def index(linear: _Linear, tables: _Tables) -> tuple[int, _Linear, _Tables]:
-        found = [(names.get(name, name), coef) for name, coef in linear if name != whole]
-        for name, coef in linear:
-            found += [(f"n{at}", coef * low), (f"n{at + 1}", coef)] if name == whole else []
-        here = f"n{at + 1}" if is_interleaved else f"n{at}"  # of two values, if there is a table
-        named = [(here if name == whole else names.get(name, name), t) for name, t in tables]
-        return 0, found, named
-
-    n = (*format.n[:at], high, low, *format.n[at + 1 :])
-    split = dataclasses.replace(_mapped(format, index), n=n)
-    pair = f"n{at + 1}" if is_interleaved else f"n{at}"
-    return reordered(split, "n", [*(d for d in split.digits("n") if d != pair), pair])
+    if radix > 2:
+        format = split(format, pair, 2 if is_interleaved else radix // 2)
+        pair = f"n{int(pair[1:]) + is_interleaved}"
+    return reordered(format, "n", [*(name for name in format.digits("n") if name != pair), pair])
 
 
-_Linear = list[tuple[str, int]]
-_Tables = list[tuple[str, tuple[int, ...]]]
-
-
-def _mapped(
+def _counted(
     format: WeightFormat,
-    change: Callable[[_Linear, _Tables], tuple[int, _Linear, _Tables]],
+    axis: str,
+    digits: tuple[int, ...],
+    renamed: Callable[[AffineIndex], AffineIndex],
 ) -> WeightFormat:
-    """``format`` with the terms of each index changed; ``change`` gives a constant to add, too."""
+    """``format`` with other ``digits`` of an axis; ``renamed``: what an index of theirs becomes,
+    apart from its fields."""
 
     def field(old: Field) -> Field:
         return dataclasses.replace(
@@ -81,24 +107,15 @@ def _mapped(
         )
 
     def index(old: AffineIndex) -> AffineIndex:
-        const, linear, tables = change(list(old.linear), list(old.tables))
         fields = tuple((field(each), coef) for each, coef in old.fields)
-        return AffineIndex(old.const + const, tuple(sorted(linear)), tuple(sorted(tables)), fields)
+        return dataclasses.replace(renamed(old), fields=fields)
 
     ops = tuple(
         DequantOp(op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand)
         for op in format.dequant_ops
     )
-    return dataclasses.replace(format, element=field(format.element), dequant_ops=ops)
-
-
-def _indices(format: WeightFormat) -> Iterator[AffineIndex]:
-    positions = [format.element, *(op.operand for op in format.dequant_ops)]
-    todo = [each for each in positions if isinstance(each, Field)]
-    while todo:
-        field = todo.pop()
-        yield from (*field.index, field.offset)
-        todo += [*field.nested, *([field.minus] if field.minus else [])]
+    radices: Any = {axis: digits}
+    return dataclasses.replace(format, element=field(format.element), dequant_ops=ops, **radices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +124,15 @@ class Order:
 
     format: WeightFormat
     digits: tuple[str, ...]
+
+    def neighbours(self, block: int) -> int:
+        """How many positions of a block follow one another in the axis, from its first one on."""
+        count = 1
+        for apart, radix, weight in self._steps():
+            if apart >= block or apart != weight:
+                break
+            count = apart * radix
+        return min(count, block)
 
     def place(self, position: str) -> str:
         """The position in the axis of what is at ``position`` in this order."""

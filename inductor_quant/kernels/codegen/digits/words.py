@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 
+from inductor_quant.kernels.codegen.digits.order import is_linear, split
+from inductor_quant.kernels.codegen.runs import WORD, parts_of, run_of
 from inductor_quant.kernels.problem import Weight
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+from inductor_quant.spec.weight_format import AffineIndex, Field
 
 BYTES, BITS = 4, 8  # of a word, and of each of them
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -21,11 +22,13 @@ class WordView:
     """``weight``, whose quantized values are read from 32-bit words. ``dim``: the dimension of
     their tensor along which ``BYTES`` bytes are one word; None: the tensor is read as it is.
     ``parts``: fields of the bytes of several such words, which are joined to the word that the
-    code is read from; () if it is stored."""
+    code is read from; () if it is stored. ``run``: the digit of four numbers each, if the parts are
+    the words of a run of numbers, and bytes of that word are four of them."""
 
     weight: Weight
     dim: int | None = None
     parts: tuple[Field, ...] = ()
+    run: str = ""
 
 
 @functools.lru_cache(maxsize=1024)  # asked for once a configuration
@@ -60,24 +63,10 @@ def as_words(weight: Weight) -> WordView:
             others += [
                 s for d, s in enumerate(known) if d != dim and code.index[d] != AffineIndex()
             ]
-            tables = [
-                table
-                for field in format.fields()
-                for i in (*field.index, field.offset)
-                for table in i.tables
-            ]
-            is_plain = name not in dict(tables) and not any(i.tables for i in code.index)
+            is_plain = is_linear(format, name) and not any(i.tables for i in code.index)
             if is_plain and not any(other % BYTES for other in others):
                 return WordView(_split(weight, dim, name), dim)
     return WordView(weight)
-
-
-def parts_of(code: Field) -> list[Field]:
-    """The fields that make up a number, the lowest first."""
-    found = [code]
-    while high := found[-1].high:
-        found.append(high)
-    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,8 +86,8 @@ def joined_words(weight: Weight) -> WordView | None:
         views.append(as_words(Weight(alone, weight.tensors)))
     first, parts, tensors = views[0].weight.format, [], list(weight.tensors)
     for view in views:
-        split, element = view.weight.format, view.weight.format.element
-        if view.dim is None or (view.dim, split.k, split.n) != (views[0].dim, first.k, first.n):
+        words, element = view.weight.format, view.weight.format.element
+        if view.dim is None or (view.dim, words.k, words.n) != (views[0].dim, first.k, first.n):
             return None  # other bytes are neighbours there
         of_part = element.offset.linear[:-1]  # without the byte
         offset = dataclasses.replace(element.offset, linear=of_part)
@@ -115,66 +104,73 @@ def joined_words(weight: Weight) -> WordView | None:
 
 def _split(weight: Weight, dim: int, name: str) -> Weight:
     """``weight`` with the digit ``name`` as two, the second of which chooses a byte of a word."""
-    format, code = weight.format, weight.format.code
-    axis, position = name[0], int(name[1:])
-    dtype = weight.tensors[code.source].dtype
-
-    def renamed(digit: str) -> str:
-        moves = digit[0] == axis and int(digit[1:]) > position
-        return f"{axis}{int(digit[1:]) + 1}" if moves else digit
-
-    low = f"{axis}{position + 1}"
-
-    def index(old: AffineIndex) -> AffineIndex:
-        linear: list[tuple[str, int]] = []
-        for digit, coef in old.linear:
-            linear += (
-                [(name, coef * BYTES), (low, coef)] if digit == name else [(renamed(digit), coef)]
-            )
-        tables: list[tuple[str, tuple[int, ...]]] = []
-        for digit, table in old.tables:
-            tables.append((renamed(digit), table))
-        fields = tuple((field(each), coef) for each, coef in old.fields)
-        return AffineIndex(old.const, tuple(linear), tuple(tables), fields)
-
-    def field(old: Field) -> Field:
-        if old != code:
-            return dataclasses.replace(
-                old, index=tuple(map(index, old.index)), offset=index(old.offset)
-            )
-        whole = index(old.index[dim])
-        words = AffineIndex(
-            whole.const // BYTES,
-            tuple((digit, coef // BYTES) for digit, coef in whole.linear if digit != low),
-        )
-        offset = index(old.offset)
-        offset = dataclasses.replace(offset, linear=(*offset.linear, (low, 8)))
-        is_whole = not old.width
-        return dataclasses.replace(
-            old,
-            index=tuple(words if d == dim else index(each) for d, each in enumerate(old.index)),
-            offset=offset,
-            width=8 if is_whole else old.width,
-            signed=dtype.is_signed and not dtype.is_floating_point if is_whole else old.signed,
-            float8=_FLOAT8.get(dtype, "") or old.float8,
-        )
-
-    digits = list(format.radices(axis))
-    digits[position : position + 1] = [digits[position] // BYTES, BYTES]
-    ops = tuple(
-        DequantOp(op.kind, field(op.operand) if isinstance(op.operand, Field) else op.operand)
-        for op in format.dequant_ops
+    old, format = weight.format.code, split(weight.format, name, BYTES)
+    low = f"{name[0]}{int(name[1:]) + 1}"
+    tensor = weight.tensors[old.source]
+    code = format.code
+    whole = code.index[dim]
+    words = AffineIndex(
+        whole.const // BYTES,
+        tuple((digit, coef // BYTES) for digit, coef in whole.linear if digit != low),
     )
-    tensor = weight.tensors[code.source]
+    offset = dataclasses.replace(code.offset, linear=(*code.offset.linear, (low, BITS)))
+    is_integer = tensor.dtype.is_signed and not tensor.dtype.is_floating_point
+    read = dataclasses.replace(
+        code,
+        index=tuple(words if d == dim else each for d, each in enumerate(code.index)),
+        offset=offset,
+        width=code.width or BITS,
+        signed=code.signed if code.width else is_integer,
+        float8=_FLOAT8.get(tensor.dtype, "") or code.float8,
+    )
     stride = tuple(s if d == dim or s is None else s // BYTES for d, s in enumerate(tensor.strides))
-    tensors = list(weight.tensors)
     shape = tuple(
         size // BYTES if d == dim and size is not None else size
         for d, size in enumerate(tensor.shape)
     )
+    tensors = list(weight.tensors)
     tensors[code.source] = dataclasses.replace(
         tensor, dtype=torch.int32, shape=shape, stride=stride
     )
-    radices: Any = {axis: tuple(digits)}
-    split = dataclasses.replace(format, element=field(format.element), dequant_ops=ops, **radices)
-    return Weight(split, tuple(tensors))
+    return Weight(
+        dataclasses.replace(format, element=_replaced(format.element, code, read)), tuple(tensors)
+    )
+
+
+def _replaced(field: Field, old: Field, new: Field) -> Field:
+    """``field`` with ``new`` for ``old``: itself, or what a table is indexed by."""
+    if field == old:
+        return new
+    index = tuple(
+        dataclasses.replace(
+            each, fields=tuple((_replaced(part, old, new), coef) for part, coef in each.fields)
+        )
+        for each in field.index
+    )
+    return dataclasses.replace(field, index=index)
+
+
+@functools.lru_cache(maxsize=1024)
+def words_of_runs(weight: Weight) -> WordView | None:
+    """The view of a weight whose numbers follow one another along K, four neighbours as the bytes
+    of a word; None: it has others."""
+    format, code = weight.format, weight.format.code
+    run = run_of(format, code)
+    if format.element != code or run is None or run.digit[0] != "k" or run.width > BITS:
+        return None
+    tensor = weight.tensors[code.source]
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    format = dataclasses.replace(format, element=run.first)
+    if tensor.dtype != torch.int32 or not is_linear(format, run.digit):
+        return None
+    if any(run.digit in field.digits for field in operands):
+        return None  # scales change within a run
+    format = split(format, run.digit, BYTES)
+    place = int(run.digit[1:]) + 1
+    offset = AffineIndex(
+        linear=((f"k{place}", BITS),), tables=((run.digit, (0,) * (WORD // BYTES)),)
+    )
+    element = dataclasses.replace(format.element, offset=offset, width=run.width, add=run.add)
+    counted = dataclasses.replace(run, first=format.element)
+    view = Weight(dataclasses.replace(format, element=element), weight.tensors)
+    return WordView(view, parts=counted.words, run=run.digit)

@@ -58,8 +58,8 @@ MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 LEAST_WARPS_JOINED = 4
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
-# From 17 rows on, in as many tiles as it takes.
-MAX_M, MAX_SIZE = 512, 2**24  # N x K
+# From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
+MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
 TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
 WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
@@ -86,7 +86,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         (view, k_order), in_halves = words_in_order(weight), multiplies_halves(weight, config)
         if in_halves:
             config = _half(config)
-        plan = plan_of(weight, config, own=True, in_order=True)
+        plan = plan_of(view, config, own=True)
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
@@ -105,9 +105,11 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             rows = ROWS_MEDIUM
             problem = dataclasses.replace(problem, m=min(problem.m, config.block_m))
         weight = rules.weight_of(problem)
-        most = MAX_JOINED if weight.format.code.high else MAX_VALUES
+        most = MAX_VALUES
+        if weight.format.code.high:
+            most = MAX_JOINED if config.block_m != ROWS_MEDIUM[0] else MAX_JOINED // 2
         refused = tile_misfit(problem, config, device, most, rows)
-        if refused is None and plan_of(weight, config, own=True, in_order=True) is None:
+        if refused is None and plan_of(words_in_order(weight)[0], config, own=True) is None:
             return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
         return refused
 
@@ -141,8 +143,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, device: Device
     ) -> list[GemmConfig]:
         """Those that cost less than ``weight_only_mm_sm90`` and the library."""
-        if device.arch not in rules.WGMMA_ARCHS or problem.n * problem.k > MAX_SIZE:
-            return []  # never timed there, or never faster
+        if device.arch not in rules.WGMMA_ARCHS:
+            return []  # never timed there
+        if problem.n * problem.k > MAX_SIZE and not rules.weight_of(problem).format.code.high:
+            return []  # never faster than weight_only_mm_sm90
         costs: dict[GemmConfig, float] = {}
         listed = itertools.product(ROWS_MEDIUM, TILES_MEDIUM, WARPS_MEDIUM, SPLITS_MEDIUM)
         for block_m, (block_n, slice_k), warps, split in listed:
@@ -151,7 +155,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             is_large = warps * block_m * block_n > MOST_SUMS
             if is_empty or is_large or self.config_rejection(spec, problem, config, device):
                 continue
-            plan = plan_of(rules.weight_of(problem), config, own=True, in_order=True)
+            plan = plan_of(words_in_order(rules.weight_of(problem))[0], config, own=True)
             assert plan is not None
             x_is_shared = shares_x(plan, block_m)
             if x_is_shared and block_m > MAX_ROWS_SHARED:
@@ -176,7 +180,7 @@ def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     digits = tile_digits(as_words(weight).weight.format, "k", slice_k // 2)
     if not digits or digits[-1].outer % 2:
         return False  # the halves are not within a digit
-    return plan_of(weight, _half(config), own=True, in_order=True) is not None
+    return plan_of(words_in_order(weight)[0], _half(config), own=True) is not None
 
 
 def _half(config: GemmConfig) -> GemmConfig:

@@ -1,7 +1,8 @@
 """Gluon statements of ``weight_only_mm_sm90``: W is dequantized in the registers of wgmma.
 
 Packed words reach shared memory by TMA. The four lanes that share a row of the MMA read the same
-words and dequantize different values of them, so x stays in the order of memory.
+words and dequantize different values of them, so x stays in the order of memory, or in parts that
+do if values of a word are far apart along K.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
@@ -24,7 +26,8 @@ PAIR_OF_M: Dim = ("pair", 2)
 
 
 class MMSm90Codegen(DigitCodegen):
-    """``x`` is the activation's name; sums are of ``acc_type``."""
+    """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
+    is not that of x, which is then read in parts."""
 
     box: WordBox
     x, acc_type, unknown_zero, looks_up_pairs = "X", "gl.float32", "unknown_zero", True
@@ -36,9 +39,13 @@ class MMSm90Codegen(DigitCodegen):
         plan: TilePlan,
         n_order: list[str],
         *,
+        k_order: Order | None = None,
         is_gated: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        self.k_order = k_order
+        self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
+        self.parts = self.block_k // self.part_k
         box = word_box(tile.weight, plan)
         assert box is not None
         self.box = box
@@ -60,7 +67,7 @@ class MMSm90Codegen(DigitCodegen):
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
-            "X_SHARED": self._shared([self.block_m, self.block_k], self.x_type),
+            "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
         }
@@ -101,6 +108,14 @@ class MMSm90Codegen(DigitCodegen):
         of_expert = [f"{code} * {self.box.strides[name]}" for name, [code] in self.expert().items()]
         return " + ".join([self.box.first((*self.n_digits, *self.k_digits)), *of_expert])
 
+    def first_column(self, k_iter: str, part: int) -> str:
+        """Of a part of x, in a K iteration; K beyond the last one."""
+        if self.k_order is None:
+            return f"{k_iter} * BLOCK_K"
+        first = self.k_order.place_of_block(k_iter, self.block_k)
+        within = self.k_order.place_within(str(part * self.part_k), self.block_k)
+        return f"gl.where({k_iter} < K // BLOCK_K, {first} + {within}, K)"
+
     def prefetch(self, tile: str) -> str:
         """Statements that prefetch the words of a K iteration, number ``tile``, to the L2 cache."""
         box, words = self.box, LINE // self.dtypes[self.format.code.source].itemsize
@@ -138,11 +153,13 @@ class MMSm90Codegen(DigitCodegen):
         ]
         code = self.dialect.reordered("words", dims, target, str(sizes))
         name = kept(self.loaded.index(self.format.code), slot)
-        boxes = [f"w_stages.index({self.part(stage, i)}).load(W_READ)" for i in range(box.count)]
+        boxes = [
+            f"w_stages.index({self.stage_of_box(stage, i)}).load(W_READ)" for i in range(box.count)
+        ]
         words = f"gl.join({', '.join(boxes)})" if box.count > 1 else boxes[0]
         return f"words = {words}\n{name} = {code}"
 
-    def part(self, stage: str, i: int) -> str:
+    def stage_of_box(self, stage: str, i: int) -> str:
         """The stage of the ``i``-th box of a tile."""
         return stage if self.box.count == 1 else f"({stage}) * {self.box.count} + {i}"
 

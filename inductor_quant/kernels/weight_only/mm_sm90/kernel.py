@@ -32,6 +32,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     pair_of,
     plan_of,
     varying,
+    words_in_parts,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
@@ -163,10 +164,13 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
         found = boxed(rules.weight_of(problem), config)
         assert found is not None
-        view = as_words(rules.weight_of(problem))
+        view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
         tile = rules.tile_of(spec, view.weight, config)
-        order = n_order(view.weight.format)
-        return MMSm90Codegen(tile, view, found[0], order, is_gated=problem.is_gated)
+        return MMSm90Codegen(
+            *(tile, view, found[0], n_order(view.weight.format)),
+            k_order=k_order,
+            is_gated=problem.is_gated,
+        )
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -203,7 +207,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     ) -> Rejection | None:
         weight = rules.weight_of(problem)
         found, ctas = boxed(weight, config), ctas_per_sm(config)
-        is_looked_up = found and pair_lookup.places_of(as_words(weight).weight, found[0])
+        view, _ = words_in_parts(weight, config.block_k)
+        is_looked_up = found and pair_lookup.places_of(view.weight, found[0])
         table = pair_lookup.MEMORY if is_looked_up else 0
         return tile_misfit(
             *(problem, config, device, found),
@@ -404,9 +409,11 @@ def count_words(weight: Weight) -> int:
 def boxed(
     weight: Weight, config: GemmConfig, plan: TilePlan | None = None
 ) -> tuple[TilePlan, WordBox] | None:
-    """How a tile is assigned to threads, by default for 16-bit x, and the box of its words."""
-    plan = plan or plan_of(weight, config)
-    box = word_box(as_words(weight).weight, plan) if plan is not None else None
+    """How a tile is assigned to threads, and the box of its words: for 16-bit x, or of a ``plan``
+    whose tiles are neighbours along K."""
+    view = as_words(weight) if plan else words_in_parts(weight, config.block_k)[0]
+    plan = plan or plan_of(view, config)
+    box = word_box(view.weight, plan) if plan is not None else None
     return (plan, box) if plan is not None and box is not None else None
 
 

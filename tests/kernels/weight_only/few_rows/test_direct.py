@@ -14,7 +14,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
-from inductor_quant.kernels.weight_only.digit_tiles import plan_of
+from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from tests.support import in_flight
 from tests.support.gemms import formats
@@ -80,6 +80,13 @@ def test_it_takes_more_rows_of_small_layers(name):
     assert chosen(Case(name, 1000, 1024, 1024, bf16)) is not WEIGHT_ONLY_DIRECT
 
 
+@pytest.mark.parametrize("name", ["shards", "crossing"])
+def test_numbers_of_several_fields_have_no_other_kernel_at_any_size(name):
+    for m in (17, 33, 64):
+        assert chosen(Case(name, m, 28672, 4096, bf16)) is WEIGHT_ONLY_DIRECT
+    assert chosen(Case(name, 512, 28672, 4096, bf16)) is None  # W is written once
+
+
 def test_x_in_shared_memory_takes_tiles_of_32_rows():
     for name, rows in (("awq", {32}), ("hqq", {32, 64})):
         spec, problem = aligned(Case(name, 64, 1024, 1024, f16))
@@ -114,7 +121,7 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     """Of each 16 x 16: lanes and two registers of k, lanes and one register of n."""
     _, problem = described(Case(name, 8, 1024, 1024, bf16))
     config = GemmConfig(8, tile[0], 4 * tile[1], 4, 1)
-    plan = plan_of(problem.weight, config, own=True)
+    plan = plan_of(words_in_order(problem.weight)[0], config, own=True)
     if plan is None:
         pytest.skip("values of a word do not fit into the tile")
     kinds = [digit.name[0] for digit in plan.digits]
@@ -136,11 +143,15 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     [
         ("hqq", 16, bf16),
         ("int8_group", 64, bf16),
+        ("crossing", 16, f16),
         pytest.param("awq", 8, f16, marks=pytest.mark.slow),
         pytest.param("int8_group", 8, bf16, marks=pytest.mark.slow),
         *(
             pytest.param(name, m, bf16, marks=pytest.mark.slow)
-            for name in ("gptq", "nibble_pairs", "hqq", "nf4", "fp8_row", "uint2", "int8_channel")
+            for name in (
+                *("gptq", "nibble_pairs", "hqq", "nf4", "fp8_row", "uint2", "int8_channel"),
+                *("shards", "crossing"),
+            )
             for m in (32, 64)
         ),
     ],
