@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import WeightFormat
 
 INTERPRETER_ARCH = 0  # Triton's interpreter; it gets the limits of sm_90, to choose as a GPU does
@@ -63,12 +64,16 @@ class Weight:
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """Each row belongs to one of ``experts`` weights; with ``is_sorted`` the rows of each are
-    neighbours. ``repeats`` of them share a row of x; with ``has_rows`` a tensor says which."""
+    neighbours. ``repeats`` of them share a row of x; with ``has_rows`` a tensor says which.
+    ``gate``: of pairs of neighbouring columns, one column is stored; with ``has_bias`` a row of a
+    tensor is added before, as another tensor says."""
 
     experts: int
     is_sorted: bool
     repeats: int = 1
     has_rows: bool = False
+    gate: Gate | None = None
+    has_bias: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +112,11 @@ class Problem:
     # Kernels that the horizontal launch adds because what follows each GEMM can no longer be fused
     # into it, unless K is split: then the kernel that adds the partials takes the fusions.
     lost_fusions: int = 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether a gate joins columns."""
+        return self.groups is not None and self.groups.gate is not None
 
     @property
     def is_gathered(self) -> bool:

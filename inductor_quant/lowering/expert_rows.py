@@ -10,6 +10,7 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import Kernel, dispatch
+from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Problem
 from inductor_quant.lowering.select import describe_device, has_gluon, lowering_of
 from inductor_quant.options import Options
@@ -41,14 +42,18 @@ def is_gathered_before(
     if not compat.runs_triton(device):
         return True
     plain = dataclasses.replace(problem.groups, repeats=1, has_rows=False)
+    of_neighbours = dataclasses.replace(problem, groups=plain)
+    chosen, of_others = (best(family, spec, each, device) for each in (problem, of_neighbours))
+    return (chosen and chosen[0]) is not (of_others and of_others[0])
+
+
+def best(
+    family: str, spec: QuantGemmSpec, problem: Problem, device: torch.device
+) -> tuple[Kernel, GemmConfig] | None:
     options = fallback.active_options() or Options()
-
-    def best(problem: Problem) -> Kernel | None:
-        found = dispatch.candidates(
-            *(family, spec, problem, describe_device(device)),
-            pinned=options.configs,
-            has_gluon=has_gluon(),
-        )
-        return next((kernel for kernel, _ in found), None)
-
-    return best(problem) is not best(dataclasses.replace(problem, groups=plain))
+    found = dispatch.candidates(
+        *(family, spec, problem, describe_device(device)),
+        pinned=options.configs,
+        has_gluon=has_gluon(),
+    )
+    return next(found, None)

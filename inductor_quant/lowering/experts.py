@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
+from inductor_quant.kernels.codegen.digits.order import paired
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.lowering import expert_rows
 from inductor_quant.lowering.select import lower_gemm, lowering_of
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import experts as op
 from inductor_quant.ops import weight_only
+from inductor_quant.ops.gate import gated
+from inductor_quant.spec.gate import Gate
+from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import WeightFormat
 
 aten, prims = torch.ops.aten, torch.ops.prims
+_NEIGHBOURS: dict[str, Any] = {"repeats": 1, "has_rows": False}  # rows of x that are not gathered
 
 
 @fallback.lowering(op.op)
@@ -27,42 +34,124 @@ def lower(
     offsets: Any,
     ids: Any,
     rows: Any = None,
+    bias: Any = None,
+    bias_rows: Any = None,
     *,
     repeats: int = 1,
+    gate: str = "",
     format: str,
     out_dtype: torch.dtype,
 ) -> Any:
-    parsed = WeightFormat.decode(format)
-    n, count, device = parsed.shape[1], expert_rows.count_of(x, rows, repeats), x.get_device()
-    if compat.known_int(count) == 0:
-        return lowering_of(aten.full.default)([count, n], 0, dtype=out_dtype, device=device)
-    spec = weight_only.make_spec(
-        parsed,
-        [t.get_dtype() for t in weight],
-        x_dtype=x.get_dtype(),
-        column_scale=None,
-        out_dtype=out_dtype,
-        bias=False,
-    )
-    stored = [compat.realize(t) for t in weight]
-    route = compat.realize(ids if offsets is None else offsets)
-
-    def described(x: Any, groups: Groups) -> Problem:
-        return dataclasses.replace(describe_packed(x, parsed, stored, count), groups=groups)
-
-    taken = compat.realize(x)
-    problem = described(taken, Groups(parsed.experts, ids is None, repeats, rows is not None))
-    if problem.is_gathered and expert_rows.is_gathered_before("experts", spec, problem, device):
-        x, rows = expert_rows.gathered(x, rows, repeats), None
-        taken = compat.realize(x)
-        problem = described(taken, Groups(parsed.experts, ids is None))
-    inputs = [taken, *stored, *([] if rows is None else [compat.realize(rows)]), route]
-    layout = compat.FixedLayout(device, out_dtype, [count, n])
-    result = lower_gemm("experts", spec, problem, inputs, layout, {})
+    call = _Call(x, weight, offsets, ids, rows, repeats, WeightFormat.decode(format), out_dtype)
+    if not gate:
+        return call.product()
+    joined = Gate.decode(gate)
+    result = call.gated(joined, bias, bias_rows)
     if result is not None:
         return result
-    x = expert_rows.gathered(x, rows, repeats) if problem.is_gathered else x
-    return _unfused(x, weight, offsets, ids, parsed, out_dtype)
+    y = call.product()
+    if bias is not None:
+        y = lowering_of(aten.add.Tensor)(y, lowering_of(aten.index.Tensor)(bias, [bias_rows]))
+    return gated(y, joined, out_dtype, lambda op, *args: lowering_of(op)(*args))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments of the op, as IR, without what is computed from its columns."""
+
+    x: Any
+    weight: list[Any]
+    offsets: Any
+    ids: Any
+    rows: Any
+    repeats: int
+    format: WeightFormat
+    out_dtype: torch.dtype
+
+    @functools.cached_property
+    def count(self) -> Any:
+        return expert_rows.count_of(self.x, self.rows, self.repeats)
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.x.get_device()
+        return device
+
+    @property
+    def groups(self) -> Groups:
+        is_sorted, has_rows = self.ids is None, self.rows is not None
+        return Groups(self.format.experts, is_sorted, self.repeats, has_rows)
+
+    def product(self) -> Any:
+        """[S, N]."""
+        n = self.format.shape[1]
+        if compat.known_int(self.count) == 0:
+            return self._nothing(n)
+        result = self._fused(self.groups, self.format, n)
+        if result is not None:
+            return result
+        x = self.x
+        if self.groups.has_rows or self.groups.repeats > 1:
+            x = expert_rows.gathered(x, self.rows, self.repeats)
+        return _unfused(x, self.weight, self.offsets, self.ids, self.format, self.out_dtype)
+
+    def gated(self, gate: Gate, bias: Any, bias_rows: Any) -> Any | None:
+        """[S, N / 2]; None: the kernel that is best for the product does not compute it in the same
+        tiles."""
+        n = self.format.shape[1]
+        if compat.known_int(self.count) == 0:
+            return self._nothing(n // 2)
+        format = paired(self.format, is_interleaved=gate.is_interleaved)
+        if format is None or not compat.runs_triton(self.device):
+            return None
+        groups = dataclasses.replace(self.groups, gate=gate, has_bias=bias is not None)
+        alone, with_gate = (
+            expert_rows.best(
+                "experts", *self._described(dataclasses.replace(of, **_NEIGHBOURS), by), self.device
+            )
+            for of, by in ((self.groups, self.format), (groups, format))
+        )
+        if alone is None or alone != with_gate:
+            return None
+        given = [] if bias is None else [bias, bias_rows]
+        return self._fused(groups, format, n // 2, given)
+
+    def _nothing(self, columns: int) -> Any:
+        full = lowering_of(aten.full.default)
+        return full([self.count, columns], 0, dtype=self.out_dtype, device=self.device)
+
+    def _described(
+        self, groups: Groups, format: WeightFormat, x: Any = None
+    ) -> tuple[QuantGemmSpec, Problem]:
+        spec = weight_only.make_spec(
+            format,
+            [t.get_dtype() for t in self.weight],
+            x_dtype=self.x.get_dtype(),
+            column_scale=None,
+            out_dtype=self.out_dtype,
+            bias=False,
+        )
+        stored = [compat.realize(t) for t in self.weight]
+        x = compat.realize(self.x if x is None else x)
+        problem = describe_packed(x, format, stored, self.count)
+        return spec, dataclasses.replace(problem, groups=groups)
+
+    def _fused(
+        self, groups: Groups, format: WeightFormat, columns: int, given: Sequence[Any] = ()
+    ) -> Any | None:
+        x, rows = self.x, self.rows
+        route = compat.realize(self.ids if self.offsets is None else self.offsets)
+        spec, problem = self._described(groups, format)
+        if problem.is_gathered and expert_rows.is_gathered_before(
+            "experts", spec, problem, self.device
+        ):
+            x, rows = expert_rows.gathered(x, rows, self.repeats), None
+            groups = dataclasses.replace(groups, **_NEIGHBOURS)
+            _, problem = self._described(groups, format, x)
+        tensors = [x, *self.weight, *given, *([] if rows is None else [rows])]
+        inputs = [*map(compat.realize, tensors), route]
+        layout = compat.FixedLayout(self.device, self.out_dtype, [self.count, columns])
+        return lower_gemm("experts", spec, problem, inputs, layout, {})
 
 
 def _unfused(

@@ -178,6 +178,7 @@ def report_choice(
             sizes=(problem.m, problem.n, problem.k),
             weight=_packed_weight(problem),
             is_horizontal=is_horizontal,
+            gate=str(problem.groups.gate) if problem.groups and problem.groups.gate else "",
         )
     )
 

@@ -10,15 +10,18 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.checks import check, differ
+from inductor_quant.ops.gate import gated
 from inductor_quant.ops.registration import define
+from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 __all__ = ["MAX_MEAN_ROWS", "fake", "max_mean_rows", "op", "reference", "spec_of"]
 
 SCHEMA = (
-    "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, Tensor? rows=None, *, "
-    "int repeats=1, str format, ScalarType out_dtype) -> Tensor"
+    "experts(Tensor x, Tensor[] weight, Tensor? offsets, Tensor? ids, Tensor? rows=None, "
+    "Tensor? bias=None, Tensor? bias_rows=None, *, int repeats=1, str gate='', str format, "
+    "ScalarType out_dtype) -> Tensor"
 )
 INDEX_DTYPES = (torch.int32, torch.int64)
 # Rows an expert, in the mean, above which dequantizing the stack and one ``_grouped_mm`` may be
@@ -55,8 +58,11 @@ def reference(
     offsets: torch.Tensor | None,
     ids: torch.Tensor | None,
     rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_rows: torch.Tensor | None = None,
     *,
     repeats: int = 1,
+    gate: str = "",
     format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -74,21 +80,51 @@ def reference(
         offsets  [E]         int32 or int64; rising, from 0 to S
         ids      [S]         int32 or int64; -E to E - 1
         rows     [S]         int32 or int64; -T * repeats to T * repeats - 1, in any order
+        bias     [B, N]      float; row ``bias_rows[s]`` is added to the product's row s
+        bias_rows [S]        int32 or int64; -B to B - 1
         format   ``WeightFormat.encode()`` of a stack [E, K, N]
-    Returns [S, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous. Rounding as of
-    ``weight_only``.
+        gate     ``Gate.encode()``, or "": of the columns of the product, with the bias, in fp32
+    Returns [S, N] in ``out_dtype`` (bf16, fp16 or fp32), contiguous; with a gate [S, N / 2].
+    Rounding as of ``weight_only``. A bias comes with a gate.
 
     Raises SpecError for other shapes or dtypes, or if ``format`` does not fit the tensors. Offsets,
     ids and rows beyond their range are not checked: they select some expert, or row.
     """
     parsed = weight_only.decode(format)
     spec_of(x, weight, offsets, ids, parsed, out_dtype, rows, repeats)
+    found = gate_of(gate, parsed, bias, bias_rows, count_of(x, rows, repeats))
     x = gathered(x, rows, repeats)
     out = torch.zeros(x.shape[0], parsed.shape[1], dtype=torch.float32, device=x.device)
     for expert, its in enumerate(rows_of_each(parsed.experts, offsets, ids)):
         if len(its):
             out[its] = weight_only.product(x[its], parsed, weight, expert)
+    if bias is not None:
+        out += bias[bias_rows]
+    if found is not None:
+        return gated(out, found, out_dtype, lambda op, *args: op(*args)).contiguous()
     return out.to(out_dtype)
+
+
+def gate_of(
+    gate: str,
+    format: WeightFormat,
+    bias: torch.Tensor | None,
+    bias_rows: torch.Tensor | None,
+    count: int,
+) -> Gate | None:
+    """The gate of a call. Raises SpecError for one that does not suit the weight."""
+    n = format.shape[1]
+    if (bias is None) != (bias_rows is None) or (bias is not None and not gate):
+        raise SpecError("a bias of experts comes with its rows, and with a gate")
+    if bias is not None and (bias.dim() != 2 or differ(bias.shape[1:], (n,))):
+        raise SpecError(f"the bias of experts is {list(bias.shape)}, it must be [B, {n}]")
+    check("experts", {"bias_rows": (bias_rows, ((count,),), INDEX_DTYPES)})
+    if gate and n % 2:
+        raise SpecError(f"a gate of {n} columns")
+    try:
+        return Gate.decode(gate) if gate else None
+    except ValueError as error:
+        raise SpecError(str(error)) from error
 
 
 def gathered(x: torch.Tensor, rows: torch.Tensor | None, repeats: int) -> torch.Tensor:
@@ -123,14 +159,19 @@ def fake(
     offsets: torch.Tensor | None,
     ids: torch.Tensor | None,
     rows: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_rows: torch.Tensor | None = None,
     *,
     repeats: int = 1,
+    gate: str = "",
     format: str,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     parsed = weight_only.decode(format)
     spec_of(x, weight, offsets, ids, parsed, out_dtype, rows, repeats)
-    shape = (count_of(x, rows, repeats), parsed.shape[1])
+    count = count_of(x, rows, repeats)
+    found = gate_of(gate, parsed, bias, bias_rows, count)
+    shape = (count, parsed.shape[1] // (1 if found is None else 2))
     return torch.empty(shape, dtype=out_dtype, device=x.device)
 
 

@@ -30,6 +30,7 @@ class KernelChoice:
     weight         of a packed weight, its format and the dtype and shape of each tensor
     is_horizontal  the launch computes other GEMMs of the activation too, each with its own event
     rows           the range of M that is compiled, "" if the graph serves all
+    gate           what is stored of two columns a and b, "" if they are
     """
 
     family: str
@@ -41,6 +42,7 @@ class KernelChoice:
     weight: PackedWeight | None = None
     is_horizontal: bool = False
     rows: str = ""
+    gate: str = ""
 
     @property
     def chosen(self) -> str:

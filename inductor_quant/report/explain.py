@@ -56,12 +56,13 @@ class Row:
         """One sentence: the kernel of a match, or what stopped one."""
         if isinstance(self.decision, Match):
             kernel = self.kernel.chosen if self.kernel else "no kernel applies"
+            gate = f", stores {self.kernel.gate}" if self.kernel and self.kernel.gate else ""
             others = ", ".join(self.launched_with)
             together = f", in one launch with {others}" if others else ""
             name = f"{self.decision.format}, " if self.decision.format else ""
             at = self.decision.computed
             computed = f", its weight is computed in each call (at {at})" if at else ""
-            return f"{name}{kernel}, {self.decision.exactness.value}{together}{computed}"
+            return f"{name}{kernel}, {self.decision.exactness.value}{gate}{together}{computed}"
         where = f" (at {self.decision.node})" if self.decision.node != self.site.node else ""
         detail = self.decision.detail
         meaning = MEANINGS[self.decision.code]

@@ -6,6 +6,7 @@ In this order (``graph_pass.py``); ``row_quant`` runs with each match:
     expert_ids          experts read topk's indices without a clamp that changes none
     quantize_tokens     experts quantize a token once, not once for each of its experts
     expert_rows         experts read rows of x where they are: a gather before them goes
+    expert_gate         the activation of gated experts becomes a part of their first product
     concat_weights      constant weights of one activation become one weight
     weight_k_major      an int8 weight that is contiguous along N is copied, contiguous along K
     simplify_quant      round, clamp and cast to int8 become one op

@@ -10,8 +10,17 @@ import torch
 from inductor_quant.errors import SpecError
 from inductor_quant.ops import experts, weight_only
 from inductor_quant.ops.dequantize import dequantize
+from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import WeightFormat
-from tests.support.gemms.experts import Case, gemm, make_inputs, of_expert, reference, stacked
+from tests.support.gemms.experts import (
+    GATES,
+    Case,
+    gemm,
+    make_inputs,
+    of_expert,
+    reference,
+    stacked,
+)
 from tests.support.gemms.formats import FORMATS
 from tests.support.gemms.weight_only import assert_close
 
@@ -114,6 +123,60 @@ def test_other_arguments_are_refused(changes):
     _changed()
     with pytest.raises(SpecError):
         _changed(**changes)
+
+
+# ------------------------------------------------------------------------------------------
+# gates
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("gate", GATES)
+def test_a_gate_joins_two_columns(gate, has_bias, is_sorted):
+    torch.manual_seed(0)
+    options = {"gate": gate, "has_bias": has_bias, "is_sorted": is_sorted}
+    case = Case("int8_group", (3, 0, 4, 1), 40, 64, 2 * is_sorted, dtype=f32, **options)
+    inputs = make_inputs(case, "cpu")
+    got = gemm(case)(*inputs)
+    assert got.shape == (case.rows, 20)
+    assert got.is_contiguous()
+    assert_close(got, reference(case, inputs), slack=10)
+
+
+SILU = GATES["silu"][0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gate": "silu"},
+        {"gate": '[false,[["cos",0]]]'},
+        {"gate": '[false,[["exp",2]]]'},
+        {"gate": '[false,[["exp",0,1]]]'},
+        {"gate": "[false,[]]"},
+        {"bias": torch.zeros(2, 40)},
+        {"bias": torch.zeros(2, 20), "bias_rows": torch.zeros(5, dtype=torch.int64)},
+        {"bias": torch.zeros(2, 40), "bias_rows": torch.zeros(4, dtype=torch.int64)},
+        {"bias": torch.zeros(2, 40), "bias_rows": torch.zeros(5)},
+        {"gate": "", "bias": torch.zeros(2, 40), "bias_rows": torch.zeros(5, dtype=torch.int64)},
+    ],
+    ids=str,
+)
+def test_other_gates_are_refused(changes):
+    case = Case("int8_channel", (2, 3), 40, 64)
+    x, offsets, *weight = make_inputs(case, "cpu")
+    options = {"format": stacked(case.packed, 2).encode(), "out_dtype": bf16}
+    assert experts.op(x, weight, offsets, None, gate=SILU.encode(), **options).shape == (5, 20)
+    with pytest.raises(SpecError):
+        experts.op(x, weight, offsets, None, **{"gate": SILU.encode()} | options | changes)
+
+
+def test_a_gate_is_a_text_and_a_formula():
+    for gate, _ in GATES.values():
+        assert Gate.decode(gate.encode()) == gate
+    assert str(SILU) == "(a / (exp(-a) + 1)) * b"
+    clamped = "(min(max(b, -7), 7) + 1) * (min(a, 7) * sigmoid(min(a, 7) * 1.702))"
+    assert str(GATES["clamped"][0]) == clamped
 
 
 def test_weight_only_takes_no_stack():

@@ -177,7 +177,10 @@ def test_experts_have_a_row_with_their_number():
         explanation = inductor_quant.explain(model, *args, timings=False, verbose=False)
     assert [row.status for row in explanation.rows] == ["matched experts"] * 2
     assert [row.shape for row in explanation.rows] == ["2x128x64 of 4", "2x64x64 of 4"]
-    assert "experts_direct" in explanation.rows[0].reason
+    reasons = [row.reason for row in explanation.rows]
+    assert all("experts_direct" in reason for reason in reasons)
+    gate = ", stores (a / (exp(-a) + 1)) * b"
+    assert [gate in reason for reason in reasons] == [True, False]
     raw = json.loads(explanation.to_json())
     jsonschema.validate(raw, SCHEMA)
     first = raw["rows"][0]

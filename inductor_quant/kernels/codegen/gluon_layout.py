@@ -86,22 +86,28 @@ def layout(axes: Sequence[Sequence[Dim]], *, lanes: Sequence[Dim], warps: Sequen
 
 
 def summed_outputs(
-    warps: int, block_m: int, column_dims: Sequence[Dim], mma_dims: Sequence[Dim]
-) -> tuple[Layout, Layout]:
+    warps: int,
+    block_m: int,
+    column_dims: Sequence[Dim],
+    mma_dims: Sequence[Dim],
+    pair: Dim | None = None,
+) -> tuple[Layout, Layout, Layout]:
     """The layouts in which a thread reads the partials of all warps, [warps, N of the tile,
     block_m], for its outputs, and in which outputs are stored: neighbouring lanes have neighbouring
-    columns."""
+    columns. Those along ``pair`` are in one thread; the last layout is that without ``pair``."""
     rows, columns, mma = (
         [bit for name, size in dims for bit in bits(name, size)]
         for dims in ((("m", block_m),), column_dims, mma_dims)
     )
-    lowest = [*reversed(columns), *reversed(rows)]
+    pairs = bits(*pair) if pair else ()
+    stored = [bit for bit in columns if bit not in pairs]
+    lowest = [*reversed(stored), *reversed(rows)]
     count = warps.bit_length() - 1
     lanes, of_warps = lowest[:5], lowest[5 : 5 + count]
     of_warps += [("none", 2)] * (count - len(of_warps))
     placed: Any = {"lanes": lanes, "warps": of_warps}
     partials = layout(((("w", warps),), mma, rows), **placed)
-    return partials, layout((rows, columns), **placed)
+    return partials, layout((rows, columns), **placed), layout((rows, stored), **placed)
 
 
 def positions(of: str, rank: int, axis: int, size: int) -> str:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.experts.gate import GateCode
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Groups, Problem
 from inductor_quant.spec.decisions import Rejection, RejectionCode
@@ -28,22 +29,35 @@ class TilesOfExperts(Kernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         groups = groups_of(problem)
-        return super().constants(spec, problem, config, device) | {
-            "HAS_COLUMN_SCALE": False,
-            "MASK_M": True,
-            "EXPERTS": groups.experts,
-            "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
-            "IS_SORTED": groups.is_sorted,
-            "REPEATS": groups.repeats,
-            "HAS_ROWS": groups.has_rows,
-        }
+        gate: dict[str, Any] = {}
+        if groups.gate is not None:
+            gate = {"GATE": GateCode(groups.gate, problem.n // 2), "HAS_GATE_BIAS": groups.has_bias}
+        return (
+            super().constants(spec, problem, config, device)
+            | gate
+            | {
+                "HAS_COLUMN_SCALE": False,
+                "MASK_M": True,
+                "EXPERTS": groups.experts,
+                "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
+                "IS_SORTED": groups.is_sorted,
+                "REPEATS": groups.repeats,
+                "HAS_ROWS": groups.has_rows,
+            }
+        )
 
     @staticmethod
     def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
         m, n, meta = sizes
         # as in experts/rows.jinja
         tiles = min(m, meta["EXPERTS"] + 1 + m // meta["BLOCK_M"]) if meta["IS_SORTED"] else m
-        return (tiles * cdiv(n, meta["BLOCK_N"]), 1, 1)
+        return (tiles * cdiv(n, stored_columns(meta)), 1, 1)
+
+
+def stored_columns(meta: Any) -> int:
+    """The columns that a tile stores."""
+    block_n: int = meta["BLOCK_N"]
+    return block_n // 2 if "GATE" in meta else block_n
 
 
 class ExpertsKernel(TilesOfExperts):
@@ -83,5 +97,5 @@ def walking_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]
     """``NUM_CTAS`` CTAs that walk along the offsets of ``EXPERTS``; fewer if there cannot be so
     many tiles, none without rows."""
     m, n, meta = sizes
-    tiles = min(m, m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, meta["BLOCK_N"])
+    tiles = min(m, m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, stored_columns(meta))
     return (min(tiles, meta["NUM_CTAS"]), 1, 1)

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from inductor_quant.kernels.codegen.digits.codegen import TABLE, is_listed
+from inductor_quant.kernels.codegen.digits.codegen import TABLE
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
 from inductor_quant.kernels.codegen.digits.tile import (
     VECTORS,
     TilePlan,
+    is_listed,
+    pair_bit,
     tile_digits,
     tile_plan,
     word_strides,
@@ -163,6 +165,13 @@ def _plan_of(
     is_long = format.element != format.code or has_lists(format)
     vectors = (2 * VECTORS[0], *VECTORS) if own and is_long else VECTORS
     return tile_plan(weight, format.code, n, k, warps=warps, low=low, own=own, vectors=vectors)
+
+
+def pair_of(weight: Weight, config: GemmConfig, *, in_order: bool = False) -> int | None:
+    """``pair_bit`` of a tile of ``plan_of``."""
+    format = (words_in_order(weight)[0] if in_order else as_words(weight)).weight.format
+    digits = tile_digits(format, "n", config.block_n, n_order(format))
+    return pair_bit(format, digits) if digits else None
 
 
 def operand_rejection(

@@ -9,11 +9,64 @@ from typing import Any
 import torch
 
 from inductor_quant.ops import experts
+from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 from tests.support.gemms import formats, fp4
 from tests.support.gemms.formats import Packed, form
 from tests.support.gemms.weight_only import laid_out
 from tests.support.producers.experts import E2M1
+
+
+def _silu(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first * first.sigmoid() * second
+
+
+def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """gpt-oss."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * (1.702 * gate).sigmoid()
+
+
+def _every_op(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    bounded = torch.maximum(torch.minimum(first, second), second.tanh())
+    return 2.0 - bounded.erf() * (-second).exp().clamp(max=2.0) / (1.0 / (second.abs() + 1))
+
+
+def _steps(*steps: Any) -> tuple[Any, ...]:
+    return tuple(steps)
+
+
+# what is stored of a product's columns, and its formula
+GATES: dict[str, tuple[Gate, Callable[..., torch.Tensor]]] = {
+    "silu": (
+        Gate(
+            _steps(("neg", 0), ("exp", 2), ("add", 3, 1.0), ("div", 0, 4), ("mul", 5, 1)),
+            is_interleaved=False,
+        ),
+        _silu,
+    ),
+    "clamped": (
+        Gate(
+            _steps(
+                *(("maximum", 1, -7.0), ("minimum", 2, 7.0), ("add", 3, 1.0), ("minimum", 0, 7.0)),
+                *(("mul", 5, 1.702), ("sigmoid", 6), ("mul", 5, 7), ("mul", 4, 8)),
+            ),
+            is_interleaved=True,
+        ),
+        _clamped,
+    ),
+    "every_op": (
+        Gate(
+            _steps(
+                *(("minimum", 0, 1), ("tanh", 1), ("maximum", 2, 3), ("erf", 4), ("neg", 1)),
+                *(("exp", 6), ("minimum", 7, 2.0), ("mul", 5, 8), ("maximum", 1, 6)),
+                *(("add", 10, 1.0), ("div", 1.0, 11), ("div", 9, 12), ("sub", 2.0, 13)),
+            ),
+            is_interleaved=False,
+        ),
+        _every_op,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +80,8 @@ class Case:
     repeats    how many neighbouring rows share one of x
     has_rows   whether a tensor says which row of x a row has; some have the same, some none, some
                count from the end
+    gate       a key of GATES, or "": the columns of the product
+    has_bias   whether a row of a matrix is added before the gate, as a tensor says
     """
 
     name: str
@@ -40,6 +95,8 @@ class Case:
     layout: str = "rows"
     repeats: int = 1
     has_rows: bool = False
+    gate: str = ""
+    has_bias: bool = False
 
     def __str__(self) -> str:
         parts = [self.name, "_".join(map(str, self.counts)), f"{self.n}x{self.k}", str(self.dtype)]
@@ -47,6 +104,7 @@ class Case:
         parts += ["sorted" if self.is_sorted else "ids"]
         parts += [self.layout] if self.layout != "rows" else []
         parts += [f"repeats={self.repeats}"] * (self.repeats > 1) + ["gathered"] * self.has_rows
+        parts += [self.gate] * bool(self.gate) + ["bias"] * self.has_bias
         return "-".join(parts).replace("torch.", "")
 
     @property
@@ -167,7 +225,11 @@ def make_inputs(case: Case, device: str) -> tuple[Any, ...]:
         for (kind, _, _), each in zip(packed.tensors, zip(*experts, strict=True), strict=True)
     ]
     rows = [chosen_rows(case.rows, case.tokens * case.repeats, device)] if case.has_rows else []
-    return laid_out(x, case.layout), route, *rows, *weight
+    inputs = laid_out(x, case.layout), route, *rows, *weight
+    if not case.has_bias:
+        return inputs
+    bias = torch.randn(count + 1, packed.format.shape[1], device=device).to(torch.bfloat16)
+    return *inputs, bias, chosen_rows(case.rows, count + 1, device)
 
 
 def _tensors(case: Case, device: str) -> list[torch.Tensor]:
@@ -190,11 +252,16 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
     """The canonical op on what ``make_inputs`` gives."""
     text = stacked(case.packed, len(case.counts)).encode()
     out_dtype = case.out_dtype or case.dtype
+    gate = GATES[case.gate][0].encode() if case.gate else ""
 
     def fn(x, route, *others):  # type: ignore[no-untyped-def]
         offsets, ids = (route, None) if case.is_sorted else (None, route)
         rows, weight = (others[0], others[1:]) if case.has_rows else (None, others)
-        options = {"repeats": case.repeats, "format": text, "out_dtype": out_dtype}
+        options: dict[str, Any] = {"repeats": case.repeats, "format": text, "out_dtype": out_dtype}
+        if case.has_bias:
+            *weight, options["bias"], options["bias_rows"] = weight
+        if case.gate:
+            options["gate"] = gate
         return experts.op(x, list(weight), offsets, ids, rows, **options)
 
     return fn
@@ -205,6 +272,7 @@ def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     an integer."""
     x, route, *weight = (t.cpu() for t in inputs)
     x = of_rows(x, weight.pop(0) if case.has_rows else None, case.repeats)
+    bias, bias_rows = (weight.pop(-2), weight.pop()) if case.has_bias else (None, None)
     count = len(case.counts)
     if case.is_sorted:
         counts = torch.tensor((*case.counts, case.left_over))
@@ -216,7 +284,14 @@ def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
         rows = chosen == expert
         w = case.packed.dequantized(of_expert(case, weight, expert))
         out[rows] = x[rows].double() @ w
-    return out
+    if bias is not None:
+        out += bias.double()[bias_rows]
+    if not case.gate:
+        return out
+    gate, formula = GATES[case.gate]
+    half = out.shape[1] // 2
+    columns = (out[:, ::2], out[:, 1::2]) if gate.is_interleaved else out.split(half, 1)
+    return formula(*columns)
 
 
 def of_expert(case: Case, weight: Sequence[torch.Tensor], expert: int) -> list[torch.Tensor]:

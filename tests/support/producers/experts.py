@@ -150,7 +150,7 @@ class Experts(torch.nn.Module):
 
     def stored(self, name: str) -> Tensors:
         found = ((key.split("_"), tensor) for key, tensor in self.named_buffers())
-        return {key: tensor for (which, key), tensor in found if which == name}
+        return {key[-1]: tensor for key, tensor in found if key[0] == name and len(key) == 2}
 
     def stack(self, name: str) -> torch.Tensor:
         return self.format.dequantize(self.stored(name))
@@ -167,6 +167,21 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.form(self, x, ids, weights)
+
+
+class GptOssExperts(Experts):
+    """Columns of gate and up alternate, both have a bias, and both are clamped."""
+
+    has_bias = True
+
+    def __init__(self, format: str, form: str, e: int = 4, h: int = 64, i: int = 64) -> None:
+        super().__init__(format, form, e, h, i)
+        self.register_buffer("gate_up_proj_bias", torch.randn(e, 2 * i).to(bf16))
+        self.register_buffer("down_proj_bias", torch.randn(e, h).to(bf16))
+
+    def _apply_gate(self, y: torch.Tensor) -> torch.Tensor:
+        gate, up = y[..., ::2].clamp(max=7.0), y[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 def _of_transformers(name: str) -> Callable[..., torch.Tensor]:

@@ -52,7 +52,7 @@ class BlockSparseDirectCodegen:
             ),
         }
         columns = (("n", self.block_n),)
-        partials, stored_layout = summed_outputs(self.warps, self.block_m, columns, columns)
+        partials, stored_layout, _ = summed_outputs(self.warps, self.block_m, columns, columns)
         self.layouts |= {"PARTIALS": partials, "STORED": stored_layout}
         self.dialect = Gluon(stored_layout)
 

@@ -18,14 +18,20 @@ from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits import joined, narrow, pair_lookup, table_lookup
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place, power
-from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan, tile_digits
+from inductor_quant.kernels.codegen.digits.tile import (
+    WARP,
+    TilePlan,
+    is_listed,
+    pair_bit,
+    tile_digits,
+)
 from inductor_quant.kernels.codegen.digits.words import BYTES, WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 BYTE_TYPES = (torch.uint8, torch.int8)
 TABLE = 16  # entries of a table that lanes hold, one each
@@ -238,7 +244,8 @@ class Listed(DigitStatements):
 
 
 class DigitCodegen(Codegen):
-    """``n_order``: the digits of n in the order in which a tile covers them.
+    """``n_order``: the digits of n in the order in which a tile covers them; ``is_gated``: the last
+    digit of n chooses a column of a pair, of which one is stored.
 
     looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` is called
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
@@ -249,7 +256,13 @@ class DigitCodegen(Codegen):
     looks_up_pairs = False
 
     def __init__(
-        self, tile: WeightTile, view: WordView, plan: TilePlan, n_order: list[str]
+        self,
+        tile: WeightTile,
+        view: WordView,
+        plan: TilePlan,
+        n_order: list[str],
+        *,
+        is_gated: bool = False,
     ) -> None:
         super().__init__(tile)
         self.view = view
@@ -281,6 +294,9 @@ class DigitCodegen(Codegen):
         columns: tuple[Dim, ...] = tuple((f"n{bit}", 2) for bit in range(len(plan.rows)))
         self.mma_rows = tuple(columns[bit] for bit in plan.rows)
         self.column_dims, self.mma_dims = columns[::-1], self.mma_rows[::-1]
+        bit = pair_bit(self.format, self.n_digits) if is_gated else None
+        self.pair: Dim | None = None if bit is None else columns[bit]
+        self.stored_dims = tuple(dim for dim in self.column_dims if dim != self.pair)
         self.layouts: dict[str, Layout | str] = {"LOADED": plan.loaded, "TILE": plan.layout}
         if self.listed:
             self.layouts["LISTED"] = plan.along_n()
@@ -434,6 +450,19 @@ class DigitCodegen(Codegen):
         dims, target = (*self.mma_dims, m), (m, *self.column_dims)
         return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")
 
+    def pairs(self, value: str) -> str:
+        """``value`` [BLOCK_M, N], in the order of the tile, as [BLOCK_M, N / 2, 2]."""
+        assert self.pair is not None
+        m: Dim = ("m", self.block_m)
+        dims, target = (m, *self.column_dims), (m, *self.stored_dims, self.pair)
+        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n // 2}, 2]")
+
+    def first_of_pair(self) -> str:
+        """The position of the first column of each pair ``rn``."""
+        assert self.pair is not None
+        apart = 1 << self.column_dims[::-1].index(self.pair)
+        return "rn * 2" if apart == 1 else f"rn // {apart} * {2 * apart} + rn % {apart}"
+
     def column(self) -> str:
         """n of each column ``rn`` of the tile (a position in ``n_digits``)."""
         terms, apart = [], 1
@@ -464,12 +493,6 @@ class DigitCodegen(Codegen):
 def kept(i: int, slot: int = 0) -> str:
     """The variable of the ``i``-th field that is loaded."""
     return f"kept{slot}_{i}"
-
-
-def is_listed(format: WeightFormat, field: Field) -> bool:
-    """Whether a tensor lists where each k has its value of the field."""
-    last = set(format.digits("k")[-1:])
-    return any(each.digits & last for index in field.index for each, _ in index.fields)
 
 
 def _is_data(field: Field) -> bool:

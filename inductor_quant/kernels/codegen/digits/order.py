@@ -72,6 +72,22 @@ def split(format: WeightFormat, name: str, low: int) -> WeightFormat:
     return _counted(format, axis, tuple(digits), index)
 
 
+def paired(format: WeightFormat, *, is_interleaved: bool) -> WeightFormat | None:
+    """The same weight with columns counted in pairs: neighbours, or a column of each half. The
+    last digit of n chooses one of a pair. None: the columns do not divide so."""
+    digits = format.digits("n")
+    if not digits:
+        return None
+    pair = digits[-1] if is_interleaved else digits[0]
+    radix = format.radix(pair)
+    if radix % 2 or (radix > 2 and not is_linear(format, pair)):
+        return None
+    if radix > 2:
+        format = split(format, pair, 2 if is_interleaved else radix // 2)
+        pair = f"n{int(pair[1:]) + is_interleaved}"
+    return reordered(format, "n", [*(name for name in format.digits("n") if name != pair), pair])
+
+
 def _counted(
     format: WeightFormat,
     axis: str,

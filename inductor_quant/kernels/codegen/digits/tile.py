@@ -147,9 +147,11 @@ def tile_plan(
                 position = places[digit.name] + bit
             bits.append(_Bit(digit.digit[0], position, basis, apart))
     bits.sort(key=lambda bit: bit.position if bit.axis == "k" else math.inf)
+    # The column beside another, of a pair, may be far from it, and is in the same thread.
+    is_pair = bool(others) and others[-1].inner == 2 and len(others) > 1 and not own
     shape = tuple(digit.inner for digit in dims)
     for vector in vectors:
-        found = _assigned(bits, shape, itemsize, vector, 1 if own else warps, low or (0,))
+        found = _assigned(bits, shape, itemsize, vector, 1 if own else warps, low or (0,), is_pair)
         if found is not None:
             loaded, rows, depth = found
             of_low = [_unit(len(dims), -1 - i) for i in range(len(low))]
@@ -216,6 +218,7 @@ def _assigned(
     vector: int,
     warps_of_n: int,
     low: tuple[int, ...],
+    is_pair: bool,
 ) -> tuple[Layout, tuple[int, ...], tuple[int, ...]] | None:
     """(layout, rows, depth) of a ``TilePlan``."""
     axes = {axis: [bit for bit in bits if bit.axis == axis] for axis in ("k", "n", WARP[0])}
@@ -248,6 +251,8 @@ def _assigned(
     if not warp_bits:
         for k_bit in axes["k"]:
             take(k_bit, to_lane=k_bit.position in of_lanes)
+    if is_pair and any(bit.apart < LINE for bit in axes["n"]) and axes["n"][0].apart >= LINE:
+        take(axes["n"][0], to_lane=False)
     for bit in [bit for bit in rest if bit.apart == 0]:
         take(bit, to_lane=False)
     reach = itemsize
@@ -284,3 +289,19 @@ def word_strides(weight: Weight, field: Field) -> dict[str, float]:
         for name, _ in index.tables:
             found[name] = math.inf
     return found
+
+
+def is_listed(format: WeightFormat, field: Field) -> bool:
+    """Whether a tensor lists where each k has its value of the field."""
+    last = set(format.digits("k")[-1:])
+    return any(each.digits & last for index in field.index for each, _ in index.fields)
+
+
+def pair_bit(format: WeightFormat, n_digits: Sequence[TileDigit]) -> int | None:
+    """The bit of a position in a tile's columns that is the last digit of n; None: a tile has one
+    column of each pair."""
+    names, last = [digit.name for digit in n_digits], format.digits("n")[-1]
+    place = names.index(last)
+    if not format.radix(last) == n_digits[place].inner == 2:
+        return None
+    return sum(digit.inner.bit_length() - 1 for digit in n_digits[place + 1 :])

@@ -14,7 +14,11 @@ from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, operand_rejection
+from inductor_quant.kernels.weight_only.digit_tiles import (
+    are_words_of_columns,
+    operand_rejection,
+    pair_of,
+)
 from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
@@ -55,6 +59,9 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         tile = dataclasses.replace(problem, m=1)  # there are as many tiles as it takes
+        weight = rules.weight_of(problem)
+        if problem.is_gated and pair_of(weight, config, in_order=True) is None:
+            return rules.bad_blocks(f"{config}: a tile has one column of each pair")
         return reject_if_split(config) or super().config_rejection(spec, tile, config, device)
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:

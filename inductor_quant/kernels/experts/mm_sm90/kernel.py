@@ -22,7 +22,7 @@ from inductor_quant.kernels.experts.rules import (
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
-from inductor_quant.kernels.weight_only.rules import no_kernel
+from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
@@ -54,7 +54,10 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
-        return reject_if_split(config) or super().config_rejection(spec, problem, config, device)
+        refused = reject_if_split(config) or super().config_rejection(spec, problem, config, device)
+        if refused is None and problem.is_gated and not mm_sm90.has_pairs(problem, config):
+            return bad_blocks(f"{config}: the columns of a pair are of two threads")
+        return refused
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""

@@ -89,7 +89,9 @@ class DecodeCodegen(GluonCodegen):
         self.x_target: tuple[Dim, ...] = (w, R, T, PAIR, *rows, *PAIRS)
         placed: Any = {"lanes": (T, G), "warps": (w,)}
         self.dialect = Gluon(layout(((w,), self.column_dims), **placed))
-        partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
+        partials, stored, _ = summed_outputs(
+            self.warps, self.block_m, self.column_dims, self.mma_dims
+        )
         self.layouts = {
             "PACKED": layout(((w,), packed_k, self.column_dims), **placed),
             "UNPACKED": layout(((w,), self.mma_dims, (R, T), (PAIR,)), **placed),

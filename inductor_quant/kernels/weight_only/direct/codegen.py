@@ -60,8 +60,9 @@ class DirectCodegen(DigitCodegen):
         *,
         in_halves: bool = False,
         k_order: Order | None = None,
+        is_gated: bool = False,
     ) -> None:
-        super().__init__(tile, view, plan, n_order)
+        super().__init__(tile, view, plan, n_order, is_gated=is_gated)
         self.k_order = k_order
         self.parts = 1 + in_halves
         self.x_k = self.tile_k * self.parts
@@ -78,13 +79,16 @@ class DirectCodegen(DigitCodegen):
         x_dims: tuple[Dim, ...] = ((("part", 2),) if in_halves else ()) + self.k_dims
         loaded = x_dims[: len(x_dims) - (self.x_packs.bit_length() - 1)]
         self.of_tile_k_dims = tuple(ks[bit] for bit in plan.order)
-        partials, stored = summed_outputs(self.warps, self.block_m, self.column_dims, self.mma_dims)
+        partials, stored, gated = summed_outputs(
+            *(self.warps, self.block_m, self.column_dims, self.mma_dims), self.pair
+        )
         self.layouts |= {
             "X_READ": layout(
                 (self.warp_dims, self.row_dims, loaded), lanes=(*self.lane_dims, G), warps=(w,)
             ),
             "PARTIALS": partials,
             "STORED": stored,
+            **({"GATED": gated} if self.pair else {}),
             "MMA": f"gl.NVMMADistributedLayout([2, 0], [{self.warps}, 1, 1], [1, 16, 8])",
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {width})",
             "X_MMA": f"gl.DotOperandLayout(1, MMA, {width})",

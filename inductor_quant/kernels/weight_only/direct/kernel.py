@@ -98,7 +98,12 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
-        return DirectCodegen(tile, view, plan, order, in_halves=in_halves, k_order=k_order)
+        return DirectCodegen(
+            *(tile, view, plan, order),
+            in_halves=in_halves,
+            k_order=k_order,
+            is_gated=problem.is_gated,
+        )
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

@@ -1,7 +1,8 @@
 """The packed words of a tile as a box of a matrix, for a TMA descriptor.
 
 Whatever the shape of the packed tensor, its words are a matrix of ``pitch`` columns if the strides
-of the tile's digits are 1, 2, 4, ... words and then ``pitch`` times 1, 2, 4, ...
+of the tile's digits are 1, 2, 4, ... words and then ``pitch`` times 1, 2, 4, ... A tile of columns
+of both halves of W is two boxes, of the same threads.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class WordBox:
     rows, columns  of the box
     strides        words between the neighbours of each digit
     bits           (axis of the plan's digits, bit) of each bit of a row and of a column, low first
+    apart, other   words to a second box, 0: there is none; the bit that chooses it
     """
 
     height: int
@@ -37,6 +39,13 @@ class WordBox:
     strides: dict[str, int]
     bits: tuple[tuple[int, int], ...]
     layout: Layout
+    apart: int = 0
+    other: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        """The boxes of a tile."""
+        return 2 if self.apart else 1
 
     def first(self, digits: Sequence[TileDigit]) -> str:
         """The first word of a tile, from the first values of its digits."""
@@ -49,7 +58,20 @@ class WordBox:
 
 
 def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
-    """The box of a tile; None if its words are no box."""
+    """The box of a tile; None if its words are neither a box nor two."""
+    found, half = _word_box(weight, plan, None), _bit_of_halves(plan)
+    return found or (_word_box(weight, plan, half) if half is not None else None)
+
+
+def _bit_of_halves(plan: TilePlan) -> tuple[int, int] | None:
+    """That which chooses one of two columns of the same thread."""
+    axis, digit = [(i, digit) for i, digit in enumerate(plan.digits) if digit.name[0] == "n"][-1]
+    own = tuple(int(each == axis) for each in range(plan.rank))
+    return (axis, 0) if digit.inner == 2 and own in plan.layout.registers else None
+
+
+def _word_box(weight: Weight, plan: TilePlan, other: tuple[int, int] | None) -> WordBox | None:
+    """``other``: the bit that chooses the box."""
     code = weight.format.code
     tensor = weight.tensors[code.source]
     found = word_strides(weight, code)
@@ -62,6 +84,9 @@ def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
     for axis, digit in enumerate(plan.digits):
         for bit in range(digit.inner.bit_length() - 1):
             apart[axis, bit] = strides.get(digit.digit, 0) * digit.place << bit
+    to_other = 0 if other is None else apart.pop(other)
+    if other is not None and not to_other:
+        return None
     bits = sorted((stride, bit) for bit, stride in apart.items() if stride)
     columns = 1
     while bits[columns.bit_length() - 1 :] and bits[columns.bit_length() - 1][0] == columns:
@@ -88,7 +113,8 @@ def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
 
     def basis(vector: Basis) -> Basis:
         axis = next((axis for axis, step in enumerate(vector) if step), 0)
-        stride = apart[axis, vector[axis].bit_length() - 1] if any(vector) else 0
+        bit = axis, vector[axis].bit_length() - 1
+        stride = apart.get(bit, 0) if any(vector) else 0
         return (stride // pitch, 0) if stride >= pitch else (0, stride)
 
     registers, lanes, warps = (
@@ -99,4 +125,6 @@ def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
     order = tuple(bit for _, bit in bits)
     order = (*order[columns.bit_length() - 1 :], *order[: columns.bit_length() - 1])
     height = last_word // pitch + 1
-    return WordBox(height, width, pitch, rows, columns, strides, order, layout)
+    return WordBox(
+        *(height, width, pitch, rows, columns, strides, order, layout), apart=to_other, other=other
+    )

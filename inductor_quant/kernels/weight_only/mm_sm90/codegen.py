@@ -40,8 +40,9 @@ class MMSm90Codegen(DigitCodegen):
         n_order: list[str],
         *,
         k_order: Order | None = None,
+        is_gated: bool = False,
     ) -> None:
-        super().__init__(tile, view, plan, n_order)
+        super().__init__(tile, view, plan, n_order, is_gated=is_gated)
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
         self.parts = self.block_k // self.part_k
@@ -49,7 +50,8 @@ class MMSm90Codegen(DigitCodegen):
         assert box is not None
         self.box = box
         self.packed_type = self.dialect.type(self.dtypes[self.format.code.source])
-        self.packed_bytes = box.rows * box.columns * self.dtypes[self.format.code.source].itemsize
+        itemsize = self.dtypes[self.format.code.source].itemsize
+        self.packed_bytes = box.count * box.rows * box.columns * itemsize
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
@@ -60,6 +62,7 @@ class MMSm90Codegen(DigitCodegen):
         self.exchanged_dims = (*others, rows[3], PAIR_OF_M)
         self.layouts |= {
             "STORED": layout((m, self.column_dims), **placed),
+            **({"GATED": layout((m, self.stored_dims), **placed)} if is_gated else {}),
             "EXCHANGED": layout((self.exchanged_dims,), **placed),
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
@@ -115,7 +118,7 @@ class MMSm90Codegen(DigitCodegen):
 
     def prefetch(self, tile: str) -> str:
         """Statements that prefetch the words of a K iteration, number ``tile``, to the L2 cache."""
-        box, words = self.box, LINE * self.box.rows * self.box.columns // self.packed_bytes
+        box, words = self.box, LINE // self.dtypes[self.format.code.source].itemsize
         across = max(1, box.columns // words)
         count = box.rows * across
         each = max(1, count // (32 * self.warps))
@@ -136,6 +139,8 @@ class MMSm90Codegen(DigitCodegen):
         named: dict[tuple[int, int], Dim] = {bit: (f"{bit}", 2) for bit in box.bits}
         count = box.rows.bit_length() - 1
         dims = [named[bit] for bit in (*box.bits[:count][::-1], *box.bits[count:][::-1])]
+        if box.other is not None:
+            dims.append(named.setdefault(box.other, ("other", 2)))
         target = [
             named[axis, bit]
             for axis, digit in enumerate(digits)
@@ -148,7 +153,15 @@ class MMSm90Codegen(DigitCodegen):
         ]
         code = self.dialect.reordered("words", dims, target, str(sizes))
         name = kept(self.loaded.index(self.format.code), slot)
-        return f"words = w_stages.index({stage}).load(W_READ)\n{name} = {code}"
+        boxes = [
+            f"w_stages.index({self.stage_of_box(stage, i)}).load(W_READ)" for i in range(box.count)
+        ]
+        words = f"gl.join({', '.join(boxes)})" if box.count > 1 else boxes[0]
+        return f"words = {words}\n{name} = {code}"
+
+    def stage_of_box(self, stage: str, i: int) -> str:
+        """The stage of the ``i``-th box of a tile."""
+        return stage if self.box.count == 1 else f"({stage}) * {self.box.count} + {i}"
 
     def shift_slots(self, slots: int) -> str:
         """Statements that move the contents of ``slots`` to ``2 * slots - 1`` to the first ones."""

@@ -29,6 +29,7 @@ from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     n_order,
     operand_rejection,
+    pair_of,
     plan_of,
     varying,
     words_in_parts,
@@ -165,7 +166,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         assert found is not None
         view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
         tile = rules.tile_of(spec, view.weight, config)
-        return MMSm90Codegen(tile, view, found[0], n_order(view.weight.format), k_order=k_order)
+        return MMSm90Codegen(
+            *(tile, view, found[0], n_order(view.weight.format)),
+            k_order=k_order,
+            is_gated=problem.is_gated,
+        )
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -281,7 +286,7 @@ def tile_misfit(
         return bad_blocks(f"{config} is no tile of wgmma")
     if found is None or config.num_stages < 3:
         return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-    words = found[1].rows * found[1].columns
+    words = found[1].count * found[1].rows * found[1].columns
     view = as_words(rules.weight_of(problem)).weight
     packed = words * view.tensors[view.format.code.source].dtype.itemsize
     stage = x_bytes * config.block_m * config.block_k + packed
@@ -410,6 +415,17 @@ def boxed(
     plan = plan or plan_of(view, config)
     box = word_box(view.weight, plan) if plan is not None else None
     return (plan, box) if plan is not None and box is not None else None
+
+
+def has_pairs(problem: Problem, config: GemmConfig) -> bool:
+    """Whether a thread has the sums of both columns of a pair, which the last digit of n counts."""
+    weight = rules.weight_of(problem)
+    found, bit = boxed(weight, config), pair_of(weight, config)
+    if found is None or bit is None:
+        return False
+    # The bits of a row of the MMA: three of lanes, one of a thread, those of warps, of a thread.
+    row = found[0].rows.index(bit)
+    return row == 3 or row >= 3 + config.num_warps.bit_length()
 
 
 WEIGHT_ONLY_MM_SM90 = WeightOnlyMMSm90()
