@@ -12,7 +12,8 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen
+from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.unpack_ptx import Quad, unpack_quad

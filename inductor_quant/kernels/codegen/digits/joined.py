@@ -1,4 +1,4 @@
-"""Statements that read numbers which are not one field of a word: ``out`` is ``codegen.Uses``."""
+"""Statements that read numbers which are not one field of a word; ``out``: ``statements.Uses``."""
 
 from __future__ import annotations
 

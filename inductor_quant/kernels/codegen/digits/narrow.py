@@ -26,7 +26,7 @@ MAX_DIFFERENCE, MAX_IN_PARTS = 256, 32
 def in_16_bits(out: Any) -> str:
     """W by 16-bit arithmetic; "" if that is not exact until the last rounding: it takes a small
     integer as zero point, and a scale in x's dtype, or one ``in_parts``. ``out``, of
-    ``codegen.Uses``, gets the statements.
+    ``statements.Uses``, gets the statements.
     """
     codegen, field = out.codegen, out.format.element
     ops, x_dtype, subtrahend = list(codegen.loop_ops), codegen.x_dtype, ""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
+from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs

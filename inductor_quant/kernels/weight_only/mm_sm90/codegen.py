@@ -12,8 +12,9 @@ from typing import Any
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
-from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, Uses, kept
+from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
+from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
