@@ -16,8 +16,11 @@ BLOCK = (128, 128)
 # Bytes of spills of (format, rows, arch): weight_only_direct 8x32x512_w8, and experts_direct
 # 8x64x128_w2 where the last tile of N is partial.
 KNOWN = {
-    **{("shards", 3, 86): 16, ("mxfp4", 3, 86): 40, ("mxfp4", 3, 89): 40},
-    **{("groups_of_n", 3, 86): 240, ("groups_of_n", 3, 89): 240},
+    ("shards", 3, 86): 16,
+    ("mxfp4", 3, 86): 40,
+    ("mxfp4", 3, 89): 40,
+    ("groups_of_n", 3, 86): 240,
+    ("groups_of_n", 3, 89): 240,
 }
 
 
