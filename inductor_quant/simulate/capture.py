@@ -50,7 +50,7 @@ class GeneratedKernel:
             )
         if self._autotuner is None:
             self._autotuner = load_autotuner(self.name, self.source)
-        self._autotuner.run(*args, **kwargs)
+        self._autotuner.run(*map(_as_kernels_see, args), **kwargs)
 
 
 @dataclasses.dataclass
@@ -186,7 +186,7 @@ def interpret(generated: Generated, args: Sequence[Any]) -> Any:
     if len(generated._graphs) != 1:
         raise ValueError(f"need exactly one graph to interpret, got {len(generated._graphs)}")
     [graph] = generated._graphs
-    values = [_as_kernels_see(v) for v in _bind_inputs(generated._fn, graph.inputs, args)]
+    values = _bind_inputs(generated._fn, graph.inputs, args)
     # a size that was not met yet may be compiled for itself
     with virtual_gpu(generated.arch, run_kernel=GeneratedKernel), torch.no_grad():
         outputs = graph.compiled(*values)
@@ -194,7 +194,8 @@ def interpret(generated: Generated, args: Sequence[Any]) -> Any:
 
 
 def _as_kernels_see(value: Any) -> Any:
-    """Inductor's kernels take e8m0 tensors as bytes; the interpreter lacks the type."""
+    """Inductor's kernels take e8m0 tensors as bytes; the interpreter lacks the type. Other calls of
+    the wrapper get them as they are."""
     is_e8m0 = isinstance(value, torch.Tensor) and value.dtype == torch.float8_e8m0fnu
     return value.view(torch.uint8) if is_e8m0 else value
 

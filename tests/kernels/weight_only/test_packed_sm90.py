@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import re
 
 import pytest
@@ -230,23 +232,24 @@ def test_the_weight_stays_in_registers(m):
 
 @needs_gluon
 @pytest.mark.compiles
-def test_a_symbolic_m_costs_no_instructions_in_the_loop():
+@pytest.mark.parametrize("addends", [1, 2])
+def test_a_symbolic_m_costs_no_instructions_in_the_loop(addends):
     """ptxas computed addresses anew in each K iteration for want of registers, and spilled each
-    value that an epilogue loads under a mask."""
+    value that an epilogue loads under a mask; of a static M some that it loads without."""
     case, counts = Case("gptq", 4096, 4096, 4096, f16), []
     options = {"inductor_quant.row_buckets": False, "inductor_quant.on_error": "raise"}
     for is_symbolic in (False, True):
 
         def make(device, is_symbolic=is_symbolic):
             x, *rest = make_inputs(case, device)
-            y, z = (torch.empty(case.m, case.n, dtype=f16, device=device) for _ in range(2))
+            added = torch.empty(addends, case.m, case.n, dtype=f16, device=device).unbind()
             if is_symbolic:
-                for rows in (x, y, z):
+                for rows in (x, *added):
                     torch._dynamo.mark_dynamic(rows, 0, min=2049, max=4097)
-            return y, z, x, *rest
+            return added, x, *rest
 
         generated = simulate.generate(
-            lambda y, z, *inputs: gemm(case)(*inputs) + (y + z),
+            lambda added, *inputs: gemm(case)(*inputs) + functools.reduce(operator.add, added),
             make,
             arch=90,
             backend=inductor_quant_backend,

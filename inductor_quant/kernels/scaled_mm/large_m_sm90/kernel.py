@@ -103,7 +103,7 @@ class WarpSpecialized(ScaledMm):
             "NUM_CTAS": device.num_sms,
             "K_BLOCKS": math.ceil(problem.k / BLOCK_K),
             "FAST_MATH_EPILOGUE": problem.is_stored_narrow,
-            "UNROLLS_FOUR": not is_block_scaled(spec) or TRITON_VERSION < (3, 9),
+            "IS_NEW": TRITON_VERSION >= (3, 9),
         }
 
     def config_rejection(
