@@ -8,7 +8,8 @@ What is computed from the two is read as an expression (``spec/gate.py``): point
 has, up to the last value that all of them go through. The graph rounds the product, and some steps;
 the kernel rounds once, as Inductor's own epilogues do.
 
-A bias of each expert in between, ``y + bias[ids]``, goes along. ``where(mask, 0, y)`` goes if the
+A bias of each expert in between, ``y + bias[ids]``, goes along if the rows are not sorted: with
+sorted rows it was slower (kernels/experts/README.md). ``where(mask, 0, y)`` goes if the
 product behind has rows of its own replaced too, as ``transformers`` does with rows that have no
 expert. Nothing changes if anything else reads the product or its halves.
 """
@@ -87,6 +88,9 @@ def _gate_in(call: fx.Node) -> bool:
     if product.bias is not None:
         bias = dict(zip(("bias", "bias_rows"), product.bias, strict=True))
         read += [*product.bias, *call.all_input_nodes]
+        *_, offsets = fx_utils.arguments(call, "x", "weight", "offsets")
+        if offsets is not None:
+            return False
     if fx_utils.mutated(read) is not None:
         return False
     call.kwargs = call.kwargs | bias | {"gate": Gate(tuple(steps), parts[1]).encode()}

@@ -79,8 +79,9 @@ def test_a_layer(kind, form, tokens):
     run = torch.compile(model, backend="inductor_quant", options=OPTIONS)
     with torch.no_grad(), collect() as report:
         got, want = run(*args), model(*args)
-    name = "clamped" if kind is GptOssExperts else "silu"
-    assert [kernel.gate for kernel in report.kernels] == [str(GATES[name][0]), ""]
+    is_gated = kind is Experts or tokens == 1  # not with a bias of sorted rows
+    name = "silu" if kind is Experts else "clamped"
+    assert [kernel.gate for kernel in report.kernels] == [str(GATES[name][0]) * is_gated, ""]
     assert (got - want).norm() <= 0.02 * want.norm()
 
 
@@ -89,11 +90,12 @@ LAYERS = {
     "mixtral": (Experts, 8, 2, 4096, 14336, 128),
     "gpt-oss": (GptOssExperts, 32, 4, 2880, 2880, 32),
 }
+TOKENS = (1, 16, 64, 256, 4096)
+GATED = [(name, tokens) for name in LAYERS for tokens in TOKENS if name != "gpt-oss" or tokens == 1]
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("tokens", [1, 16, 64, 256, 4096])
+@pytest.mark.parametrize(("name", "tokens"), GATED)
 def test_a_layer_is_not_slower(name, tokens, monkeypatch):
     """Interleaved with the same layer without gates, a routing in each call: 3 % are noise."""
     pytest.importorskip("transformers.integrations.moe")
