@@ -13,9 +13,11 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.simulate.interpreter import gluon as interpreter
-from inductor_quant.spec.weight_format import DequantOp, Field
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support.gemms import formats
+from tests.support.gemms.apart import bit_by_bit
 from tests.support.gemms.generated import generate
+from tests.support.gemms.packed import form
 from tests.support.gemms.weight_only import (
     Case,
     assert_close,
@@ -363,6 +365,19 @@ def test_joined_numbers_give_the_weight_bit_for_bit(add):
         rows[torch.arange(16), start + torch.arange(16)] = 1
         _, got = product(DIRECT, "16x16x256_w4_s1_g8_k2", format, rows, *weight)
         assert torch.equal(got, want[start : start + 16])
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("bits", [2, 5, 6, 7, 8])
+def test_numbers_of_a_run_give_the_weight_bit_for_bit(bits):
+    torch.manual_seed(0)
+    words = form(("k0", bits)), form(("n0", 1))
+    format = WeightFormat((4, 32), (32,), bit_by_bit(0, words, 0, "k1", bits))
+    weight = torch.randint(-(2**31), 2**31, (4 * bits, 32)).int()
+    want = weight_only.dequantize(format, (weight,)).to(bf16)
+    for rows in torch.eye(128, dtype=bf16).split(16)[::3]:
+        _, got = product(DIRECT, "16x32x128_w2_s1_g8", format, rows, weight)
+        assert torch.equal(got, rows @ want)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])
