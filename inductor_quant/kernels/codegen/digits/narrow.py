@@ -173,8 +173,8 @@ def in_parts(codegen: Codegen, ops: Sequence[DequantOp]) -> bool:
 
 
 def power(exponent: str) -> str:
-    """2 to the power of a biased exponent."""
-    return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
+    """2 to the power of a biased exponent, which may be a constant: a word has one value."""
+    return f"gl.to_tensor(({exponent}) << 23).to(gl.float32, bitcast=True)"
 
 
 def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
