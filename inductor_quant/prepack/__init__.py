@@ -206,9 +206,9 @@ class _Linear:
             scales = self.column_scale.reshape(1, -1).expand(k // group, n).contiguous()
         zero = float(subtract) - low if isinstance(subtract, (int, float)) else float(-low)
         qzeros, zeros = None, self._grouped(subtract, group, order)
-        if zeros is not None and not zeros.is_floating_point():
+        if isinstance(subtract, Field) and zeros is not None and not zeros.is_floating_point():
             zeros = zeros - low
-            zero = float(max(0, int(zeros.max()) - 15))
+            zero = float(max(0, _largest(subtract, zeros + low) - low - 15))
             if n % 8 == 0 and int(zeros.min()) >= zero:
                 qzeros, zeros = _packed_int4((zeros - int(zero)).t()).t().contiguous(), None
             else:
@@ -290,6 +290,16 @@ class _Linear:
             else:
                 qdata[:, first:last] = q.t()
         return qdata
+
+
+def _largest(field: Field, values: torch.Tensor) -> int:
+    """What a field of few bits can be, whatever its values are: then a state dict suits all layers
+    of this kind, in which ``zero`` is not. Of another field the largest of its values."""
+    if not 0 < field.width <= 4:
+        return int(values.max())
+    if field.wrap:
+        return (1 << field.width) - 1
+    return (1 << field.width - field.signed) - 1 + field.add
 
 
 def _packed_int4(q: torch.Tensor) -> torch.Tensor:

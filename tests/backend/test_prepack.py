@@ -16,6 +16,7 @@ import inductor_quant
 from inductor_quant.prepack.layer import PrepackedLinear
 from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
+from tests.support.producers.packed import GptqActOrder, GptqPlusOne
 from tests.support.producers.registry import PRODUCERS
 
 bf16, f16 = torch.bfloat16, torch.float16
@@ -224,6 +225,25 @@ def test_a_state_dict_makes_a_round_trip(dropped):
         buffer.zero_()
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other.halves, dropped[0].halves)
+
+
+class PlusOne(GptqActOrder, GptqPlusOne):
+    """Zero points from 1 to 16."""
+
+
+@pytest.mark.compiles
+def test_a_state_dict_suits_layers_with_other_zero_points():
+    torch.manual_seed(0)
+    layers = [PlusOne(f16, K, K, False).eval() for _ in range(2)]
+    layers[0].qzeros &= 0x77777777  # up to 8
+    x = torch.randn(2, K).half()
+    with torch.no_grad():
+        want = layers[1](x)
+        for layer in layers:
+            assert inductor_quant.prepack_(nn.Sequential(layer), x) == ["0"]
+        layers[0].load_state_dict(layers[1].state_dict())
+        torch.testing.assert_close(layers[0](x), want, rtol=2e-3, atol=5e-3)
+        assert torch.equal(layers[0].qzeros, layers[1].qzeros)
 
 
 @pytest.mark.compiles

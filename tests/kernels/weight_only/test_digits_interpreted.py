@@ -13,9 +13,11 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.simulate.interpreter import gluon as interpreter
-from inductor_quant.spec.weight_format import DequantOp, Field
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 from tests.support.gemms import formats
+from tests.support.gemms.apart import bit_by_bit
 from tests.support.gemms.generated import generate
+from tests.support.gemms.packed import form
 from tests.support.gemms.weight_only import (
     Case,
     assert_close,
@@ -144,6 +146,10 @@ def listed(zero, scales):
             scale = dataclasses.replace(mul.operand, index=(group, mul.operand.index[1]))
             sub, mul = DequantOp("sub", 8.0), DequantOp("mul", scale)
             tensors[1:] = [tensors[3], tensors[2]]
+        elif zero == "alone":  # in a word
+            alone = {"index": (group, mul.operand.index[1]), "offset": AffineIndex(8)}
+            sub = dataclasses.replace(sub, operand=dataclasses.replace(sub.operand, **alone))
+            tensors[1] = ("bits", (k // formats.GROUP, n), torch.int32)
         elif zero == "floats":
             tensors[1] = ("float", (k // formats.GROUP, n), f16)
             sub = DequantOp("sub", Field(1, (group, mul.operand.index[1])))
@@ -162,6 +168,7 @@ ACT_ORDER = formats.FORMATS["act_order"]
         ("plain", f16, f16),
         ("plain", bf16, bf16),
         ("wrapped", bf16, bf16),
+        ("alone", f16, f16),
         ("int64", f16, f16),
         ("constant", f16, f16),
         ("constant", bf16, bf16),
@@ -363,6 +370,36 @@ def test_joined_numbers_give_the_weight_bit_for_bit(add):
         rows[torch.arange(16), start + torch.arange(16)] = 1
         _, got = product(DIRECT, "16x16x256_w4_s1_g8_k2", format, rows, *weight)
         assert torch.equal(got, want[start : start + 16])
+
+
+@BY_EITHER
+def test_words_of_one_value_give_the_weight_bit_for_bit(kernel, config):
+    """Its place is a constant, in fp16 and in fp32; that of a zero point, too."""
+    torch.manual_seed(0)
+    m = int(config.partition("x")[0])
+    words = Field(0, (form(("k0", 64), ("k1", 1)), form(("n0", 1))), width=4)
+    zero = Field(1, (form(("k0", 1)), form(("n0", 1))), width=4, add=1)
+    scale = DequantOp("mul", dataclasses.replace(zero, source=2, width=0, add=0))
+    weight = [torch.randint(-(2**31), 2**31, (rows, 64)).int() for rows in (128, 2)]
+    for dtype in (f16, torch.float32):
+        format = WeightFormat((2, 64), (64,), words, (DequantOp("sub", zero), scale))
+        given = (*weight, torch.rand(2, 64).to(dtype))
+        rows = torch.eye(128, dtype=f16)[64 - m // 2 : 64 + m // 2]
+        _, got = product(kernel, config, format, rows, *given)
+        assert torch.equal(got, rows @ weight_only.dequantize(format, given).to(f16))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("bits", [2, 5, 6, 7, 8])
+def test_numbers_of_a_run_give_the_weight_bit_for_bit(bits):
+    torch.manual_seed(0)
+    words = form(("k0", bits)), form(("n0", 1))
+    format = WeightFormat((4, 32), (32,), bit_by_bit(0, words, 0, "k1", bits))
+    weight = torch.randint(-(2**31), 2**31, (4 * bits, 32)).int()
+    want = weight_only.dequantize(format, (weight,)).to(bf16)
+    for rows in torch.eye(128, dtype=bf16).split(16)[::3]:
+        _, got = product(DIRECT, "16x32x128_w2_s1_g8", format, rows, weight)
+        assert torch.equal(got, rows @ want)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq"])

@@ -81,8 +81,8 @@ def crossing(k: int, n: int, group: int) -> Packed:
     """GPTQ's 3 bits: 32 numbers along K in three words, zero points likewise along N."""
     of_group = group // 32
     along, across = form(("k0", 3 * of_group), ("k1", 3)), form(("n0", 32), ("n1", 1))
-    code = _of_three_bits(0, (along, across), 0, "k2")
-    zero = _of_three_bits(1, (form(("k0", 1)), form(("n0", 3))), 1, "n1")
+    code = bit_by_bit(0, (along, across), 0, "k2", 3)
+    zero = bit_by_bit(1, (form(("k0", 1)), form(("n0", 3))), 1, "n1", 3)
     scale = Field(2, (form(("k0", 1)), across))
 
     def read(words, zeros, scales):  # type: ignore[no-untyped-def]
@@ -99,11 +99,13 @@ def crossing(k: int, n: int, group: int) -> Packed:
     return Packed("crossing", format, tensors, read)
 
 
-def _of_three_bits(source: int, first: tuple[AffineIndex, ...], dim: int, digit: str) -> Field:
-    """A number read bit by bit. ``first``: the first of three words along ``dim``."""
+def bit_by_bit(
+    source: int, first: tuple[AffineIndex, ...], dim: int, digit: str, bits: int
+) -> Field:
+    """Numbers that follow one another. ``first``: the first of ``bits`` words along ``dim``."""
     field = None
-    for bit in (2, 1, 0):
-        at = [3 * number + bit for number in range(32)]
+    for bit in reversed(range(bits)):
+        at = [bits * number + bit for number in range(32)]
         words, offsets = (
             ((digit, tuple(b)),) for b in ([b // 32 for b in at], [b % 32 for b in at])
         )

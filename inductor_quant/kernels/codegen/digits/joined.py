@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from inductor_quant.kernels.codegen.digits.narrow import int32
 from inductor_quant.kernels.codegen.digits.words import BITS, BYTES
 from inductor_quant.kernels.codegen.runs import WORD, Run
 from inductor_quant.kernels.codegen.statements import Value
@@ -20,7 +21,7 @@ def words(out: Any) -> str:
         numbers = _four_of_run(out)
         for i in range(BYTES):
             moved = f"({numbers} << {(BITS - width) * i})" if i else numbers
-            terms.append(f"({moved} & {((1 << width) - 1) << BITS * i})")
+            terms.append(f"({moved} & {int32(((1 << width) - 1) << BITS * i)})")
         return str(out.assign("j", " | ".join(terms)))
     for part in view.parts:
         mask = ((1 << part.width) - 1) * 0x01010101

@@ -153,12 +153,13 @@ def _raised(out: Any, field: Field) -> str:
     each = ((1 << 32) - 1) // ((1 << field.width) - 1)
     high = each << field.width - 1
     added = each * (field.add & (1 << field.width) - 1)
-    low, carry, flip = (_int32(bits) for bits in (~high, added & ~high, added & high))
-    code = f"(({word} & {low}) + {carry}) ^ (({word} & {_int32(high)}) ^ {flip})"
+    low, carry, flip = (int32(bits) for bits in (~high, added & ~high, added & high))
+    code = f"(({word} & {low}) + {carry}) ^ (({word} & {int32(high)}) ^ {flip})"
     return str(out.assign("w", code))
 
 
-def _int32(bits: int) -> int:
+def int32(bits: int) -> int:
+    """The int32 of these bits: a larger constant is refused beside a tensor of int32."""
     bits &= (1 << 32) - 1
     return bits - (bits >> 31 << 32)
 
@@ -172,8 +173,8 @@ def in_parts(codegen: Codegen, ops: Sequence[DequantOp]) -> bool:
 
 
 def power(exponent: str) -> str:
-    """2 to the power of a biased exponent."""
-    return f"(({exponent}) << 23).to(gl.float32, bitcast=True)"
+    """2 to the power of a biased exponent, which may be a constant: a word has one value."""
+    return f"gl.to_tensor(({exponent}) << 23).to(gl.float32, bitcast=True)"
 
 
 def is_in_place(field: Field, part: int = 16, *, is_float: bool = False) -> bool:
