@@ -13,7 +13,7 @@ from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
 from tests.support.gemms import formats, fp4
 from tests.support.gemms.formats import Packed, form
-from tests.support.gemms.weight_only import laid_out
+from tests.support.gemms.weight_only import laid_out, rounded_weight
 from tests.support.producers.experts import E2M1
 
 
@@ -268,8 +268,7 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
-    """The op in fp64 on the CPU, by the formats' plain code; W rounded to x's dtype unless it is
-    an integer."""
+    """The op in fp64 on the CPU: W as rounded for the matrix unit, nothing else is."""
     x, route, *weight = (t.cpu() for t in inputs)
     x = of_rows(x, weight.pop(0) if case.has_rows else None, case.repeats)
     bias, bias_rows = (weight.pop(-2), weight.pop()) if case.has_bias else (None, None)
@@ -282,7 +281,7 @@ def reference(case: Case, inputs: tuple[Any, ...]) -> torch.Tensor:
     out = torch.zeros(case.rows, case.packed.format.shape[1], dtype=torch.float64)
     for expert in range(count):
         rows = chosen == expert
-        w = case.packed.dequantized(of_expert(case, weight, expert))
+        w = rounded_weight(case, tuple(of_expert(case, weight, expert)))
         out[rows] = x[rows].double() @ w
     if bias is not None:
         out += bias.double()[bias_rows]
