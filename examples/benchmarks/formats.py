@@ -5,7 +5,8 @@
 
 For each format and M, N x K is drawn from the layers of real models (``random_linears.MODELS``). x
 has the format's dtype; stock compiles the same graph, bf16 is the library's product with the dense
-weight. All cells are compiled and compared with fp64 first, then timed in interleaved rounds.
+weight. All cells are compiled and compared with fp64 first, then timed in interleaved
+rounds. They are in memory together, about 1 GB each: a few ``--m`` at a time.
 Prints each cell and the geometric mean of ours / bf16 by format and M. ``--prepacked`` times ours
 after ``prepack_``, too. ``--check`` exits with 1 if a result is wrong or ours is slower than stock
 by more than 5 %."""
