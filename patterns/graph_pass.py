@@ -37,6 +37,7 @@ from .fusion.duplicate_casts import duplicate_casts
 from .fusion.erf import narrow_erf
 from .fusion.expert_gate import gate_in_experts
 from .fusion.expert_ids import read_ids_of_topk
+from .fusion.expert_routing import route_experts, sum_experts
 from .fusion.expert_rows import gather_in_experts
 from .fusion.horizontal import horizontal_fusion
 from .fusion.norm_group_quant import fuse_norm_and_group_quant
@@ -309,8 +310,10 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
     log.info("%d experts read ids as topk gives them", read_ids_of_topk(graph))
     log.info("%d experts have each token quantized once", quantize_tokens_once(graph))
     log.info("%d experts read rows where they are", gather_in_experts(graph))
-    if options.numerics != "strict":  # rounds less often than the graph
+    log.info("%d sorts of experts are counts, or of fewer bytes", route_experts(graph))
+    if options.numerics != "strict":  # rounds less often than the graph, adds in another order
         log.info("%d experts compute their activation", gate_in_experts(graph))
+        log.info("%d sums over the experts of a token", sum_experts(graph))
     constants = _constants(graph) if is_frozen else set()
     log.info("%d GEMMs became part of another", concat_weights(graph, constants))
     copies = make_weights_k_major(graph, constants)

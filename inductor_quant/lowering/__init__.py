@@ -11,6 +11,7 @@ from inductor_quant.lowering import (  # noqa: F401
 )
 from inductor_quant.lowering.fusion import (  # noqa: F401
     erf,
+    expert_routing,
     group_reduce,
     horizontal,
     quantized_linear,
