@@ -45,6 +45,7 @@ from .fusion.quantize_in_gemm import quantize_in_gemms
 from .fusion.quantize_tokens import quantize_tokens_once
 from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
+from .fusion.token_order import compute_by_token
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
 from .matching.operands import source_of
@@ -314,6 +315,7 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
     if options.numerics != "strict":  # rounds less often than the graph, adds in another order
         log.info("%d experts compute their activation", gate_in_experts(graph))
         log.info("%d sums over the experts of a token", sum_experts(graph))
+    log.info("%d gathers by token are by fewer tables", compute_by_token(graph))
     constants = _constants(graph) if is_frozen else set()
     log.info("%d GEMMs became part of another", concat_weights(graph, constants))
     copies = make_weights_k_major(graph, constants)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from inductor_quant.prepare.plain import PlainLinear, Replacement, any_dtype, repeated, unpacked
+from inductor_quant.prepare.e2m1 import E2M1Linear
+from inductor_quant.prepare.plain import Replacement, any_dtype, repeated, unpacked
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _DENSE = ("decompressed", "frozen")
 _RELOAD = "decompressed already: load the model again and prepare it before its first call"
 _FORMATS = (
@@ -83,7 +83,7 @@ def _reference(packed: Any, module: Any, scheme: Any, status: str, x: torch.Tens
     return nn.functional.linear(x, weight.to(x.dtype), module.bias)
 
 
-class CompressedLinear(PlainLinear):
+class CompressedLinear(E2M1Linear):
     """The formats of ``_FORMATS``; "" for a dense weight whose activation is quantized.
 
     pack-quantized   weight_packed int32 [N, K * bits / 32]: fields along K, the lowest bits first,
@@ -106,8 +106,7 @@ class CompressedLinear(PlainLinear):
         self.is_symmetric = scheme.weights.symmetric
         self.args = _Activation(scheme.input_activations)
         if format.endswith("fp4-pack-quantized"):
-            values = torch.tensor([*E2M1, *(-v for v in E2M1)], dtype=torch.bfloat16)
-            self.table("e2m1", values.to(module.weight_packed.device))
+            self.hold_e2m1(torch.bfloat16, module.weight_packed.device)
 
     def dequantized(self) -> torch.Tensor:
         if not self.format:
@@ -136,9 +135,7 @@ class CompressedLinear(PlainLinear):
             codes = unpacked(held.weight_packed, self.bits, 1, self.in_features)
             return codes - (1 << self.bits - 1)
         if hasattr(self, "e2m1"):
-            packed = held.weight_packed
-            codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-            return held.e2m1[codes.int()]
+            return self.of_codes(held.weight_packed)
         return held.weight
 
     def _scale(self) -> torch.Tensor:

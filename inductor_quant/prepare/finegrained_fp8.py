@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from inductor_quant.prepare.compressed_tensors import E2M1
-from inductor_quant.prepare.plain import PlainLinear, Replacement, any_dtype, repeated
+from inductor_quant.prepare.e2m1 import E2M1Linear
+from inductor_quant.prepare.plain import Replacement, any_dtype, repeated
 
 MAX = 448.0
 MIN_SCALE = 1e-12
@@ -40,7 +40,7 @@ def plain(module: Any) -> Replacement | str:
     return Replacement(FP8Linear(module, block), module.forward, any_dtype(module, "bias"))
 
 
-class FP8Linear(PlainLinear):
+class FP8Linear(E2M1Linear):
     """``a * s_a @ (weight * weight_scale_inv).T + bias``: sums in fp32, one rounding, then bias.
 
     weight e4m3 [N, K], weight_scale_inv fp32 or e8m0 [ceil(N / 128), K / 128], or one element; a is
@@ -54,7 +54,6 @@ class FP8Linear(PlainLinear):
     weight: torch.Tensor
     weight_scale_inv: torch.Tensor
     activation_scale: torch.Tensor | None
-    e2m1: torch.Tensor
 
     def __init__(self, module: Any, block: Any) -> None:
         super().__init__(module.out_features, module.in_features, module.bias)
@@ -63,15 +62,13 @@ class FP8Linear(PlainLinear):
                   activation_scale=module.activation_scale)  # fmt: skip
         self.is_fp4 = module.weight.dtype == torch.int8
         if self.is_fp4:
-            values = torch.tensor([*E2M1, *(-v for v in E2M1)])
-            self.table("e2m1", values.to(module.weight.device))
+            self.hold_e2m1(torch.float32, module.weight.device)
 
     def dequantized(self) -> torch.Tensor:
         """In fp32."""
         weight, scale = self.weight, self.weight_scale_inv.float()
         if self.is_fp4:
-            codes = torch.stack([weight & 15, (weight >> 4) & 15], -1).flatten(1)
-            weight = self.e2m1[codes.int()]
+            weight = self.of_codes(weight)
         if self.block_size is None:
             return weight.float() * scale
         if self.block_size == MX:

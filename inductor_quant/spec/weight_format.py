@@ -27,6 +27,9 @@ from typing import Any, Literal
 DequantOpKind = Literal["add", "sub", "mul", "div", "round", "wrap"]
 TO_INT8 = ("round", "wrap")  # kinds
 NO_TENSOR = -1
+# The values of the codes of e2m1 (OCP MX 1.0): the highest of four bits is the sign.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +93,8 @@ class Field:
     added if it is below 0. With ``float8`` the eight bits are such a float: "e4m3", "e5m2", or, of
     scales alone, a power of two (``ops.dequantize.EXPONENTS``).
 
+    With ``entries`` the tensor is a table whose values are known: "e2m1", those of its 16 codes.
+
     With ``high``, an unsigned field, these bits are the lowest of a number whose other bits are
     those of ``high``, before ``add``: fields of two words, or of two tensors.
 
@@ -116,6 +121,7 @@ class Field:
     minus: Field | None = None
     bits: int = 64
     high: Field | None = None
+    entries: str = ""
 
     @property
     def digits(self) -> frozenset[str]:
@@ -347,10 +353,11 @@ def _index(raw: Any) -> AffineIndex:
 
 
 def _field(raw: Any) -> Field:
-    source, index, offset, *rest, table, minus, bits, high = raw
+    source, index, offset, *rest, table, minus, bits, high, entries = raw
     found = Field(source, tuple(map(_index, index)), _index(offset), *rest)
     minus, high = (_field(each) if each else None for each in (minus, high))
-    return dataclasses.replace(found, table=tuple(table), minus=minus, bits=bits, high=high)
+    found = dataclasses.replace(found, table=tuple(table), minus=minus, bits=bits, high=high)
+    return dataclasses.replace(found, entries=entries)
 
 
 def _op(raw: Any) -> DequantOp:

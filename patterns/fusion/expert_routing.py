@@ -25,13 +25,11 @@ from inductor_quant.ops.fusion import expert_routing as ops
 from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..matching.gathered_rows import is_pointwise
+from ..matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
 from ..rewrite import add_node, erase_if_dead
 from .row_quant import replace
 
 _CALLS = (experts.op, scaled_experts.op)
-_SORTS = (aten.sort.default, aten.sort.stable)
-_NARROW = (torch.int8, torch.int16)
-_INTEGERS = (torch.int32, torch.int64)
 _VIEWS = (*fx_utils.RESHAPES, *fx_utils.SQUEEZES)
 _END = 2**63 - 1
 MAX_SUMMED = 16
@@ -44,11 +42,12 @@ def route_experts(owner: fx.Graph) -> int:
     calls = [call for op in _CALLS for call in owner.find_nodes(op="call_function", target=op)]
     done = 0
     for call in calls:
-        names = [argument.name for argument in call.target._schema.arguments]  # type: ignore[union-attr]
+        names = [argument.name for argument in call.target._schema.arguments]
         offsets = fx_utils.arguments(call, *names)[names.index("offsets")]
         counted = _counted(offsets) if offsets is not None else None
         if counted is not None:
-            done += _count(offsets, *counted)
+            _count(offsets, *counted)
+            done += 1
     return done
 
 
@@ -78,7 +77,7 @@ def _counted(offsets: fx.Node) -> tuple[fx.Node, int] | None:
     if values.target is not operator.getitem or values.args[1] != 0:
         return None
     sort = values.args[0]
-    if sort.target not in _SORTS or not _is_of_ids(sort):
+    if sort.target not in SORTS or not is_of_ids(sort):
         return None
     return sort, bins
 
@@ -90,31 +89,20 @@ def _before_casts(node: Any) -> Any:
     return node
 
 
-def _is_of_ids(sort: fx.Node) -> bool:
-    """Whether integers of one dimension are sorted, the smallest first."""
-    names = ("self", "dim", "descending")
-    if sort.target == aten.sort.stable:
-        names = ("self", "stable", "dim", "descending")
-    ids, *_, descending = fx_utils.arguments(sort, *names)
-    value = fx_utils.value(ids)
-    is_vector = value.dim() == 1 and value.dtype in _INTEGERS and not descending
-    outputs = [user for user in sort.users if user.target is operator.getitem]
-    return is_vector and fx_utils.mutated([ids, *outputs]) is None
-
-
-def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> bool:
+def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> None:
     ids: Any = sort.args[0]
     (count,) = fx_utils.value(ids).shape
     bounds = [bound for bound in (fx_utils.limit(count), fx_utils.most(count)) if bound is not None]
     if not bounds or min(bounds) > ops.MAX_IDS:
-        return _narrow(sort, bins)
+        _narrow(sort, bins)
+        return
     with sort.graph.inserting_before(sort):
         found = add_node(sort, ops.places_op, (ids, bins), {})
         short = add_node(sort, aten.slice.Tensor, (found, 0, 0, -bins), {})
         order = add_node(sort, ops.order_op, (short,), {})
         place = add_node(sort, CAST, (short, torch.int64), {})
-    for old in _outputs(sort, 1):
-        for user in _inverses(old):
+    for old in outputs_of(sort, 1):
+        for user in inverses_of(old):
             _become(user, place)
     with offsets.graph.inserting_before(offsets):
         ends = add_node(offsets, aten.slice.Tensor, (found, 0, -bins, _END), {})
@@ -122,67 +110,31 @@ def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> bool:
             ends = add_node(offsets, CAST, (ends, dtype), {})
     _become(offsets, ends)
     _sorted_by(sort, order)
-    return True
+    return
 
 
-def _narrow(sort: fx.Node, bins: int) -> bool:
-    """Sort ids of fewer bytes; returns whether they are."""
-    ids: Any = sort.args[0]
-    fits = [dtype for dtype in _NARROW if bins <= torch.iinfo(dtype).max]
-    if not fits:
-        return False
+def _narrow(sort: fx.Node, bins: int) -> None:
+    """Sort ids of fewer bytes."""
     with sort.graph.inserting_before(sort):
-        bounds = torch.iinfo(fits[0]).min, bins
-        keys = add_node(sort, aten.clamp.default, (ids, *bounds), {})
-        keys = add_node(sort, CAST, (keys, fits[0]), {})
+        keys = add_node(sort, ops.keys_op, (sort.args[0], bins), {})
         new = add_node(sort, sort.target, (keys, *sort.args[1:]), sort.kwargs)
         order = add_node(sort, operator.getitem, (new, 1), {})
     _sorted_by(sort, order)
-    return True
 
 
 def _sorted_by(sort: fx.Node, order: fx.Node) -> None:
     """Let ``order`` be that of the ids which ``sort`` sorts."""
-    for old in _outputs(sort, 1):
+    for old in outputs_of(sort, 1):
         _become(old, order)
-    for old in _outputs(sort, 0):
+    for old in outputs_of(sort, 0):
         with old.graph.inserting_before(old):
             values = add_node(old, aten.index.Tensor, (sort.args[0], [order]), {})
         _become(old, values)
 
 
-def _outputs(sort: fx.Node, number: int) -> list[fx.Node]:
-    return [user for user in sort.users if user.args[1] == number]
-
-
 def _become(old: fx.Node, new: fx.Node) -> None:
     old.replace_all_uses_with(new)
     erase_if_dead(old)
-
-
-def _inverses(order: fx.Node) -> list[fx.Node]:
-    """The inverse permutations of ``order``: ``place[order] = 0, 1, 2, ...`` and
-    ``sort(order)[1]``."""
-    found = []
-    for user in order.users:
-        if user.target in _SORTS and _is_of_ids(user):
-            found += _outputs(user, 1)
-        elif user.target == aten.index_put.default and _puts_numbers(user, order):
-            found.append(user)
-    return found
-
-
-def _puts_numbers(put: fx.Node, order: fx.Node) -> bool:
-    into, indices, values, accumulate = fx_utils.arguments(
-        put, "self", "indices", "values", "accumulate"
-    )
-    if list(indices) != [order] or accumulate or values.target != torch.ops.prims.iota.default:
-        return False
-    numbers = (values.kwargs["start"], values.kwargs["step"], fx_utils.value(values).dtype)
-    shapes = (fx_utils.value(each).shape for each in (into, values))
-    size = fx_utils.value(order).shape
-    is_whole = all(fx_utils.same_shape(shape, size) for shape in shapes)
-    return is_whole and numbers == (0, 1, torch.int64)
 
 
 def _is_of_tokens(node: fx.Node) -> bool:

@@ -13,13 +13,12 @@ import torch
 from torch import fx
 
 from inductor_quant._compat import inductor as compat
-from inductor_quant.spec.weight_format import Field, WeightFormat
+from inductor_quant.spec.weight_format import E2M1, Field, WeightFormat
 
 from .. import fx_utils
 from ..match import Constant, Derived, RecognizedGemm
 from ..matching.operands import source_of
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # (elements of a block, its bytes, bits of an element, "least": a minimum is stored, "table": codes
 # index one): the layouts of ggml-common.h
 _GGML = {
@@ -118,7 +117,7 @@ def _element_of(source: Any) -> str:
             values = source.tensor().float().tolist()
         else:
             return ""
-    return "e2m1" if tuple(values) == (*E2M1, *(-value for value in E2M1)) else ""
+    return "e2m1" if tuple(values) == E2M1 else ""
 
 
 def _is_of_exponents(source: Any) -> bool:

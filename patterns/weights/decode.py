@@ -62,6 +62,7 @@ from .lookup_table import (
     entries,
     exponents_of,
     is_index,
+    known_entries,
     stored_bytes,
     table_of,
 )
@@ -126,7 +127,7 @@ class _Decoder:
         self._check_element(element)
         # Name digits only now: everything is normalized, so none will be split again.
         radices = self._name_digits([element, *(operand for _, operand in steps)])
-        field = self._field(element)
+        field = known_entries(self._field(element), self.sources)
         built = tuple(DequantOp(kind, self._operand(operand)) for kind, operand in steps)
         found = WeightFormat(radices["k"], radices["n"], field, built, radices["e"])
         return Weight(found, tuple(self.sources), self._same_for(element), self.is_reordered)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import fx
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops.dequantize import EXPONENTS
+from inductor_quant.spec.weight_format import E2M1, Field
 
 from .. import fx_utils
 from ..match import Constant, Derived
@@ -67,6 +70,24 @@ def exponents_of(reader: Reader, expr: Expr) -> tuple[Bits, str] | None:
             if torch.allclose(values, powers, rtol=0, atol=0, equal_nan=True):
                 return found.code, kind
         return None
+
+
+def known_entries(element: Field, sources: Sequence[Source]) -> Field:
+    """``element`` with the name of its table's entries, if their values are known."""
+    table = sources[element.source]
+    if isinstance(table, fx.Node):
+        is_literal = table.op == "get_attr" and fx_utils.is_literal(table)
+        tensor = fx_utils.attribute(table) if is_literal else None
+    else:
+        tensor = table.tensor() if isinstance(table, Constant) else None
+    if tensor is None or tensor.numel() != len(E2M1):
+        return element
+    with compat.real_tensors():
+        e2m1, values = (
+            each.view(torch.int32) for each in (torch.tensor(E2M1), tensor.float().cpu())
+        )
+        is_e2m1 = torch.equal(values, e2m1)
+    return dataclasses.replace(element, entries="e2m1") if is_e2m1 else element
 
 
 def entries(table: Constant | Derived, stored: fx.Node) -> Derived:

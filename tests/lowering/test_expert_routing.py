@@ -27,7 +27,8 @@ def test_places(count, dtype):
     got, want = torch.compile(fn, dynamic=False)(ids), fn(ids)
     assert all(map(torch.equal, got, want))
     values, order = ids.sort(stable=True)
-    assert torch.equal(order, want[1]) and torch.equal(ids[order], values)
+    assert torch.equal(order, want[1])
+    assert torch.equal(ids[order], values)
     assert torch.equal(torch.arange(count), want[0][:-E][order].long())
     within = torch.histc(values.float(), E, 0, E - 1).cumsum(0)
     assert torch.equal(within, want[0][-E:].float())
@@ -69,7 +70,8 @@ def test_a_layer_has_five_launches():
     generated = generate(layer, make)
     called = generated.wrapper.split("def call", 1)[1]
     assert len(re.findall(r"triton_\w+\.run\(", called)) == 5
-    assert "aten.sort" not in called and "extern_kernels" not in called
+    assert "aten.sort" not in called
+    assert "extern_kernels" not in called
     assert not any("tl.sort" in source for source in generated.kernels.values())
     [last] = [source for name, source in generated.kernels.items() if "sum" in name]
     assert "tl.sum" not in last

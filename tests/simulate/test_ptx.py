@@ -10,6 +10,7 @@ from inductor_quant.kernels.codegen.digits import table_lookup
 from inductor_quant.kernels.codegen.packed_layout import BASES, PackedLayout
 from inductor_quant.kernels.codegen.unpack_ptx import add_and_scale, unpack
 from inductor_quant.simulate.interpreter import ptx
+from inductor_quant.spec.weight_format import E2M1
 
 LAYOUTS = [
     (32, tuple(range(0, 32, 4)), 4),
@@ -77,6 +78,32 @@ def test_every_code_of_a_table_is_looked_up(places, is_scaled, dtype):
     want = tables.gather(1, codes).to(dtype)
     want = want * scales if is_scaled else want
     assert np.array_equal(got, bits_of(want.contiguous()))
+
+
+@pytest.mark.parametrize("places", [(0, 1, 2, 3, 4, 5, 6, 7), (5, 4, 7, 6, 1, 0, 3, 2),
+                                    (4, 7, 0, 2, 5, 6, 3, 1)])  # fmt: skip
+@pytest.mark.parametrize("registers", [0, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_code_of_e2m1_is_computed(places, registers, dtype):
+    """Times each power of two that the dtype has: products may be infinite, or lose bits."""
+    torch.manual_seed(0)
+    info = torch.finfo(dtype)
+    first, last = (int(np.log2(value)) for value in (info.smallest_normal, info.max))
+    powers = torch.exp2(torch.arange(first, last + 1).double()).to(dtype)
+    words = torch.randint(-(1 << 31), 1 << 31, (len(powers), 1), dtype=torch.int32)
+    scales = powers[:, None].expand(-1, 8)
+    assembly = table_lookup.e2m1(places, dtype, registers)
+    given = [np.broadcast_to(words.numpy(), (len(powers), 8)).copy()]
+    if registers == 4:
+        given.append(bits_of(scales.contiguous()))
+    elif registers == 8:  # both halves in each register
+        halves = bits_of(scales.contiguous()).astype(np.uint32)
+        given.append((halves | halves << 16).view(np.int32))
+    [got] = ptx.run(assembly.text, given, [np.uint16], assembly.pack)
+    codes = torch.stack([words[:, 0] >> 4 * place & 15 for place in places], 1)
+    want = torch.tensor(E2M1, dtype=torch.float64)[codes.long()]
+    want = want * scales.double() if registers else want
+    assert np.array_equal(got, bits_of(want.to(dtype)))
 
 
 def test_another_instruction_is_refused():

@@ -1,4 +1,5 @@
-"""Lowering of ``inductor_quant::expert_places``, ``expert_order`` and ``expert_sum``.
+"""Lowering of ``inductor_quant::expert_places``, ``expert_order``, ``expert_keys`` and
+``expert_sum``.
 
 Ids are few, so each is compared with all: one kernel, where a sort, a histogram and its cumulative
 sum take four or more. The k values of a sum are added in the thread that stores it: Inductor
@@ -40,8 +41,13 @@ def lower_places(ids: Any, experts: int) -> Any:
         is_id = ops.lt(expert, ops.constant(0, i32))
         return ops.to_dtype(ops.where(is_id, is_before, is_within), i32, src_dtype=torch.bool)
 
-    own = lowering_of(aten.constant_pad_nd.default)(ids, [0, experts], 0)
-    rows = numbers(ids, shape[0], i32), own
+    def within(at: Any) -> Any:
+        ops = compat.ops()
+        return ops.minimum(at, ops.index_expr(count - 1, i32))
+
+    every = numbers(ids, shape[0], i32)
+    own = compat.make_pointwise(within)(every)
+    rows = every, lowering_of(aten._unsafe_index.Tensor)(ids, [own])
     columns = numbers(ids, shape[1], i32), ids
     operands = [spread(x, dim) for dim, each in ((1, rows), (0, columns)) for x in each]
     counted = compat.make_pointwise(is_counted, override_return_dtype=i32)(*operands)
@@ -61,6 +67,20 @@ def lower_order(place: Any) -> Any:
     order = numbers(place, count, torch.int64)
     into = lowering_of(aten.empty_like.default)(order)
     return lowering_of(aten.index_put_.default)(into, [place], order)
+
+
+@fallback.lowering(expert_routing.keys_op)
+def lower_keys(ids: Any, experts: int) -> Any:
+    dtype, source = expert_routing.key_dtype(experts), ids.get_dtype()
+    least, most = expert_routing.key_range(experts)
+
+    def key(value: Any) -> Any:
+        ops = compat.ops()
+        value = ops.minimum(value, ops.constant(most, source))
+        value = ops.maximum(value, ops.constant(least, source))
+        return ops.to_dtype(value, dtype, src_dtype=source)
+
+    return compat.make_pointwise(key, override_return_dtype=dtype)(ids)
 
 
 @fallback.lowering(expert_routing.sum_op)

@@ -1,5 +1,5 @@
-"""``torch.ops.inductor_quant.expert_places``, ``expert_order``, ``expert_sum``: before experts, and
-after them."""
+"""``torch.ops.inductor_quant.expert_places``, ``expert_order`` and ``expert_keys``, before experts,
+and ``expert_sum``, after them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from inductor_quant.ops.registration import define
 aten = torch.ops.aten
 PLACES_SCHEMA = "expert_places(Tensor ids, int experts) -> Tensor"
 ORDER_SCHEMA = "expert_order(Tensor place) -> Tensor"
+KEYS_SCHEMA = "expert_keys(Tensor ids, int experts) -> Tensor"
 SUM_SCHEMA = "expert_sum(Tensor x, bool keepdim, ScalarType? dtype) -> Tensor"
+KEY_DTYPES = (torch.int8, torch.int16, torch.int32)
 # Each id is compared with all: so many, or fewer. Beyond, a sort takes less time.
-MAX_IDS = 8192
+MAX_IDS = 4096
 
 
 def places_reference(ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -34,13 +36,31 @@ def places_fake(ids: torch.Tensor, experts: int) -> torch.Tensor:
 
 
 def order_reference(place: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``place`` [S], a permutation in int32: which comes there. Returns int64 [S]."""
+    """The inverse of ``place`` [S], a permutation: which comes there. Returns int64 [S]."""
     count = torch.arange(len(place), device=place.device)
     return torch.empty_like(count).scatter_(0, place.long(), count)
 
 
 def order_fake(place: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(place, dtype=torch.int64)
+
+
+def keys_reference(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """``ids`` [S], of which those from ``experts`` on are one, in the narrowest of ``KEY_DTYPES``
+    that has that number. Those below its range become its smallest."""
+    return ids.clamp(*key_range(experts)).to(key_dtype(experts))
+
+
+def keys_fake(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    return torch.empty_like(ids, dtype=key_dtype(experts))
+
+
+def key_dtype(experts: int) -> torch.dtype:
+    return next(dtype for dtype in KEY_DTYPES if experts <= torch.iinfo(dtype).max)
+
+
+def key_range(experts: int) -> tuple[int, int]:
+    return torch.iinfo(key_dtype(experts)).min, experts
 
 
 def sum_reference(x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None) -> torch.Tensor:
@@ -53,4 +73,5 @@ def sum_reference(x: torch.Tensor, keepdim: bool, dtype: torch.dtype | None) -> 
 
 places_op = define(PLACES_SCHEMA, places_reference, places_fake)
 order_op = define(ORDER_SCHEMA, order_reference, order_fake)
+keys_op = define(KEYS_SCHEMA, keys_reference, keys_fake)
 sum_op = define(SUM_SCHEMA, sum_reference)

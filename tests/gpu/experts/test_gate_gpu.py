@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 
 import pytest
@@ -98,6 +99,8 @@ GATED = [(name, tokens) for name in LAYERS for tokens in TOKENS if name != "gpt-
 @pytest.mark.parametrize(("name", "tokens"), GATED)
 def test_a_layer_is_not_slower(name, tokens, monkeypatch):
     """Interleaved with the same layer without gates, a routing in each call: 3 % are noise."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("other processes use the GPU")
     pytest.importorskip("transformers.integrations.moe")
     torch.manual_seed(0)
     kind, count, k, h, i, group = LAYERS[name]

@@ -13,7 +13,8 @@ u8, f32, bf16, e4m3 = torch.uint8, torch.float32, torch.bfloat16, torch.float8_e
 def _format(k: int, n: int, group: int, *steps: DequantOp) -> WeightFormat:
     half = group // 2
     code = Field(0, (form(("n0", 1)), form(("k0", half), ("k1", 1))), form(("k2", 4)), 4)
-    return WeightFormat((k // group, half, 2), (n,), Field(1, (form(data=code),)), steps)
+    element = Field(1, (form(data=code),), entries="e2m1")
+    return WeightFormat((k // group, half, 2), (n,), element, steps)
 
 
 def _of_groups(**bits: int | str) -> DequantOp:

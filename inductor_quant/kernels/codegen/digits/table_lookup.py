@@ -4,6 +4,9 @@ of eight bytes.
 The low bytes of 16 values of 16 bits are four registers, and so are the high bytes: the ``PLANES``
 of a table. Four fields of a word select from the lower and from the upper half of the low bytes,
 and of the high ones, and their highest bits choose between the halves.
+
+A table that is known needs no lookup (``e2m1``): ``prmt`` spreads the sign, which is the highest
+bit of a byte, so that one shift and one mask have the bits of a 16-bit float.
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ ENTRIES, PLANES = 16, 8
 FIELDS = 8  # of a word
 PLANE = [f"plane{i}" for i in range(PLANES)]
 _CHOOSE = "0xd8"  # of lop3: b where c has ones, else a
+# How far the bits of e2m1, the upper ones of a byte, are below those of a float; its bits; and what
+# normalizes it: 2 to the power of what its exponent is too low by.
+_SHIFT, _BITS, _NORMAL = (
+    {torch.bfloat16: 2, torch.float16: 5},
+    {torch.bfloat16: 0x81C0, torch.float16: 0x8E00},
+    {torch.bfloat16: 0x7E80, torch.float16: 0x7400},
+)
 
 
 def places_of(weight: Weight, plan: TilePlan) -> tuple[int, ...]:
@@ -66,6 +76,8 @@ def places_of(weight: Weight, plan: TilePlan) -> tuple[int, ...]:
 def start(codegen: Codegen, table: Field, plan: TilePlan, stride: Hook) -> list[str]:
     """Statements before the loop that load the table, and make planes of it unless each group has
     its own."""
+    if is_computed(codegen, table):
+        return []
     source = codegen.sources[table.source]
     first = f"{source} + gl.full({[1] * plan.rank}, 0, gl.int32, TILE)"
     entries = [f"entry{i}" for i in range(ENTRIES)]
@@ -85,9 +97,15 @@ def scale_of(codegen: Codegen, table: Field) -> Field | None:
     if [op.kind for op in codegen.loop_ops] != ["mul"]:
         return None
     scale = codegen.loop_ops[0].operand
-    if not isinstance(scale, Field) or codegen.dtypes[table.source] != codegen.x_dtype:
+    is_exact = bool(table.entries) or codegen.dtypes[table.source] == codegen.x_dtype
+    if not isinstance(scale, Field) or not is_exact:
         return None
     return scale if codegen.is_in_x_dtype(scale) else None
+
+
+def is_computed(codegen: Codegen, table: Field) -> bool:
+    """Whether no table is looked up. One that is rounded with a scale in fp32 is."""
+    return bool(table.entries) and (not codegen.loop_ops or scale_of(codegen, table) is not None)
 
 
 def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[int]) -> str:
@@ -95,8 +113,10 @@ def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[in
     codegen, code = out.codegen, out.format.code
     scale = scale_of(codegen, table)
     inner = [f"d_{each.name}" for each in plan.digits if each.digit in code.offset.digits]
+    computes = is_computed(codegen, table)
     # for each value of a word, though all get the same
-    arguments = [f"{out.read(code)[0]} + ({' + '.join(inner)}) * 0", *PLANE]
+    arguments = [f"{out.read(code)[0]} + ({' + '.join(inner)}) * 0"]
+    arguments += [] if computes else PLANE
     registers = 0  # of the scale, for the values of a word
     if scale is not None and scale.float8 in EXPONENTS:
         registers = len(places)
@@ -109,7 +129,7 @@ def looked_up(out: Statements, table: Field, plan: TilePlan, places: Sequence[in
         entries = [out.apply(entry, codegen.loop_ops).code for entry in whole]
         made = planes(codegen.x_dtype)
         out.lines += codegen.dialect.inline_asm(made, PLANE, entries, torch.int32)
-    assembly = look_up(places, codegen.x_dtype, registers)
+    assembly = (e2m1 if computes else look_up)(places, codegen.x_dtype, registers)
     out.lines += codegen.dialect.inline_asm(assembly, ["values"], arguments, codegen.x_dtype)
     return "values"
 
@@ -160,3 +180,23 @@ def look_up(places: Sequence[int], dtype: torch.dtype, of_scale: int) -> Assembl
     registers = "s, u, m, l, h, t, none"
     inputs = len(places) * (1 + PLANES) + of_scale
     return assembly(lines, registers, inputs, pack=len(places), is_early=True)
+
+
+def e2m1(places: Sequence[int], dtype: torch.dtype, of_scale: int) -> Assembly:
+    """As ``look_up`` for the values of e2m1, without planes among the arguments."""
+    outputs = len(places) // 2
+    word, scale = f"${outputs}", f"${outputs + len(places)}"
+    fma, twice = f"fma.rn.{FMA_TYPES[dtype]}", 0x10001
+    lines = [f"shl.b32 s, {word}, 4;", f"mov.b32 none, {0x8000 * twice:#x};"]
+    lines.append(f"mov.b32 normal, {_NORMAL[dtype] * twice:#x};")
+    for i, pair in enumerate(zip(places[::2], places[1::2], strict=True)):
+        first, second = (place // 2 + 4 * (place % 2) for place in pair)
+        selector = f"{second + 8:x}{second}{first + 8:x}{first}"
+        lines += [f"prmt.b32 t, s, {word}, 0x{selector};", f"shl.b32 t, t, {_SHIFT[dtype]};"]
+        lines.append(f"and.b32 t, t, {_BITS[dtype] * twice:#x};")
+        if of_scale:
+            lines += [f"{fma} t, t, normal, none;", f"{fma} ${i}, t, {scale}, none;"]
+        else:
+            lines.append(f"{fma} ${i}, t, normal, none;")
+    inputs = len(places) + of_scale
+    return assembly(lines, "s, t, none, normal", inputs, pack=len(places), is_early=True)

@@ -93,6 +93,8 @@ def _tiles(weight: Weight) -> list[tuple[int, int]]:
     """(columns, k) of a warp's tile, best first."""
     format = weight.format
     tiles = list(TILES[0 if 0 < format.code.width <= 4 else 1])
+    if format.element.entries:  # computed: with fewer registers more warps run
+        tiles.sort(key=lambda tile: tile[0])
     zeros = _stored_zeros(format)
     if zeros is None:
         return tiles

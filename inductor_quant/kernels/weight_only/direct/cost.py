@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
@@ -18,19 +20,20 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2380, 1875, 0.85, 2660
 FEW_VALUE, FEW_PRODUCT, FEW_WAIT, FEW_WAIT_VALUE = 0.0078, 0.075, 272, 6.4
 FEW_WARP, FEW_SUMS = 53, 250
-# Times as many cycles for W: for values above 4 bits, from a table, and of several fields (whatever
-# the rows).
-FEW_WIDE, FEW_LOOKED_UP, JOINED = 1.25, 2.3, 3.0
+# Times as many cycles for W: for values above 4 bits, from a table, from one whose entries are
+# computed, and of several fields (whatever the rows).
+FEW_WIDE, FEW_LOOKED_UP, FEW_COMPUTED, JOINED = 1.25, 2.3, 1.5, 3.0
 # Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
 # row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
 ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0127, 0.0281, 0.0022
 # Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
 WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
-# Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, and one that
-# is rounded for each small group; if x takes the way of shared memory; if scales change with every
-# k.
-WIDTH, LOOKED_UP, ROUNDED, X_SHARED, SMALL_GROUP, VARYING = 1.365, 1.48, 1.63, 1.78, 32, 2.2
+# Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, one that is
+# rounded for each small group, and one whose entries are computed; if x takes the way of shared
+# memory; if scales change with every k.
+WIDTH, LOOKED_UP, ROUNDED, COMPUTED, X_SHARED, VARYING = 1.365, 1.48, 1.63, 1.2, 1.78, 2.2
+SMALL_GROUP = 32
 # If a tensor lists the group of each k, times as many cycles for W: for a value, and for each k of
 # a tile. From instructions: they tell tiles apart, what was timed took up to 1.7 times as long.
 LISTED, LISTED_K = 1.3, 41.0
@@ -39,7 +42,8 @@ UNEVEN = 1.35
 
 
 def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
-    format = rules.weight_of(problem).format
+    weight = rules.weight_of(problem)
+    format = weight.format
     width = format.code.total_width or 8
     slice_k = config.block_k // config.num_warps
     iterations = math.ceil(math.ceil(problem.k / slice_k / config.split_k) / config.num_warps)
@@ -47,7 +51,8 @@ def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
     waves = math.ceil(of_one_sm / (MAX_WARPS // config.num_warps))
     warps, values = of_one_sm * config.num_warps, config.block_n * slice_k
     factor = FEW_WIDE if width > 4 else 1.0
-    factor *= FEW_LOOKED_UP if format.element != format.code else 1.0
+    if format.element != format.code:
+        factor *= FEW_COMPUTED if _is_computed(weight) else FEW_LOOKED_UP
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
     busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
@@ -84,6 +89,15 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     return total * (UNEVEN if is_uneven else 1)
 
 
+def _is_computed(weight: Weight) -> bool:
+    """Whether the entries of a table are computed: not if scales of groups are in fp32."""
+    format = weight.format
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    of_groups = [field for field in operands if format.block(field)[0] > 0]
+    is_wide = any(weight.tensors[field.source].dtype == torch.float32 for field in of_groups)
+    return bool(format.element.entries) and not is_wide
+
+
 def _of_list(format: WeightFormat, config: GemmConfig) -> float:
     """Times as many cycles for W if a tensor lists the group of each k; else 0."""
     return LISTED + LISTED_K / config.block_n if has_lists(format) else 0.0
@@ -97,6 +111,8 @@ def _factor(weight: Weight, config: GemmConfig) -> float:
     factor *= JOINED if format.code.high else 1
     if format.element == format.code:
         return factor
+    if _is_computed(weight):
+        return factor * COMPUTED
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     is_small = any(0 < format.block(field)[0] <= SMALL_GROUP for field in operands)
     return factor * LOOKED_UP * (ROUNDED if is_small else 1)
