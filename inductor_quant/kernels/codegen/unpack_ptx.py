@@ -57,6 +57,13 @@ def assembly(
     return Assembly(text, constraints, is_pure=is_pure, **sizes)
 
 
+def hidden_zero() -> Assembly:
+    """Zero that ptxas cannot fold. It makes a constant again for each instruction that takes it,
+    unless it does not know it: then that stays in a register."""
+    lines = ["mov.u32 a, %lanemask_lt;", "mov.u32 $0, %lanemask_eq;", "and.b32 $0, $0, a;"]
+    return assembly(lines, "a", 0, bits=32, pack=1)
+
+
 def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:
     """``base + field`` for each field, in the order of ``layout.offsets``; for a signed field
     ``base + field + 2**(width - 1)``."""

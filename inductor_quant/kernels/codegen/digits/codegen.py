@@ -99,6 +99,9 @@ class DigitCodegen(Codegen):
             placed: Any = {"lanes": (*reversed(lanes), ("none", 2)), "warps": (("no", self.warps),)}
             self.layouts["TABLE"] = layout((lanes,), **placed)
 
+    # Appended to constants of the loop that ``start`` hides from ptxas.
+    or_hidden_zero = ""
+
     @property
     def divisor(self) -> int:
         """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""

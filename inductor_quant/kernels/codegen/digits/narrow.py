@@ -88,7 +88,7 @@ def in_16_bits(out: Any) -> str:
         "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
         both(f"{mask} << {{at}}"),
         both(f"{place.exponent} | ({sign} << {{at}})"),
-        both(f"({place.power} - {{at}}) << {place.mantissa}"),
+        both(f"({place.power} - {{at}}) << {place.mantissa}") + codegen.or_hidden_zero,
         f"({added}).to({x_type})",
     ]
     # Of each value, and of no pair that shares it: as it is.

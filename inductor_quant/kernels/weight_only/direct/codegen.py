@@ -10,6 +10,8 @@ one is multiplied, so that W in 16 bits takes half the registers. Both have the 
 
 from __future__ import annotations
 
+import torch
+
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
@@ -18,6 +20,7 @@ from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
+from inductor_quant.kernels.codegen.unpack_ptx import hidden_zero
 from inductor_quant.kernels.problem import DECODE_M
 from inductor_quant.spec.weight_format import Field
 
@@ -51,6 +54,7 @@ class DirectCodegen(DigitCodegen):
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
+    or_hidden_zero = " | hidden_zero"
 
     def __init__(
         self,
@@ -109,6 +113,10 @@ class DirectCodegen(DigitCodegen):
             axes = (self.warp_dims, rows, x_dims)
             self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
             self.x_layout = "X_LOADED"
+
+    def start(self, stride: Hook, size: Hook) -> str:
+        zero = self.dialect.inline_asm(hidden_zero(), ["hidden_zero"], [], torch.int32)
+        return "\n".join([*zero, super().start(stride, size)])
 
     def x_rows(self, first: str, last: str) -> str:
         """The statement that leaves in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
