@@ -376,6 +376,9 @@ def _limit_registers() -> Any:
 
 def _parts_of_tiles() -> Any:
     core = symbol(f"{_LANGUAGE}._core:")
+    buffer = core.shared_memory_descriptor
+    is_public = hasattr(buffer, "reinterpret")  # from Triton 3.9 on
+    reinterpret = buffer.reinterpret if is_public else buffer._reinterpret
 
     @core.builtin
     def parts_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
@@ -384,6 +387,6 @@ def _parts_of_tiles() -> Any:
         stages, rows, columns = buffers.shape
         count = core._unwrap_if_constexpr(count)
         shape = [stages * count, rows, columns // count]
-        return buffers._reinterpret(buffers.dtype, shape, buffers.layout, _semantic=_semantic)
+        return reinterpret(buffers, buffers.dtype, shape, buffers.layout, _semantic=_semantic)
 
     return parts_of_tiles

@@ -195,7 +195,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     """Whether a warp dequantizes and multiplies its tile in halves of K: with 16 rows, whose sums
-    take many registers, and words along N, of which each column has a scale. A half has one group."""
+    take many registers, and words along N, of which each column has a scale. A half has one
+    group."""
     slice_k = config.block_k // config.num_warps
     is_large = config.block_m == ROWS[-1] and config.block_n * slice_k == MAX_VALUES * WARP_SIZE
     if not is_large or not are_words_of_columns(weight):
