@@ -376,9 +376,7 @@ def _limit_registers() -> Any:
 
 def _parts_of_tiles() -> Any:
     core = symbol(f"{_LANGUAGE}._core:")
-    buffer = core.shared_memory_descriptor
-    is_public = hasattr(buffer, "reinterpret")  # from Triton 3.9 on
-    reinterpret = buffer.reinterpret if is_public else buffer._reinterpret
+    reinterpret = symbol(f"{_LANGUAGE}._core:shared_memory_descriptor.reinterpret")
 
     @core.builtin
     def parts_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
