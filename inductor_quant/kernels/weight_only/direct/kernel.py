@@ -36,7 +36,12 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     words_in_order,
 )
 from inductor_quant.kernels.weight_only.direct import cost
-from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen, shares_x
+from inductor_quant.kernels.weight_only.direct.codegen import (
+    MAX_WARPS,
+    DirectCodegen,
+    half_digit,
+    shares_x,
+)
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -190,18 +195,19 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     """Whether a warp dequantizes and multiplies its tile in halves of K: with 16 rows, whose sums
-    take many registers, and words along N, of which each column has a scale. A group has both."""
+    take many registers, and words along N, of which each column has a scale. A half has one
+    group."""
     slice_k = config.block_k // config.num_warps
     is_large = config.block_m == ROWS[-1] and config.block_n * slice_k == MAX_VALUES * WARP_SIZE
     if not is_large or not are_words_of_columns(weight):
         return False
     operands = [op.operand for op in weight.format.dequant_ops if isinstance(op.operand, Field)]
     groups = [weight.format.block(field)[0] for field in operands]
-    if any(group > 0 and group % slice_k for group in groups):
+    if any(group > 0 and group % (slice_k // 2) for group in groups):
         return False
     digits = tile_digits(as_words(weight).weight.format, "k", slice_k // 2)
-    if not digits or digits[-1].outer % 2:
-        return False  # the halves are not within a digit
+    if not digits or half_digit(digits) is None:
+        return False
     return plan_of(words_in_order(weight)[0], _half(config), own=True) is not None
 
 
