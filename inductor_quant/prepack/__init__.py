@@ -206,7 +206,8 @@ class _Linear:
             scales = self.column_scale.reshape(1, -1).expand(k // group, n).contiguous()
         zero = float(subtract) - low if isinstance(subtract, (int, float)) else float(-low)
         qzeros, zeros = None, self._grouped(subtract, group, order)
-        if isinstance(subtract, Field) and zeros is not None and not zeros.is_floating_point():
+        is_integer = zeros is not None and not zeros.is_floating_point()
+        if isinstance(subtract, Field) and zeros is not None and is_integer:
             zeros = zeros - low
             zero = float(max(0, _largest(subtract, zeros + low) - low - 15))
             if n % 8 == 0 and int(zeros.min()) >= zero:
@@ -224,6 +225,7 @@ class _Linear:
             order=None if order is None else order.to(torch.int32),
             dtype=self.dtype,
             zero=zero,
+            stores_zero=isinstance(subtract, Field) and is_integer and not _is_narrow(subtract),
         )
 
     def _is_fast(self) -> bool:
@@ -292,10 +294,14 @@ class _Linear:
         return qdata
 
 
+def _is_narrow(field: Field) -> bool:
+    return 0 < field.width <= 4
+
+
 def _largest(field: Field, values: torch.Tensor) -> int:
     """What a field of few bits can be, whatever its values are: then a state dict suits all layers
     of this kind, in which ``zero`` is not. Of another field the largest of its values."""
-    if not 0 < field.width <= 4:
+    if not _is_narrow(field):
         return int(values.max())
     if field.wrap:
         return (1 << field.width) - 1

@@ -246,6 +246,48 @@ def test_a_state_dict_suits_layers_with_other_zero_points():
         assert torch.equal(layers[0].qzeros, layers[1].qzeros)
 
 
+class OfIntegers(HqqLike):
+    """Zero points in int32, from ``first`` to ``last``."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.zeros = torch.randint(first, last + 1, self.zeros.shape, dtype=torch.int32)
+        self.zeros[0, 0], self.zeros[0, 1] = first, last
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "ranges", [((0, 9), (10, 20)), ((10, 20), (0, 9)), ((0, 9), (-50, 90)), ((-50, 90), (10, 20))]
+)
+def test_a_state_dict_suits_layers_whose_zero_points_are_wide(ranges):
+    layers = [OfIntegers(*each) for each in ranges]
+    held = copy.deepcopy(dict(layers[1].named_buffers()))
+    x = torch.randn(2, K, dtype=bf16)
+    with torch.no_grad():
+        for layer in layers:
+            assert inductor_quant.prepack_(nn.Sequential(layer), x) == ["0"]
+            assert (layer.prepacked.qzeros is None) == (-50 in layer.zeros)
+        want, before = layers[1](x), layers[0](x)
+        assert not torch.equal(want, before)
+        layers[0].load_state_dict(layers[1].state_dict())
+        assert torch.equal(layers[0](x), want)
+        assert torch.equal(copy.deepcopy(layers[0])(x), want)
+        for name, tensor in held.items():
+            assert torch.equal(getattr(layers[0], name), tensor)
+
+
+@pytest.mark.compiles
+def test_wide_zero_points_are_not_loaded_without_what_is_added_to_them():
+    layers = [OfIntegers(0, 9), OfIntegers(10, 20)]
+    for layer in layers:
+        inductor_quant.prepack_(nn.Sequential(layer), torch.randn(2, K, dtype=bf16))
+    state = layers[1].state_dict()
+    del state["prepacked.zero"]
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="qzeros without prepacked"):
+            layers[0].load_state_dict(state, strict=strict)
+
+
 @pytest.mark.compiles
 def test_hooks_and_other_names_of_a_module_stay():
     shared = HqqLike()
