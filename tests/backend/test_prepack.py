@@ -105,6 +105,31 @@ def test_groups_of_any_k_become_neighbours_if_all_have_as_many(change):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_groups_that_repeat_become_neighbours(is_reversed):
+    """k % groups is a rule, no list, for all that read it."""
+    layer = PRODUCERS["gptq_4b_act_order"].make(f16, K, K)
+    groups = len(layer.scales)
+    cycle = torch.arange(K) % groups
+    layer.g_idx.copy_(groups - 1 - cycle if is_reversed else cycle)
+    held, w = copy.deepcopy(dict(layer.named_buffers())), layer.dense()
+    x = torch.eye(K).half()
+    with torch.no_grad():
+        want = layer(x)
+        assert inductor_quant.prepack_(nn.Sequential(layer), x[:3]) == ["0"]
+        order = held["g_idx"].sort(stable=True).indices
+        assert torch.equal(layer.prepacked.order.long(), order)
+        assert torch.equal(layer.prepacked(x), want)  # a row of W each
+        q, zeros = layer.prepacked.unpacked()
+        zeros, scales = (t.repeat_interleave(K // groups, 0) for t in (zeros, layer.scales))
+        assert torch.equal((q - zeros) * scales.double(), w.t()[order])
+        for name, tensor in held.items():
+            assert torch.equal(getattr(layer, name), tensor)
+            assert getattr(layer, name).dtype == tensor.dtype
+        assert sum(t.nbytes for t in layer.buffers()) <= sum(t.nbytes for t in held.values())
+
+
+@pytest.mark.compiles
 def test_a_layer_that_inductor_would_pad_is_prepacked(monkeypatch):
     """On a GPU a benchmark decides whether M is padded; here it always is."""
     monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: True)
