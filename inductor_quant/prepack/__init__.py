@@ -94,11 +94,15 @@ def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def _repack(module: nn.Module, x: torch.Tensor, owners: Counter[int]) -> bool:
     """Give ``module`` a PrepackedLinear, if it is a linear layer that gains by one."""
     linear = _read(module, x, is_dynamic=False)
+    # Groups that repeat, k % groups, are read from a list as a rule, and are sorted as a list.
+    has_list = linear is not None and linear.has_short_groups and _has_list(module, x.shape[-1])
+    if has_list:
+        linear = _read(module, x, is_dynamic=False, keeps_lists=True)
     packed = None if linear is None else linear.prepacked()
     if linear is None or packed is None:
         return False
     many = x.repeat(*(3 + 2 * i for i in range(x.dim() - 1)), 1)
-    general = _read(module, many, is_dynamic=True)
+    general = _read(module, many, is_dynamic=True, keeps_lists=has_list)
     if general is None or not linear.is_same(general):
         return False
     held = _tensors(module)
@@ -126,6 +130,11 @@ def _has_packed(module: nn.Module) -> bool:
     return any(t.dim() > 1 and (not t.is_floating_point() or t.itemsize == 1) for t in tensors)
 
 
+def _has_list(module: nn.Module, k: int) -> bool:
+    """Whether a tensor may list the group of each k."""
+    return any(t.shape == (k,) and not t.is_floating_point() for t in _tensors(module).values())
+
+
 # ------------------------------------------------------------------------------------------
 # what a module computes
 
@@ -151,6 +160,13 @@ class _Linear:
         return (self.dtype, self.format) == (other.dtype, other.format) and all(
             a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs
         )
+
+    @property
+    def has_short_groups(self) -> bool:
+        """Whether neighbours along K that share a scale or zero point are too few for a kernel."""
+        operands = [o for o in _scaling(self.format.dequant_ops) or () if isinstance(o, Field)]
+        sizes = [self.format.block(operand)[0] for operand in operands]
+        return self._group is None and any(0 < size < MIN_GROUP for size in sizes)
 
     def source_of(self, tensor: torch.Tensor, packed: PrepackedLinear) -> Source | None:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -206,7 +222,8 @@ class _Linear:
             scales = self.column_scale.reshape(1, -1).expand(k // group, n).contiguous()
         zero = float(subtract) - low if isinstance(subtract, (int, float)) else float(-low)
         qzeros, zeros = None, self._grouped(subtract, group, order)
-        if isinstance(subtract, Field) and zeros is not None and not zeros.is_floating_point():
+        is_integer = zeros is not None and not zeros.is_floating_point()
+        if isinstance(subtract, Field) and zeros is not None and is_integer:
             zeros = zeros - low
             zero = float(max(0, _largest(subtract, zeros + low) - low - 15))
             if n % 8 == 0 and int(zeros.min()) >= zero:
@@ -224,6 +241,7 @@ class _Linear:
             order=None if order is None else order.to(torch.int32),
             dtype=self.dtype,
             zero=zero,
+            stores_zero=isinstance(subtract, Field) and is_integer and not _is_narrow(subtract),
         )
 
     def _is_fast(self) -> bool:
@@ -292,10 +310,14 @@ class _Linear:
         return qdata
 
 
+def _is_narrow(field: Field) -> bool:
+    return 0 < field.width <= 4
+
+
 def _largest(field: Field, values: torch.Tensor) -> int:
     """What a field of few bits can be, whatever its values are: then a state dict suits all layers
     of this kind, in which ``zero`` is not. Of another field the largest of its values."""
-    if not 0 < field.width <= 4:
+    if not _is_narrow(field):
         return int(values.max())
     if field.wrap:
         return (1 << field.width) - 1
@@ -337,16 +359,22 @@ class _Inspect(compat.CustomGraphPass):
         raise _Stop
 
 
-def _read(module: nn.Module, x: torch.Tensor, *, is_dynamic: bool) -> _Linear | None:
+def _read(
+    module: nn.Module, x: torch.Tensor, *, is_dynamic: bool, keeps_lists: bool = False
+) -> _Linear | None:
     """The linear layer that ``module(x)`` computes, with ``is_dynamic`` for any number of rows from
-    two on; None if it is something else."""
+    two on; None if it is something else. ``keeps_lists``: no rule is read from a tensor of K
+    numbers."""
     passes: list[_Inspect] = []
     if is_dynamic:
         for dim in range(x.dim() - 1):
             compat.mark_dynamic(x, dim)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        constant_buffers.make_constant(gm, constant_buffers.find(gm, inputs))
+        tables = constant_buffers.find(gm, inputs)
+        if keeps_lists:
+            tables = [table for table in tables if table.value.shape != x.shape[-1:]]
+        constant_buffers.make_constant(gm, tables)
         passes.append(_Inspect(inputs, x))
         # Otherwise a benchmark decides whether two rows are padded to eight: the graph would vary.
         config = {SLOT: passes[-1], "shape_padding": False}

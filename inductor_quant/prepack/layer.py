@@ -44,6 +44,9 @@ class PrepackedLinear(nn.Module):
         scales  [groups, N], or None: 1
         bias    [N], or None
         order   [K] int32, or None
+
+    If ``stores_zero`` the state dict has ``zero`` too: it follows from the values of zero points,
+    as does whether integers are qzeros or zeros, which loading changes as the state dict has them.
     """
 
     qdata: torch.Tensor
@@ -53,9 +56,16 @@ class PrepackedLinear(nn.Module):
     bias: torch.Tensor | None
     order: torch.Tensor | None
 
-    def __init__(self, *, dtype: torch.dtype, zero: float, **buffers: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        zero: float,
+        stores_zero: bool = False,
+        **buffers: torch.Tensor | None,
+    ) -> None:
         super().__init__()
-        self.dtype, self.zero = dtype, zero
+        self.dtype, self.zero, self.stores_zero = dtype, zero, stores_zero
         for name in ("qdata", "qzeros", "zeros", "scales", "bias", "order"):
             self.register_buffer(name, buffers[name])
 
@@ -77,9 +87,48 @@ class PrepackedLinear(nn.Module):
         """[groups, 1]."""
         return torch.arange(self.k // self.group_size, device=self.qdata.device)[:, None]
 
+    @property
+    def n(self) -> int:
+        return self.qdata.shape[1 if self.bits == 4 else 0]
+
     def extra_repr(self) -> str:
-        n = self.qdata.shape[1 if self.bits == 4 else 0]
-        return f"in_features={self.k}, out_features={n}, bits={self.bits}"
+        return f"in_features={self.k}, out_features={self.n}, bits={self.bits}"
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.stores_zero:
+            destination[f"{prefix}zero"] = torch.tensor(self.zero, dtype=torch.float64)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = [name for name in ("qzeros", "zeros") if f"{prefix}{name}" in state_dict]
+        held = self.qzeros if self.qzeros is not None else self.zeros
+        if len(given) == 1 and held is not None and not held.is_floating_point():
+            width = self.n // 8 if given == ["qzeros"] else self.n
+            self.qzeros = self.zeros = None
+            setattr(self, given[0], held.new_empty(len(held), width))
+        if self.stores_zero and given:
+            zero = state_dict.get(f"{prefix}zero")
+            if zero is None and given == ["qzeros"]:
+                error_msgs.append(
+                    f"the state dict has {prefix}qzeros without {prefix}zero, the number that is "
+                    "added to them: zero points of this layer are wider than 4 bits. Save it again "
+                    "from a model that this version of prepack_ has repacked."
+                )
+                return
+            self.zero = 0.0 if zero is None else float(zero)
+        args = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *args)
+        if self.stores_zero and f"{prefix}zero" in unexpected_keys:
+            unexpected_keys.remove(f"{prefix}zero")
 
     def unpacked(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """q [K, N] and z [groups, N]."""
@@ -129,7 +178,9 @@ class Source:
 
     def restored(self, packed: PrepackedLinear) -> torch.Tensor:
         if self.buffer:
-            held: torch.Tensor = getattr(packed, self.buffer)
+            is_zero = self.buffer == "zeros"  # which a state dict may have had as qzeros
+            held = packed.unpacked()[1] if is_zero else getattr(packed, self.buffer)
+            assert held is not None
             return held.view(self.like.shape).to(self.like.dtype)
         assert self.format is not None
         assert self.field is not None

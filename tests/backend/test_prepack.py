@@ -105,6 +105,31 @@ def test_groups_of_any_k_become_neighbours_if_all_have_as_many(change):
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_groups_that_repeat_become_neighbours(is_reversed):
+    """k % groups is a rule, no list, for all that read it."""
+    layer = PRODUCERS["gptq_4b_act_order"].make(f16, K, K)
+    groups = len(layer.scales)
+    cycle = torch.arange(K) % groups
+    layer.g_idx.copy_(groups - 1 - cycle if is_reversed else cycle)
+    held, w = copy.deepcopy(dict(layer.named_buffers())), layer.dense()
+    x = torch.eye(K).half()
+    with torch.no_grad():
+        want = layer(x)
+        assert inductor_quant.prepack_(nn.Sequential(layer), x[:3]) == ["0"]
+        order = held["g_idx"].sort(stable=True).indices
+        assert torch.equal(layer.prepacked.order.long(), order)
+        assert torch.equal(layer.prepacked(x), want)  # a row of W each
+        q, zeros = layer.prepacked.unpacked()
+        zeros, scales = (t.repeat_interleave(K // groups, 0) for t in (zeros, layer.scales))
+        assert torch.equal((q - zeros) * scales.double(), w.t()[order])
+        for name, tensor in held.items():
+            assert torch.equal(getattr(layer, name), tensor)
+            assert getattr(layer, name).dtype == tensor.dtype
+        assert sum(t.nbytes for t in layer.buffers()) <= sum(t.nbytes for t in held.values())
+
+
+@pytest.mark.compiles
 def test_a_layer_that_inductor_would_pad_is_prepacked(monkeypatch):
     """On a GPU a benchmark decides whether M is padded; here it always is."""
     monkeypatch.setattr(pad_mm, "check_device", lambda *tensors: True)
@@ -244,6 +269,48 @@ def test_a_state_dict_suits_layers_with_other_zero_points():
         layers[0].load_state_dict(layers[1].state_dict())
         torch.testing.assert_close(layers[0](x), want, rtol=2e-3, atol=5e-3)
         assert torch.equal(layers[0].qzeros, layers[1].qzeros)
+
+
+class OfIntegers(HqqLike):
+    """Zero points in int32, from ``first`` to ``last``."""
+
+    def __init__(self, first, last):
+        super().__init__()
+        self.zeros = torch.randint(first, last + 1, self.zeros.shape, dtype=torch.int32)
+        self.zeros[0, 0], self.zeros[0, 1] = first, last
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "ranges", [((0, 9), (10, 20)), ((10, 20), (0, 9)), ((0, 9), (-50, 90)), ((-50, 90), (10, 20))]
+)
+def test_a_state_dict_suits_layers_whose_zero_points_are_wide(ranges):
+    layers = [OfIntegers(*each) for each in ranges]
+    held = copy.deepcopy(dict(layers[1].named_buffers()))
+    x = torch.randn(2, K, dtype=bf16)
+    with torch.no_grad():
+        for layer in layers:
+            assert inductor_quant.prepack_(nn.Sequential(layer), x) == ["0"]
+            assert (layer.prepacked.qzeros is None) == (-50 in layer.zeros)
+        want, before = layers[1](x), layers[0](x)
+        assert not torch.equal(want, before)
+        layers[0].load_state_dict(layers[1].state_dict())
+        assert torch.equal(layers[0](x), want)
+        assert torch.equal(copy.deepcopy(layers[0])(x), want)
+        for name, tensor in held.items():
+            assert torch.equal(getattr(layers[0], name), tensor)
+
+
+@pytest.mark.compiles
+def test_wide_zero_points_are_not_loaded_without_what_is_added_to_them():
+    layers = [OfIntegers(0, 9), OfIntegers(10, 20)]
+    for layer in layers:
+        inductor_quant.prepack_(nn.Sequential(layer), torch.randn(2, K, dtype=bf16))
+    state = layers[1].state_dict()
+    del state["prepacked.zero"]
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="qzeros without prepacked"):
+            layers[0].load_state_dict(state, strict=strict)
 
 
 @pytest.mark.compiles

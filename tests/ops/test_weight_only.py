@@ -163,6 +163,7 @@ SPECS = {
     "nvfp4": "u4 lut/32x1:e4m3",
     "shards": "u3/32x1:bf16 zero=float",
     "halves_of_k": "u4/32x1:bf16 zero=const",
+    "quarters_of_k": "u2/32x1:bf16 zero=int",
     "crossing": "u3/32x1:f16 zero=packed",
     "groups_of_n": "u4/1x1:bf16 zero=float",
     "act_order": "u4/gatheredx1:f16 zero=packed",

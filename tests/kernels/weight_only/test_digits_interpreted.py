@@ -114,6 +114,7 @@ def generated_by(kernel, fn, make, config):
         (MM, Case("fp8_words", 20, 64, 128), "32x64x64_w4_s4_g8"),
         # x in parts: a tile of K is of both halves
         (MM, Case("halves_of_k", 20, 64, 256), "32x64x64_w4_s4_g8"),
+        (MM, Case("quarters_of_k", 20, 64, 512), "32x64x128_w4_s4_g8"),
         (MM, Case("halves_of_k", 40, 96, 640, f16, bias=True), "64x64x128_w4_s4_g8_k2"),
         (MM, Case("halves_of_k", 20, 64, 192), "32x64x64_w4_s4_g8"),  # a turn goes beyond K
         # four turns in three slices

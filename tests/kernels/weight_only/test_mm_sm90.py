@@ -260,7 +260,12 @@ def test_bytes_read_as_words_are_the_same_weight(name):
 
 @pytest.mark.parametrize(
     ("name", "group", "is_offered"),
-    [("gptq", 32, False), ("gptq", 64, True), ("nibble_pairs", 32, True)],
+    [
+        ("gptq", 32, False),
+        ("gptq", 64, True),
+        ("nibble_pairs", 32, True),
+        ("quarters_of_k", 128, False),  # one of each quarter
+    ],
 )
 def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offered, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
@@ -272,10 +277,29 @@ def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offere
 
 
 @pytest.mark.parametrize(
+    ("name", "tile", "iterations"),
+    [
+        ("quarters_of_k", (64, 64, 128, 4, 4), 2),  # of four groups, two columns a thread
+        ("halves_of_k", (64, 64, 128, 4, 4), 4),
+        ("quarters_of_k", (256, 128, 64, 8, 4), 2),
+        ("halves_of_k", (256, 128, 64, 8, 4), 4),
+        ("hqq", (256, 128, 64, 8, 4), 4),  # K is not in parts
+    ],
+)
+def test_a_turn_is_short_if_its_iterations_have_groups_of_many_parts(
+    name, tile, iterations, large_groups
+):
+    _, problem = described(Case(name, 1024, 4096, 4096, bf16))
+    constants = WEIGHT_ONLY_MM_SM90.own_constants(problem, GemmConfig(*tile), device(90))
+    assert constants["UNROLLED"] == iterations
+
+
+@pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [
         ("hqq", 64, bf16),
         ("halves_of_k", 128, bf16),
+        ("quarters_of_k", 512, bf16),
         pytest.param("awq", 64, f16, marks=pytest.mark.slow),
         pytest.param("int8_group", 128, bf16, marks=pytest.mark.slow),
     ],

@@ -55,6 +55,27 @@ def halves_of_k(k: int, n: int, group: int) -> Packed:
     return Packed("halves_of_k", format, tensors, read)
 
 
+def quarters_of_k(k: int, n: int, group: int) -> Packed:
+    """Four quarters of K share bytes, the first has the lowest bits; int8 zero points and scales of
+    groups."""
+    quarter = k // 4
+    code = Field(0, (form(("n0", 1)), form(("k1", group), ("k2", 1))), form(("k0", 2)), 2)
+    at = form(("n0", 1)), form(("k0", quarter // group), ("k1", 1))
+    steps = DequantOp("sub", Field(1, at)), DequantOp("mul", Field(2, at))
+
+    def read(words, zeros, scales):  # type: ignore[no-untyped-def]
+        zeros, scales = (each.double().repeat_interleave(group, 1) for each in (zeros, scales))
+        return ((_parts(words, 2) - zeros) * scales).t()
+
+    tensors = (
+        ("bits", (n, quarter), u8),
+        ("zero", (n, k // group), torch.int8),
+        ("scale", (n, k // group), bf16),
+    )
+    format = WeightFormat((4, quarter // group, group), (n,), code, steps)
+    return Packed("quarters_of_k", format, tensors, read)
+
+
 def groups_of_n(k: int, n: int, group: int) -> Packed:
     """HQQ with axis 0: each ``n / group``-th column and all of its K are one row, of which the
     first half is high; a zero point and a scale for each column of these."""

@@ -481,6 +481,7 @@ for of_groups in (
     fp4.nvfp4,
     apart.shards,
     apart.halves_of_k,
+    apart.quarters_of_k,
     apart.groups_of_n,
     apart.crossing,
 ):
@@ -500,7 +501,7 @@ def sizes(name: str, k: int, n: int) -> tuple[int, int]:
         "int8_shuffled": 64,
     }
     multiple_n["groups_of_n"] = GROUP
-    multiple_k |= {"shards": 8 * GROUP, "halves_of_k": 2 * GROUP}
+    multiple_k |= {"shards": 8 * GROUP, "halves_of_k": 2 * GROUP, "quarters_of_k": 4 * GROUP}
     of_k, of_n = multiple_k.get(name, GROUP), multiple_n.get(name, 1)
     if name == "fp8_block":
         of_k, of_n = min(128, k), min(128, n)

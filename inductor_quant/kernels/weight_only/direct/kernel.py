@@ -53,6 +53,8 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of W that a thread dequantizes at once; of several fields, or if the group of each k is listed:
 # half as many in tiles of 32 rows. More would spill.
 MAX_VALUES, MAX_APART = 128, 64
+# With many float zero points, up to 16 rows; a tile has many groups of less than this.
+MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
 WARP_SIZE = 32
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
@@ -148,7 +150,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             problem,
             tiles,
             cost_of,
-            lambda config: self.config_rejection(spec, problem, config, device) is not None,
+            lambda config: (
+                has_many_zeros(weight, config)
+                or self.config_rejection(spec, problem, config, device) is not None
+            ),
             most_warps,
             LEAST_WARPS_JOINED if is_joined else 1,
         )
@@ -209,6 +214,28 @@ def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
     if not digits or half_digit(digits) is None:
         return False
     return plan_of(words_in_order(weight)[0], _half(config), own=True) is not None
+
+
+def has_many_zeros(weight: Weight, config: GemmConfig) -> bool:
+    """Whether float zero points of groups would spill beside ``MAX_VALUES`` a thread: those in
+    fp32, or of each column of a word; with 16 rows, of more than two groups, or of two where 16
+    warps have a CTA's few iterations."""
+    slice_k = config.block_k // config.num_warps
+    if config.block_n * slice_k <= MAX_VALUES_ZEROS * WARP_SIZE:
+        return False
+    operands = [op.operand for op in weight.format.dequant_ops if op.kind == "sub"]
+    for field in operands:
+        if not isinstance(field, Field) or field.width:
+            continue
+        dtype, group = weight.tensors[field.source].dtype, weight.format.block(field)[0]
+        if not dtype.is_floating_point or group <= 1:
+            continue
+        if dtype.itemsize > 2 or are_words_of_columns(weight):
+            return True
+        least = slice_k if config.num_warps == MAX_WARPS else SMALL_GROUP
+        if config.block_m == ROWS[-1] and group < least:
+            return True
+    return False
 
 
 def _half(config: GemmConfig) -> GemmConfig:

@@ -39,11 +39,14 @@ from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.spec.weight_format import DequantOp, Field
 
 WARPGROUP = 4
 MAX_ACCUMULATORS = 128  # per thread
 UNROLLED = (4, 2)  # K iterations in the loop's body
+# Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
+# many in the largest tiles: with more it spills.
+MAX_SCALES = 8
 BARRIERS = 1024  # bytes of shared memory beside the stages
 STAGES_APART = 8  # a multiple of it, so that four pairs of stages are filled at different times
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
@@ -112,14 +115,28 @@ def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tu
     return turn, math.ceil(problem.k / (turn * config.block_k))
 
 
+def _groups(problem: Problem, config: GemmConfig) -> dict[DequantOp, int]:
+    """Groups of a K iteration, those of each part if K is in parts, for each scale and zero point;
+    0: all of K has one."""
+    view, _ = words_in_parts(rules.weight_of(problem), config.block_k)
+    format = view.weight.format
+    ops = [op for op in format.dequant_ops if isinstance(op.operand, Field)]
+    blocks = {op: format.block(op.operand)[0] for op in ops if isinstance(op.operand, Field)}
+    return {op: math.ceil(config.block_k / size) if size > 0 else 0 for op, size in blocks.items()}
+
+
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
-    """The scales of small groups of a table's values take the registers that large tiles need."""
+    """The scales and zero points of many groups take the registers that large tiles need: of a
+    table's values, and if K is in parts."""
     format = rules.weight_of(problem).format
+    groups = _groups(problem, config).values()
     is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
-    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
-    smallest = min((format.block(field)[0] for field in operands), default=0)
-    is_small = 0 < smallest < config.block_k and format.element != format.code
-    return UNROLLED[-1:] if is_full and is_small else UNROLLED
+    if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:
+        return UNROLLED[-1:]
+    _, in_parts = words_in_parts(rules.weight_of(problem), config.block_k)
+    columns = config.block_n // (8 * config.num_warps)  # of a thread
+    most = MAX_SCALES // 2 if is_full else MAX_SCALES
+    return UNROLLED[-1:] if in_parts and columns * sum(groups) > most else UNROLLED
 
 
 def is_crowded(problem: Problem, config: GemmConfig) -> bool:
@@ -127,11 +144,8 @@ def is_crowded(problem: Problem, config: GemmConfig) -> bool:
     spills."""
     if config.block_m < 128 or config.block_k < 128:
         return False
-    format = rules.weight_of(problem).format
-    ops = [op for op in format.dequant_ops if isinstance(op.operand, Field)]
-    groups = [format.block(op.operand)[0] for op in ops if isinstance(op.operand, Field)]
-    has_zeros = any(op.kind == "sub" for op in ops)
-    return has_zeros and any(0 < group < config.block_k // 2 for group in groups)
+    groups = _groups(problem, config)
+    return any(op.kind == "sub" for op in groups) and max(groups.values()) > 2
 
 
 def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:

@@ -178,6 +178,27 @@ def test_zero_points_of_small_groups_spill_nothing_with_16_warps(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("m", "group", "zeros", "values"),
+    [
+        (16, 32, bf16, 64),
+        (16, 64, bf16, 64),
+        (8, 64, torch.float32, 64),
+        (16, 128, bf16, 128),  # a tile has one group
+        (8, 64, bf16, 128),
+    ],
+)
+def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    monkeypatch.setattr(formats, "bf16", zeros)  # and scales
+    case = Case("hqq", m, 4096, 4096, bf16)
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
+    assert config.block_n * config.block_k == values * 32 * config.num_warps
+    generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
+    named = next(item for item in generated.kernels.items() if "partials" in item[1])
+    assert simulate.compile_kernel(*named).spill_stores == 0
+
+
+@pytest.mark.parametrize(
     ("m", "n", "dtype"),
     [
         (16, 4096, f16),
