@@ -32,7 +32,7 @@ from .row_quant import replace
 _CALLS = (experts.op, scaled_experts.op)
 _VIEWS = (*fx_utils.RESHAPES, *fx_utils.SQUEEZES)
 _END = 2**63 - 1
-MAX_SUMMED = 16
+_EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 # From the sum over experts up to their product: transformers has six nodes.
 _SEARCH_LIMIT = 24
 
@@ -83,8 +83,8 @@ def _counted(offsets: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _before_casts(node: Any) -> Any:
-    """Before casts of integers, of which experts have few."""
-    while node.target == CAST:
+    """Before casts that keep the numbers of experts, which are few."""
+    while node.target == CAST and fx_utils.value(node).dtype in _EXACT:
         node = node.args[0]
     return node
 
@@ -110,7 +110,6 @@ def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> None:
             ends = add_node(offsets, CAST, (ends, dtype), {})
     _become(offsets, ends)
     _sorted_by(sort, order)
-    return
 
 
 def _narrow(sort: fx.Node, bins: int) -> None:
@@ -142,7 +141,7 @@ def _is_of_tokens(node: fx.Node) -> bool:
     shape = fx_utils.value(x).shape
     if len(shape) != 3 or list(dims or ()) not in ([1], [-2]):
         return False
-    is_few = isinstance(shape[1], int) and shape[1] <= MAX_SUMMED
+    is_few = isinstance(shape[1], int) and shape[1] <= ops.MAX_SUMMED
     return is_few and fx_utils.value(x).dtype.is_floating_point
 
 

@@ -74,15 +74,13 @@ def exponents_of(reader: Reader, expr: Expr) -> tuple[Bits, str] | None:
 
 def known_entries(element: Field, sources: Sequence[Source]) -> Field:
     """``element`` with the name of its table's entries, if their values are known."""
-    table = sources[element.source]
-    if isinstance(table, fx.Node):
-        is_literal = table.op == "get_attr" and fx_utils.is_literal(table)
-        tensor = fx_utils.attribute(table) if is_literal else None
-    else:
-        tensor = table.tensor() if isinstance(table, Constant) else None
-    if tensor is None or tensor.numel() != len(E2M1):
-        return element
+    table, tensor = sources[element.source], None
+    if isinstance(table, fx.Node) and table.op == "get_attr" and fx_utils.is_literal(table):
+        tensor = fx_utils.attribute(table)
     with compat.real_tensors():
+        tensor = table.tensor() if isinstance(table, Constant) else tensor
+        if tensor is None or tensor.numel() != len(E2M1):
+            return element
         e2m1, values = (
             each.view(torch.int32) for each in (torch.tensor(E2M1), tensor.float().cpu())
         )

@@ -19,7 +19,6 @@ from inductor_quant.ops.fusion import expert_routing
 
 aten = torch.ops.aten
 i32 = torch.int32
-MAX_UNROLLED = 16
 
 
 @fallback.lowering(expert_routing.places_op)
@@ -85,5 +84,5 @@ def lower_keys(ids: Any, experts: int) -> Any:
 
 @fallback.lowering(expert_routing.sum_op)
 def lower_sum(x: Any, keepdim: bool, dtype: torch.dtype | None) -> Any:
-    with compat.inductor_config().patch(unroll_reductions_threshold=MAX_UNROLLED + 1):
+    with compat.inductor_config().patch(unroll_reductions_threshold=expert_routing.MAX_SUMMED + 1):
         return lowering_of(aten.sum.dim_IntList)(x, [1], keepdim, dtype=dtype)

@@ -15,6 +15,7 @@ SUM_SCHEMA = "expert_sum(Tensor x, bool keepdim, ScalarType? dtype) -> Tensor"
 KEY_DTYPES = (torch.int8, torch.int16, torch.int32)
 # Each id is compared with all: so many, or fewer. Beyond, a sort takes less time.
 MAX_IDS = 4096
+MAX_SUMMED = 16  # experts of a token, added by one thread
 
 
 def places_reference(ids: torch.Tensor, experts: int) -> torch.Tensor:
