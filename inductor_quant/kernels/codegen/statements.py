@@ -454,6 +454,21 @@ class Statements:
             value = Value(code, rows, columns, is_float=True)
         return value
 
+    def apply_to_sums(self, op: DequantOp, sums: str, operand: str) -> None:
+        """The statement that applies ``op`` to the variable ``sums``, ``operand`` of each column.
+
+        A quotient is the product with the inverse of the column, in fp64, rounded: none is as close
+        to the middle of two fp32 numbers as this can err. To divide each sum takes a branch and
+        hundreds of cycles.
+        """
+        code = self.dialect.apply(op, sums, operand)
+        if op.kind == "div" and isinstance(op.operand, Field):
+            double = f"{self.lang}.float64"
+            one = f"{self.lang}.full([], 1.0, {double})"
+            inverse = self.assign("f", f"{one} / ({operand}).to({double})")
+            code = f"({sums}.to({double}) * {inverse}).to({self.lang}.float32)"
+        self.lines.append(f"{sums} = {code}")
+
     def integers(self, value: Value, ops: Sequence[DequantOp]) -> Value:
         """``ops`` on integers, applied in int32, which has all of their results."""
         for op in ops:

@@ -16,7 +16,7 @@ class TritonCodegen(Codegen):
         out = Statements(self, stride, size)
         for op in self.column_ops:
             value = out.widen(out.operand(op), 1, self.block_n)
-            out.lines.append(f"out = {self.dialect.apply(op, 'out', value.code)}")
+            out.apply_to_sums(op, "out", value.code)
         return "\n".join(out.lines)
 
 

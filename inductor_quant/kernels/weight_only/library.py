@@ -12,7 +12,7 @@ from inductor_quant.kernels.weight_only import rules
 # Cycles of both launches; bytes that the GPU reads and writes in a cycle while W stays in the L2
 # cache; if it does not, in a cycle beyond the first FROM_L2; bytes that a product reads in one, and
 # multiply-adds; cycles of 64 of K for each round of the library's tiles.
-LIBRARY_CYCLES, L2_BYTES_PER_CYCLE, BYTES_PER_CYCLE, FROM_L2 = 7500, 2200, 1650, 1900
+LIBRARY_CYCLES, L2_BYTES_PER_CYCLE, BYTES_PER_CYCLE, FROM_L2 = 7500, 2500, 1550, 8000
 READ_PER_CYCLE, MADS_PER_CYCLE, ROUND_CYCLES, LIBRARY_TILE = 2670, 246_000, 61, 128
 
 

@@ -242,6 +242,31 @@ def test_the_first_lines_of_a_tile_are_prefetched(case, config, lines, monkeypat
     assert {address - min(addresses) for address in addresses} == lines
 
 
+@pytest.mark.parametrize(
+    ("kernel", "config"),
+    [(DIRECT, "16x32x64_w2_s1_g8"), (MM, "32x64x64_w4_s4_g8")],
+    ids=[DIRECT, MM],
+)
+def test_what_each_column_has_is_prefetched(kernel, config, monkeypatch):
+    """Scales of two kinds and the bias, of 80 columns, in three tiles or two, and nothing else."""
+    addresses = set()
+    monkeypatch.setattr(
+        interpreter, "_prefetch", lambda at: addresses.update(at.handle.data.ravel().tolist())
+    )
+    m = 16 if kernel == DIRECT else 20
+    case = Case("fp8_row", m, 80, 256, column_scale="channel", bias=True)
+    _, column_scale, bias, codes, scales = inputs = make_inputs(case, "cpu")
+    generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
+    simulate.interpret(generated, inputs)
+    columns = {
+        tensor.data_ptr() + i * tensor.element_size()
+        for tensor in (column_scale, bias, scales)
+        for i in range(80)
+    }
+    words = range(codes.data_ptr(), codes.data_ptr() + codes.nbytes)
+    assert {address for address in addresses if address not in words} == columns
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "ctas"), [("gptq", 2), ("gptq", 3), ("gptq", 5), ("gptq", 16), ("nf4", 2), ("nf4", 5)]

@@ -278,17 +278,35 @@ class DigitCodegen(Codegen):
 
     def columns(self, stride: Hook, size: Hook) -> str:
         """Statements after the loop that apply the column ops to ``out`` [BLOCK_M, BLOCK_N]."""
-        format = self.format
-        digits = {
-            name: [f"(within // {format.weight_of(name)} % {format.radix(name)})"]
-            for name in format.digits("n")
-        }
-        out = DigitStatements(self, stride, size, "c", digits | self.expert())
+        out = DigitStatements(self, stride, size, "c", self._digits_of("within"))
         lines = [f"within = gl.minimum(idx_n, {self.n - 1}).to(gl.int32)"]
         for op in self.column_ops:
-            operand = out.operand(op)
-            out.lines.append(f"out = {self.dialect.apply(op, 'out', operand.code)}")
+            out.apply_to_sums(op, "out", out.operand(op).code)
         return "\n".join([*lines, *out.lines])
+
+    @property
+    def fields_of_columns(self) -> list[Field]:
+        """What ``columns`` reads of each column."""
+        operands = [op.operand for op in self.column_ops]
+        fields = [each for each in operands if isinstance(each, Field) and not _is_data(each)]
+        of_n = set(self.format.digits("n"))
+        return [field for field in fields if field.digits & of_n]
+
+    def prefetch_columns(self, stride: Hook, size: Hook) -> str:
+        """Statements that prefetch ``fields_of_columns`` of the columns ``early``."""
+        out = DigitStatements(self, stride, size, "p", self._digits_of("early"))
+        for field in self.fields_of_columns:
+            out.lines.append(f"warps.prefetch({out.pointer(field)[0]})")
+        return "\n".join(out.lines)
+
+    def _digits_of(self, column: str) -> dict[str, list[str]]:
+        """The terms of the digits of n at a column, and of those of e."""
+        format = self.format
+        digits = {
+            name: [f"({column} // {format.weight_of(name)} % {format.radix(name)})"]
+            for name in format.digits("n")
+        }
+        return digits | self.expert()
 
 
 def kept(i: int, slot: int = 0) -> str:

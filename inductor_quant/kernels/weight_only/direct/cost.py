@@ -32,12 +32,12 @@ WAIT_CYCLES, WAIT_W_CYCLES, WAIT_X_CYCLES, SUM_CYCLES = 589, 3.05, 4.96, 124
 # Times as many cycles for W: for each doubling of its bits, from 4 on; from a table, one that is
 # rounded for each small group, and one whose entries are computed; if x takes the way of shared
 # memory; if scales change with every k.
-WIDTH, LOOKED_UP, ROUNDED, COMPUTED, X_SHARED, VARYING = 1.365, 1.48, 1.63, 1.2, 1.78, 2.2
+WIDTH, LOOKED_UP, ROUNDED, COMPUTED, X_SHARED, VARYING = 1.365, 1.48, 1.63, 1.2, 1.78, 3.0
 SMALL_GROUP = 32
 # If a tensor lists the group of each k, times as many cycles for W: for a value, and for each k of
 # a tile. From instructions: they tell tiles apart, what was timed took up to 1.7 times as long.
 LISTED, LISTED_K = 1.3, 41.0
-# Of all, if scales change with every k, or x is read in another order.
+# Of all, if x is read in another order.
 UNEVEN = 1.35
 
 
@@ -84,7 +84,7 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     loop = iterations * (warps * busy + waves * wait)
     sums = SUM_CYCLES * warps * rows * columns / 1024
     weight = rules.weight_of(problem)
-    is_uneven = varying(weight.format) or words_in_order(weight)[1] is not None
+    is_uneven = words_in_order(weight)[1] is not None
     total = LAUNCH_CYCLES + loop + sums + (SPLIT_CYCLES if config.split_k > 1 else 0)
     return total * (UNEVEN if is_uneven else 1)
 

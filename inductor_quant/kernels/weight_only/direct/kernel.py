@@ -33,6 +33,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     n_order,
     operand_rejection,
     plan_of,
+    varying,
     words_in_order,
 )
 from inductor_quant.kernels.weight_only.direct import cost
@@ -76,8 +77,6 @@ MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
 TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
 WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
-# Of listed groups; the alternative is W written once, whatever its size.
-MAX_M_LISTED, MARGIN = 32, 1.25
 MOST_SUMS = 8192  # of all warps of a CTA: more would spill, or leave one CTA an SM
 
 
@@ -166,11 +165,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
     ) -> list[GemmConfig]:
         """Those that cost less than ``weight_only_mm_sm90`` and the library."""
         format = rules.weight_of(problem).format
-        is_listed, is_small = has_lists(format), problem.n * problem.k <= MAX_SIZE
-        most_m = MAX_M_LISTED if is_listed else MAX_M
-        if device.arch not in rules.WGMMA_ARCHS or problem.m > most_m:
-            return []  # never timed there, or never faster
-        if not (is_small or is_listed or format.code.high):
+        is_small = problem.n * problem.k <= MAX_SIZE
+        if device.arch not in rules.WGMMA_ARCHS:
+            return []  # never timed there
+        if not (is_small or varying(format) or format.code.high):
             return []  # never faster than weight_only_mm_sm90
         costs: dict[GemmConfig, float] = {}
         listed = itertools.product(ROWS_MEDIUM, TILES_MEDIUM, WARPS_MEDIUM, SPLITS_MEDIUM)
@@ -193,7 +191,6 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 continue
             costs[config] = cost.cycles(problem, config, device, x_is_shared=x_is_shared)
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
-        most /= MARGIN if is_listed else 1
         order = sorted(costs, key=costs.__getitem__)
         return split_k.same_split([config for config in order if costs[config] < most])
 

@@ -22,7 +22,7 @@ from inductor_quant.kernels.codegen.weight import WeightCodegen
 from inductor_quant.kernels.config import GemmConfig, reject_if_split, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem
 from inductor_quant.kernels.weight_only import library, rules
-from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, has_lists
+from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns, varying
 from inductor_quant.ops.weight_only import preferred_rows
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -31,12 +31,12 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 MAX_TILE_REGISTERS = 32
 
 # From this K on a few tiles take longer than the launches of W written once and of a product. On
-# sm_90 both are estimated: cycles of a tile for each 64 of K, for a table or words of columns times
-# as many, while so many CTAs share an SM; by a margin, as tiles of all sizes count alike. LISTED:
-# where a tensor lists the group of each k, by its instructions, not timed.
+# sm_90 both are estimated: cycles of a tile for each 64 of K, times as many for a table, for words
+# of columns, and if scales change with every k, while so many CTAs share an SM; by a margin, as
+# tiles of all sizes count alike.
 LONG_K = 2048
 TILE_CYCLES, LOOKED_UP, OF_COLUMNS, CTAS_PER_SM, MARGIN = 1120, 2.6, 2.2, 2, 1.25
-LISTED = 1.4
+VARYING = 6.0
 
 # (largest M, configurations). The first is for small N, the second for WIDE_N and more, the rest
 # are for autotuning. Small M gets small tiles: that makes enough CTAs to keep the memory busy.
@@ -88,7 +88,7 @@ def is_slower_than_library(problem: Problem, config: GemmConfig, device: Device)
         factor = LOOKED_UP if format.element != format.code else 1
         if are_words_of_columns(rules.weight_of(problem)):
             factor *= OF_COLUMNS
-        factor *= LISTED if has_lists(format) else 1
+        factor *= VARYING if varying(format) else 1
         rounds = math.ceil(tiles / (CTAS_PER_SM * device.num_sms))
         cycles = rounds * problem.k / 64 * TILE_CYCLES * factor
         return cycles > MARGIN * library.cycles(problem, device)

@@ -73,11 +73,11 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
 # than W written once.
-MAX_VARYING, MAX_VARYING_M = 4096, 64
+MAX_VARYING, MAX_VARYING_M = 4096, 128
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
-VARYING = 2.5  # and if each value of a tile has a scale of its own
+VARYING = 2.0  # and if each value of a tile has a scale of its own
 LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
 # If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
@@ -262,7 +262,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
                 continue
             if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
                 continue
-            if is_varying and config.block_n * config.block_k > MAX_VARYING:
+            if is_varying and (split > 1 or config.block_n * config.block_k > MAX_VARYING):
                 continue
             if is_crowded(problem, config):
                 continue

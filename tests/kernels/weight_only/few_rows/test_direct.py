@@ -204,6 +204,7 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
         (16, 4096, f16),
         pytest.param(8, 14336, bf16, marks=pytest.mark.slow),
         pytest.param(32, 14336, f16, marks=pytest.mark.slow),
+        pytest.param(64, 14336, f16, marks=pytest.mark.slow),
     ],
 )
 def test_listed_groups_spill_nothing(m, n, dtype):
@@ -233,7 +234,7 @@ def test_listed_groups_are_those_of_neighbouring_columns():
 
 def test_listed_groups_have_few_rows():
     """Above, W is written once, as it is without us; sizes do not matter."""
-    for m, kernel in ((1, WEIGHT_ONLY_DIRECT), (32, WEIGHT_ONLY_DIRECT), (33, None)):
+    for m, kernel in ((1, WEIGHT_ONLY_DIRECT), (64, WEIGHT_ONLY_DIRECT), (96, None), (512, None)):
         assert chosen(Case("act_order", m, 14336, 4096, f16)) is kernel
 
 
