@@ -58,7 +58,7 @@ Cycles = tuple[int, int]
 BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (350, 490), (400, 590)),
     ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
-    ((32, 128, 64, 4, 8), (510, 1015), (620, 1150)),
+    ((32, 128, 64, 4, 8), (510, 870), (620, 1150)),
     ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
     ((64, 64, 128, 4, 4), (710, 1210), (710, 1370)),
     ((64, 128, 64, 4, 4), (615, 1055), (780, 1345)),
@@ -85,13 +85,13 @@ CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
-START_CYCLES = 4550  # of the launch
+START_CYCLES = 3900  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
 SPLIT_CYCLES = 2650  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
 # do so at different times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4560, 10.4, 0.06
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 5800, 10.4, 0.06
 SIGNAL = 8  # bytes, with which a CTA says that its sums are there
 
 
