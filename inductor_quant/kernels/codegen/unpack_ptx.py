@@ -227,6 +227,7 @@ def dequantize_pair(
     is_in_parts: bool = False,
     is_rescaled: bool = False,
     has_zeros: bool = False,
+    in_halves: bool = False,
 ) -> Assembly:
     """``(field / divisor + b) * c`` for two fields that lie within a byte each, of one word or two;
     without c unless ``is_scaled``; ``+ d``, rounded once, if ``is_added_to`` (and scaled); times
@@ -241,10 +242,14 @@ def dequantize_pair(
 
     With ``has_zeros`` b is of both values, plus a field for each: last are five arguments for it
     like the first five, with the powers of two negative.
+
+    ``in_halves``: the values are at the same place of both halves of the word; instead of selectors
+    the arguments are by how much it is shifted, so that two pairs share a shift.
     """
     kind, last = FMA_TYPES[dtype], "$13" if is_added_to else "none"
     inputs = 11 + is_scaled + (is_added_to or is_in_parts)
-    lines, added = ["prmt.b32 t, $1, $2, $3;", f"lop3.b32 t, t, $5, $7, {_XOR};"], "$11"
+    moved = "shr.u32 t, $1, $3;" if in_halves else "prmt.b32 t, $1, $2, $3;"
+    lines, added = [moved, f"lop3.b32 t, t, $5, $7, {_XOR};"], "$11"
     if has_zeros:
         word, other, selector, _, mask, _, exponent, _, power, _ = (
             f"${inputs + 1 + i}" for i in range(10)

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.digits.codegen import TABLE
-from inductor_quant.kernels.codegen.digits.narrow import is_in_place
+from inductor_quant.kernels.codegen.digits.narrow import HALF, is_in_place
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
 from inductor_quant.kernels.codegen.digits.tile import (
     VECTORS,
+    TileDigit,
     TilePlan,
     is_listed,
     pair_bit,
@@ -30,7 +31,7 @@ from inductor_quant.kernels.codegen.digits.words import (
 from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.problem import DECODE_M, Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -132,9 +133,31 @@ def plan_of(
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
     ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
-    warps = config.num_warps
+    warps, format = config.num_warps, view.weight.format
     tile_k = config.block_k // (warps if own else 1)
+    k = tile_digits(format, "k", tile_k) or ()
+    if low is None:
+        low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
+        apart = _bit_of_halves(format, k)
+        # x of the two is put together: with few rows that is less than W
+        if low and own and apart is not None and config.block_m <= DECODE_M:
+            low = (apart,)
     return _plan_of(view.weight, config.block_n, tile_k, warps, own, low)
+
+
+def _bit_of_halves(format: WeightFormat, k: Sequence[TileDigit]) -> int | None:
+    """The bit of k that tells the halves of a word apart: fields at the same place of both are
+    unpacked together without moving them. None: there is none, or a table takes eight at once."""
+    if format.element != format.code or format.code.width == 8:
+        return None
+    offset, first = dict(format.code.offset.linear), 0
+    for digit in reversed(k):
+        count = digit.inner.bit_length() - 1
+        for bit in range(count):
+            if offset.get(digit.name, 0) << bit == HALF:
+                return first + bit
+        first += count
+    return None
 
 
 # Many configurations have one tile, and are looked at several times for one GEMM.
@@ -145,7 +168,7 @@ def _plan_of(
     tile_k: int,
     warps: int,
     own: bool,
-    low: tuple[int, ...] | None,
+    low: tuple[int, ...],
 ) -> TilePlan | None:
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
@@ -158,8 +181,6 @@ def _plan_of(
         tables = {name for index in field.index for name, _ in index.tables}
         if (field.offset.digits | tables) & outer:
             return None
-    if low is None:
-        low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
     # A thread that rounds the table of each group takes long parts of groups; one that looks up the
     # group of each k takes many columns.
     is_long = format.element != format.code or has_lists(format)

@@ -64,7 +64,8 @@ def test_result_is_close_to_fp64(case):
     ("name", "dtype"), sampled(zip(reversed(FORMATS), itertools.cycle((bf16, f16))))
 )
 def test_at_large_m_cublas_multiplies_the_dequantized_weight(name, dtype):
-    """W bit for bit: identity rows times W, every second row."""
+    """W bit for bit: identity rows times W, every second row. Several scales of columns are
+    multiplied with each other first, so the last bit may differ."""
     torch.manual_seed(0)
     case = Case(name, 0, 40, 96, dtype)
     _, _, _, *weight = make_inputs(case, "cpu")
@@ -82,7 +83,9 @@ def test_at_large_m_cublas_multiplies_the_dequantized_weight(name, dtype):
     assert "tl.dot" not in source
     got = simulate.interpret(generated, (x, None, None, *weight))
     want = weight_only.dequantize(case.packed.format, weight).to(dtype)
-    assert torch.equal(got[2 * rows], want)
+    is_exact = len(case.packed.format.column_ops) < 2
+    rtol = 0 if is_exact else torch.finfo(dtype).eps
+    torch.testing.assert_close(got[2 * rows], want, rtol=rtol, atol=0)
 
 
 def one_hot(case, config=None):
@@ -110,6 +113,8 @@ TILES = ("64x32x32_w4_s2_g8", "64x16x64_w4_s2_g8", "64x64x128_w8_s2_g8")
 @pytest.mark.parametrize(("name", "config"), zip(FORMATS, itertools.cycle(TILES)))
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, config):
     torch.manual_seed(0)
+    if name == "crossing":  # a tile loads each bit: the largest exceeds shared memory
+        config = TILES[0]
     got, want = one_hot(Case(name, 0, 40, 96, bf16, out_dtype=f32), config)
     assert torch.equal(got, want)
 

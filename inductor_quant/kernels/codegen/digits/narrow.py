@@ -21,6 +21,7 @@ from inductor_quant.spec.weight_format import DequantOp, Field
 
 # Of a field less its zero point: bf16 has it exactly; its 5 bits and those 3 are the 8 of bf16.
 MAX_DIFFERENCE, MAX_IN_PARTS = 256, 32
+HALF = 16  # bits of a word
 
 
 def in_16_bits(out: Any) -> str:
@@ -83,9 +84,10 @@ def in_16_bits(out: Any) -> str:
     if not subtrahend and codegen.unknown_zero:
         added += f" + {codegen.unknown_zero}"
     # The assembly takes 32-bit registers; bytes that form no words are widened.
+    selector = "({}) & -8" if is_in_halves(codegen) else "(({}) >> 3) | ((({}) >> 3) + 4 << 8)"
     arguments = [
         f"{out.read(field)[0]}.to(gl.int32)",
-        "(({}) >> 3) | ((({}) >> 3) + 4 << 8)".format(*halves),
+        selector.format(*halves),
         both(f"{mask} << {{at}}"),
         both(f"{place.exponent} | ({sign} << {{at}})"),
         both(f"({place.power} - {{at}}) << {place.mantissa}") + codegen.or_hidden_zero,
@@ -124,9 +126,17 @@ def in_16_bits(out: Any) -> str:
         is_in_parts=is_in_parts,
         is_rescaled=is_rescaled and place.divisor > 1,
         has_zeros=listed is not None,
+        in_halves=is_in_halves(codegen),
     )
     out.lines += out.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
     return "pairs"
+
+
+def is_in_halves(codegen: Any) -> bool:
+    """Whether the two values of a register are 16 bits apart in one word."""
+    [pair] = codegen.plan.low
+    step = dict(codegen.format.code.offset.linear).get(pair.digit, 0) * pair.place
+    return bool(step == HALF)
 
 
 def _base(place: Any, offset: str) -> str:
