@@ -147,8 +147,9 @@ def plan_of(
 
 def _bit_of_halves(format: WeightFormat, k: Sequence[TileDigit]) -> int | None:
     """The bit of k that tells the halves of a word apart: fields at the same place of both are
-    unpacked together without moving them. None: there is none, or a table takes eight at once."""
-    if format.element != format.code or format.code.width == 8:
+    unpacked together without moving them. None: there is none, a table takes eight at once, or each
+    k has a scale of its own, of which neighbours share a register."""
+    if format.element != format.code or format.code.width == 8 or varying(format):
         return None
     offset, first = dict(format.code.offset.linear), 0
     for digit in reversed(k):
