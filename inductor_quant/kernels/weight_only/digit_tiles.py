@@ -31,7 +31,7 @@ from inductor_quant.kernels.codegen.digits.words import (
 from inductor_quant.kernels.codegen.packed_layout import BASES
 from inductor_quant.kernels.codegen.runs import run_of
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.problem import DECODE_M, Device, Problem, Weight
+from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -39,6 +39,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 
 LEAST_PART = 16  # columns of x: 32 bytes, the least that its layouts in shared memory take
+# Of a tile whose registers have values of both halves of a word: x of the two is put together, too,
+# which is as much with more rows, and waited for where 16 warps have a CTA's few iterations.
+MAX_ROWS_HALVES, MAX_WARPS_HALVES = 8, 8
 
 
 def varying(format: WeightFormat) -> list[Field]:
@@ -139,8 +142,8 @@ def plan_of(
     if low is None:
         low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
         apart = _bit_of_halves(format, k)
-        # x of the two is put together: with few rows that is less than W
-        if low and own and apart is not None and config.block_m <= DECODE_M:
+        is_small = config.block_m <= MAX_ROWS_HALVES and warps <= MAX_WARPS_HALVES
+        if low and own and apart is not None and is_small:
             low = (apart,)
     return _plan_of(view.weight, config.block_n, tile_k, warps, own, low)
 

@@ -290,9 +290,10 @@ def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatc
     ("kernel", "config", "dtypes"),
     [
         (DIRECT, "16x64x64_w1_s1_g8", (bf16, f16, f16, bf16, f16)),
+        (DIRECT, "8x64x64_w1_s1_g8", (f16, bf16, bf16, f16, bf16)),
         (MM, "32x64x64_w4_s4_g8", (f16, bf16, bf16, f16, bf16)),
     ],
-    ids=[DIRECT, MM],
+    ids=[DIRECT, f"{DIRECT}-8", MM],
 )
 @pytest.mark.parametrize("which", range(len(NAMES)), ids=NAMES)
 def test_one_hot_rows_give_the_weight_bit_for_bit(kernel, config, dtypes, which, monkeypatch):

@@ -283,6 +283,21 @@ def test_few_iterations_spill_nothing(name, m, n, dtype, config, monkeypatch):
     assert compiled_for(Case(name, m, n, 4096, dtype), config).spill_stores == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "config", "is_moved"),
+    [
+        ("nibble_pairs", 8, "8x32x512_w4_s1_g8", False),
+        ("int4_words", 4, "8x32x1024_w8_s1_g8", False),
+        ("nibble_pairs", 16, "16x32x512_w4_s1_g8", True),  # x is as large as W
+    ],
+)
+def test_halves_of_a_word_are_unpacked_without_moving_them(name, m, config, is_moved):
+    """64 pairs of W take a ``prmt`` each, or 16 pairs of x."""
+    code = in_flight.machine_code(compiled_for(Case(name, m, 4096, 4096, bf16), config).ptx)
+    moves = sum("PRMT" in text for _, text in code)
+    assert moves >= 64 if is_moved else moves < 48
+
+
 def compiled_for(case, config):
     generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
     named = next(item for item in generated.kernels.items() if "partials" in item[1])
