@@ -25,8 +25,11 @@ KNOWN = {
 }
 if TRITON_VERSION >= (3, 9):
     KNOWN |= {("groups_of_n", 3, 80): 44, ("groups_of_n", 3, 90): 24}
-# Bytes read of spills on Triton 3.9, of (kernel, arch): 16 words once a CTA, and a few a tile.
-KNOWN_DEFAULTS = {("scaled_experts_large_m_sm90", 90): 292, ("fp8_block_large_m_sm90", 120): 8}
+# Bytes read of spills, of (kernel, arch): on Triton 3.9 16 words once a CTA, and a few a tile; before,
+# of FP8 with groups in tiles of 255 registers, on cards that were not timed.
+KNOWN_DEFAULTS = {("fp8_group_large_m_sm90", 86): 4, ("fp8_group_large_m_sm90", 89): 168}
+if TRITON_VERSION >= (3, 9):
+    KNOWN_DEFAULTS = {("scaled_experts_large_m_sm90", 90): 292, ("fp8_block_large_m_sm90", 120): 8}
 
 
 @pytest.mark.one_in(2)
@@ -76,7 +79,7 @@ def test_the_default_configuration_fits_and_does_not_spill(gemm, arch, monkeypat
     if gemm == "fp8_decode_quantize" and arch < 89:
         pytest.skip("Inductor's quantization to e4m3 needs sm_89, with us or without")
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
-    most = KNOWN_DEFAULTS.get((gemm, arch), 0) if TRITON_VERSION >= (3, 9) else 0
+    most = KNOWN_DEFAULTS.get((gemm, arch), 0)
     assert_it_fits_and_does_not_spill(each_kernel.GEMMS[gemm], arch, most)
 
 

@@ -39,7 +39,8 @@ def test_every_format_gets_several_legal_configurations(name, arch, m):
         if arch == 90 and m > 16:  # where the library is faster, none
             assert WEIGHT_ONLY_MM.configs(spec, problem, device(80))
             continue
-        assert len(found) >= 2
+        # each bit of a number that crosses words is loaded: one tile fits into 99 KB
+        assert len(found) >= (1 if (name, arch) == ("crossing", 89) else 2)
         assert len(set(found)) == len(found)
         for config in found:
             assert WEIGHT_ONLY_MM.config_rejection(spec, problem, config, device(arch)) is None
