@@ -254,7 +254,7 @@ def test_words_along_n_spill_next_to_nothing_with_16_rows(scales, n, group, monk
     spec, problem = aligned(case)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
     kernel = compiled_for(case, config)
-    most, most_in_loop = (0, 0) if group == 128 else (28, 8) if TRITON < (3, 9) else (36, 14)
+    most, most_in_loop = (0, 0) if group == 128 else (28, 10) if TRITON < (3, 9) else (36, 14)
     assert kernel.spill_stores <= most
     # of 578 instructions and more
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(kernel.ptx))) <= most_in_loop
