@@ -203,12 +203,12 @@ class DirectCodegen(DigitCodegen):
 
     @property
     def max_registers(self) -> int:
-        """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once."""
+        """Per thread, so that ``MAX_WARPS`` warps of several CTAs run at once; with more than a CTA
+        can have, ptxas does as it is told, and the launch fails."""
         warps = MAX_WARPS_MASKED if self.n % self.block_n else MAX_WARPS
         if self.has_row_tiles:
-            most = warps_at_once(64 if self.table else self.block_m)
-            warps = max(self.warps, min(warps, most))
-        return REGISTERS // (32 * warps)
+            warps = min(warps, warps_at_once(64 if self.table else self.block_m))
+        return REGISTERS // (32 * max(self.warps, warps))
 
     @property
     def hides_iterations(self) -> bool:

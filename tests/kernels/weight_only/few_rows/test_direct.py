@@ -11,7 +11,7 @@ import triton
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
@@ -281,6 +281,17 @@ def test_few_iterations_spill_nothing(name, m, n, dtype, config, monkeypatch):
     """Two with 16 warps: all of W was loaded before the loop."""
     monkeypatch.setattr(formats, "GROUP", 32)
     assert compiled_for(Case(name, m, n, 4096, dtype), config).spill_stores == 0
+
+
+@pytest.mark.parametrize("n", [4096, 2000])  # of the second the last tile is partial
+@pytest.mark.parametrize("m", [8, 16, 32])
+def test_a_launch_asks_for_no_more_registers_than_there_are(n, m):
+    spec, problem = aligned(Case("nibble_pairs", m, n, 4096, bf16))
+    for warps in (2, 4, 8, 16):
+        config = parse_config(f"{m}x32x{64 * warps}_w{warps}_s1_g8")
+        assert WEIGHT_ONLY_DIRECT.config_rejection(spec, problem, config, device(90)) is None
+        most = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config).max_registers
+        assert 32 * warps * most <= 65536
 
 
 @pytest.mark.parametrize(
