@@ -236,8 +236,8 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
-    # A table; 4 on Triton 3.7. Registers enough for it would leave 12 warps an SM instead of 16.
-    assert compiled.spill_stores <= (24 if name == "nf4" else 0)
+    # A table; 28 on Triton 3.9. Registers enough for it would leave 12 warps an SM instead of 16.
+    assert compiled.spill_stores <= (28 if name == "nf4" else 0)
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))) <= 4

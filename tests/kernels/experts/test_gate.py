@@ -127,7 +127,8 @@ def test_a_gate_takes_no_registers_from_the_loop(name, mean, gate):
     found, source = compiled(Case(name, (mean,) * 8, 1024, 2048, **gate))
     # of a table, which spills 8 bytes, 12
     assert found.spill_stores <= without.spill_stores + 4 * (without.spill_stores > 0)
-    assert found.registers <= without.registers + 4
+    # 16 warps of so many are on an SM
+    assert found.registers <= max(128, without.registers + 4)
     code = in_flight.machine_code(found.ptx)
     if "gl.warp_specialize" in source:
         assert in_flight.products(code) >= 8
