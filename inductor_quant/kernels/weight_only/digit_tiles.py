@@ -136,16 +136,10 @@ def plan_of(
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
     ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
-    warps, format = config.num_warps, view.weight.format
+    warps = config.num_warps
     tile_k = config.block_k // (warps if own else 1)
-    k = tile_digits(format, "k", tile_k) or ()
-    if low is None:
-        low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
-        apart = _bit_of_halves(format, k)
-        is_small = config.block_m <= MAX_ROWS_HALVES and warps <= MAX_WARPS_HALVES
-        if low and own and apart is not None and is_small:
-            low = (apart,)
-    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low)
+    in_halves = own and config.block_m <= MAX_ROWS_HALVES and warps <= MAX_WARPS_HALVES
+    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low, in_halves)
 
 
 def _bit_of_halves(format: WeightFormat, k: Sequence[TileDigit]) -> int | None:
@@ -172,7 +166,8 @@ def _plan_of(
     tile_k: int,
     warps: int,
     own: bool,
-    low: tuple[int, ...],
+    low: tuple[int, ...] | None,
+    in_halves: bool,
 ) -> TilePlan | None:
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
@@ -185,6 +180,10 @@ def _plan_of(
         tables = {name for index in field.index for name, _ in index.tables}
         if (field.offset.digits | tables) & outer:
             return None
+    if low is None:
+        low = (0,) if is_in_place(format.code, 8, is_float=True) else ()
+        apart = _bit_of_halves(format, k) if low and in_halves else None
+        low = low if apart is None else (apart,)
     # A thread that rounds the table of each group takes long parts of groups; one that looks up the
     # group of each k takes many columns.
     is_long = format.element != format.code or has_lists(format)

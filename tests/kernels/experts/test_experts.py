@@ -12,6 +12,7 @@ import triton
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.codegen.dialect import HOISTS_MORE
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
@@ -237,7 +238,8 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
     # A table; 28 on Triton 3.9. Registers enough for it would leave 12 warps an SM instead of 16.
-    assert compiled.spill_stores <= (28 if name == "nf4" else 0)
+    most = 28 if HOISTS_MORE else 24
+    assert compiled.spill_stores <= (most if name == "nf4" else 0)
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))) <= 4

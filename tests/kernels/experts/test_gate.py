@@ -9,6 +9,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.codegen.dialect import HOISTS_MORE
 from inductor_quant.kernels.codegen.digits.order import paired
 from inductor_quant.kernels.experts.gate import GateCode
 from inductor_quant.ops.dequantize import dequantize
@@ -127,8 +128,7 @@ def test_a_gate_takes_no_registers_from_the_loop(name, mean, gate):
     found, source = compiled(Case(name, (mean,) * 8, 1024, 2048, **gate))
     # of a table, which spills 8 bytes, 12
     assert found.spill_stores <= without.spill_stores + 4 * (without.spill_stores > 0)
-    # 16 warps of so many are on an SM
-    assert found.registers <= max(128, without.registers + 4)
+    assert found.registers <= without.registers + (6 if HOISTS_MORE else 4)
     code = in_flight.machine_code(found.ptx)
     if "gl.warp_specialize" in source:
         assert in_flight.products(code) >= 8
