@@ -40,6 +40,15 @@ def test_a_hazard_is_the_kernels_own_unless_each_access_is_of_tritons_constructs
     assert len(racecheck.own_hazards(REPORT.format(3, 3), tmp_path / "c6" / "none")[1]) == 1
 
 
+def test_names_of_file_and_kernel_may_be_exchanged_and_a_line_may_stand_in_another_report(tmp_path):
+    (tmp_path / "c6.py").write_text(KERNEL)
+    short = "\n========= Warning: Race reported between Read access at /x/c6.py+0x630\n"
+    long = short.rstrip() + " in triton_tem_fused_0:{}\n"
+    assert racecheck.own_hazards(short + long.format(8), tmp_path) == (2, [])
+    assert len(racecheck.own_hazards(short + long.format(7), tmp_path)[1]) == 2
+    assert len(racecheck.own_hazards(short, tmp_path)[1]) == 1
+
+
 def test_a_failure_with_this_package_alone_is_ours_to_explain():
     passed, failed, skipped = ("passed", "", 1), ("failed", "why\n", 0), ("skipped", "", 0)
     ours = {"a": passed, "b": failed, "c": skipped}
