@@ -54,18 +54,12 @@ def spills(code: Code) -> list[str]:
 
 def spilled_in_loops(code: Code) -> list[str]:
     """The accesses to local memory in the shortest loop around each product, of any kind."""
-    loops = _loops(code, "MMA")
-    shortest = set()
-    for i, (_, instruction) in enumerate(code):
-        around = [loop for loop in loops if loop[0] <= i <= loop[1]]
-        if "MMA" in instruction and around:
-            shortest.add(min(around, key=lambda loop: loop[1] - loop[0]))
-    return [
-        f"{address:#x} {instruction}"
-        for first, last in sorted(shortest)
-        for address, instruction in code[first : last + 1]
-        if re.search(r"\b(LDL|STL)\b", instruction)
-    ]
+    return _in_loops(code, re.compile(r"\b(LDL|STL)\b"))
+
+
+def literals_in_loops(code: Code) -> list[str]:
+    """The instructions there that do nothing but put a literal of 32 bits into a register."""
+    return _in_loops(code, re.compile(r"\bMOV\S* R\d+,( RZ, RZ,)? 0x[0-9a-f]{6,8}$"))
 
 
 def stored_as_loaded(code: Code, apart: int = 100) -> list[str]:
@@ -105,6 +99,22 @@ def read_early(code: Code) -> list[str]:
         elif sums & _read(instruction):
             found.append(f"{address:#x} {instruction}")
     return found
+
+
+def _in_loops(code: Code, pattern: re.Pattern[str]) -> list[str]:
+    """What matches in the shortest loop around each product."""
+    loops = _loops(code, "MMA")
+    shortest = set()
+    for i, (_, instruction) in enumerate(code):
+        around = [loop for loop in loops if loop[0] <= i <= loop[1]]
+        if "MMA" in instruction and around:
+            shortest.add(min(around, key=lambda loop: loop[1] - loop[0]))
+    return [
+        f"{address:#x} {instruction}"
+        for first, last in sorted(shortest)
+        for address, instruction in code[first : last + 1]
+        if pattern.search(instruction)
+    ]
 
 
 def _loops(code: Code, product: str) -> list[tuple[int, int]]:

@@ -18,7 +18,8 @@ from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, boxed
 from inductor_quant.ops import weight_only
-from inductor_quant.spec.weight_format import Field, WeightFormat
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
 from tests.support.gemms.weight_only import Case, described, generate_case
@@ -314,6 +315,25 @@ def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large
         kernel = simulate.compile_kernel(*named)
         assert kernel.spill_stores == 0
         assert not kernel.is_serialized
+
+
+def test_a_zero_point_that_is_a_number_is_no_second_literal_of_a_multiply_add(
+    large_groups, monkeypatch
+):
+    def subtracted(k, n):
+        packed = formats.nibble_pairs(k, n)
+        element = dataclasses.replace(packed.format.element, add=0)
+        ops = (DequantOp("sub", 8.0), *packed.format.dequant_ops)
+        format = dataclasses.replace(packed.format, element=element, dequant_ops=ops)
+        return dataclasses.replace(packed, format=format)
+
+    monkeypatch.setitem(formats.FORMATS, "nibble_pairs", subtracted)
+    case = Case("nibble_pairs", 64, 4096, 4096, bf16)
+    generated = generate_case(case, f"{WEIGHT_ONLY_MM_SM90.name} 64x128x128_w8_s4_g8")
+    named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
+    code = in_flight.machine_code(simulate.compile_kernel(*named).ptx)
+    assert in_flight.products(code) > 0
+    assert len(in_flight.literals_in_loops(code)) < 8  # for 32 pairs of values
 
 
 def choose_name(spec, problem):

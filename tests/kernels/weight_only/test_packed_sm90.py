@@ -16,11 +16,13 @@ from inductor_quant._compat import gluon
 from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only.large_m_sm90.kernel import (
     WEIGHT_ONLY_LARGE_M_SM90,
     unrolled,
 )
 from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import MIN_M, WEIGHT_ONLY_MEDIUM_M_SM90
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import Case, described, gemm, generate_case, make_inputs
@@ -148,7 +150,8 @@ def test_operands_need_tensor_descriptors():
         (256, 6144, 4096, "256x64x64_w4_s5_g8"),
         (256, 4096, 14336, "256x64x64_w4_s5_g8_k2"),
         (256, 4096, 4096, "128x64x128_w8_s5_g8"),  # half of the warps have half of each block of K
-        (512, 28672, 4096, "256x128x64_w8_s4_g8"),
+        (512, 24576, 4096, "256x128x64_w8_s4_g8"),
+        (256, 128256, 4096, "256x128x64_w8_s4_g8"),  # of up to 256 rows medium_m_sm90 would be next
         (1024, 6144, 4096, "256x64x64_w4_s5_g8"),
         (4096, 6144, 4096, "256x128x64_w8_s4_g8"),
         (240, 256, 512, "128x64x128_w8_s5_g8"),
@@ -168,6 +171,16 @@ def test_configurations_for_tma_are_legal_and_share_the_split(m, n, k, first):
     assert len({config.split_k for config in found}) == 1
     for config in found:
         assert WEIGHT_ONLY_LARGE_M_SM90.config_rejection(spec, problem, config, device(90)) is None
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(512, 28672, 4096), (1536, 9216, 3072), (1024, 14336, 3584)]
+)
+def test_rounds_that_leave_sms_idle_are_for_the_kernel_that_shares_tiles(m, n, k):
+    spec, problem = described_for_tma(Case("gptq", m, n, k, f16))
+    kernel, config = next(candidates("weight_only", spec, problem, device(90)))
+    assert kernel is WEIGHT_ONLY_MM_SM90
+    assert kernel.scratch(spec, problem, config, device(90)) > 0
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def in_16_bits(out: Any) -> str:
     ``statements.Uses``, gets the statements.
     """
     codegen, field = out.codegen, out.format.element
-    ops, x_dtype, subtrahend = list(codegen.loop_ops), codegen.x_dtype, ""
+    ops, x_dtype = list(codegen.loop_ops), codegen.x_dtype
     if not (codegen.is_paired and is_in_place(field, 8)):
         return ""
     sign = 1 << field.width - 1 if field.signed else 0
@@ -42,6 +42,7 @@ def in_16_bits(out: Any) -> str:
     # what may be subtracted from 0, and from the largest field, and leave no more
     low, high = (1 << field.width) - 1 - most - less, most - less
     listed = _listed_zero(codegen, ops)
+    is_number = bool(listed) or not (has_zero and isinstance(ops[0].operand, Field))
     if listed:
         ops.pop(0)
         least = 0 if listed.wrap else listed.add
@@ -81,7 +82,7 @@ def in_16_bits(out: Any) -> str:
     if listed:
         zero = f"{less + least:.1f} - {_base(place, out.index(listed.offset))}"
     added = f"({zero} + {base}) * {-1 / place.divisor} + {none}"
-    if not subtrahend and codegen.unknown_zero:
+    if is_number and codegen.unknown_zero:
         added += f" + {codegen.unknown_zero}"
     # The assembly takes 32-bit registers; bytes that form no words are widened.
     selector = "({}) & -8" if is_in_halves(codegen) else "(({}) >> 3) | ((({}) >> 3) + 4 << 8)"

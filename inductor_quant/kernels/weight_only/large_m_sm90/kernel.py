@@ -3,7 +3,8 @@
 Chosen on sm_90 for M from 17 on and the weights of ``weight_only_medium_m_sm90``, if TMA
 descriptors can describe x and the packed weights. Up to M = 128 only where it is faster than that
 kernel: when nearly every SM gets one long tile, or for M > 64 and N >= WIDE_N. Not for M from 129
-to 192 and 257 to 448 (``rules.has_idle_rows``).
+to 192 and 257 to 448 (``rules.has_idle_rows``), nor above 256 if the last of several rounds leaves
+SMs idle, where ``weight_only_mm_sm90`` divides its tiles.
 
 swap_ab, with wgmma, as there, but warp-specialized and persistent: producer warps load x and packed
 weights by TMA, and the consumer warpgroups take turns at dequantizing and multiplying. No warp
@@ -29,6 +30,7 @@ from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import (
     WARPGROUP,
     WeightOnlyMediumMSm90,
 )
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import WIDE_N, bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -56,6 +58,9 @@ SPLITS = (1, 2, 4)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
 TILE_CYCLES = 1500  # of a tile, beside its K iterations
+# Of more rounds than ROUNDS that are not filled to this share, weight_only_mm_sm90 divides the last
+# ones evenly among all CTAs (README.md).
+ROUNDS, FILLED = 2, 0.92
 # The share of SMs that must have a tile, and the length of its K, to beat medium_m_sm90.
 MIN_FILL, MIN_K = 0.8, 3072
 
@@ -140,7 +145,18 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
                 cost = rounds * (k_iters * cycles + TILE_CYCLES) + partials / PARTIALS_PER_CYCLE
                 found.append((cost, config))
         found.sort(key=lambda item: item[0])
+        if found and _are_rounds_uneven(problem, found[0][1], device):
+            is_taken = WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None
+            if is_taken and WEIGHT_ONLY_MM_SM90.configs(spec, problem, device):
+                return []
         return split_k.same_split([config for _, config in found])
+
+
+def _are_rounds_uneven(problem: Problem, config: GemmConfig, device: Device) -> bool:
+    tiles = math.ceil(problem.m / config.block_m) * problem.n / config.block_n
+    rounds = config.split_k * tiles / device.num_sms
+    is_large = problem.m > config.block_m  # up to there weight_only_medium_m_sm90 is next
+    return is_large and rounds > ROUNDS and rounds / math.ceil(rounds) <= FILLED
 
 
 def _is_faster(problem: Problem, split: int, tiles: int, device: Device) -> bool:
