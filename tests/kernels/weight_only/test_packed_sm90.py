@@ -181,6 +181,8 @@ def test_rounds_that_leave_sms_idle_are_for_the_kernel_that_shares_tiles(m, n, k
     kernel, config = next(candidates("weight_only", spec, problem, device(90)))
     assert kernel is WEIGHT_ONLY_MM_SM90
     assert kernel.scratch(spec, problem, config, device(90)) > 0
+    problem = dataclasses.replace(problem, m_is_bounded=False)  # of other M nothing is known
+    assert next(candidates("weight_only", spec, problem, device(90)))[0] is WEIGHT_ONLY_LARGE_M_SM90
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,8 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
 def _are_rounds_uneven(problem: Problem, config: GemmConfig, device: Device) -> bool:
     tiles = math.ceil(problem.m / config.block_m) * problem.n / config.block_n
     rounds = config.split_k * tiles / device.num_sms
-    is_large = problem.m > config.block_m  # up to there weight_only_medium_m_sm90 is next
+    # Up to BLOCK_M rows weight_only_medium_m_sm90 is next.
+    is_large = problem.m_is_bounded and problem.m > config.block_m
     return is_large and rounds > ROUNDS and rounds / math.ceil(rounds) <= FILLED
 
 
