@@ -25,9 +25,9 @@ KNOWN = {
 }
 if TRITON_VERSION >= (3, 9):
     KNOWN |= {("groups_of_n", 3, 80): 44, ("groups_of_n", 3, 90): 24}
-# Bytes read of spills, of (kernel, arch): on Triton 3.9 16 words once a CTA, and a few a tile;
-# before, of FP8 blocks whose K is loaded in single bytes.
-KNOWN_DEFAULTS = {("fp8_block_mm", 89): 4}
+# Bytes read of spills, of (kernel, arch): on Triton 3.6 of FP8 blocks whose K is loaded in single
+# bytes, on 3.9 16 words once a CTA, and a few a tile.
+KNOWN_DEFAULTS = {("fp8_block_mm", 89): 4} if TRITON_VERSION < (3, 7) else {}
 if TRITON_VERSION >= (3, 9):
     KNOWN_DEFAULTS = {("scaled_experts_large_m_sm90", 90): 292}
 

@@ -152,6 +152,8 @@ def test_operands_need_tensor_descriptors():
         (256, 4096, 4096, "128x64x128_w8_s5_g8"),  # half of the warps have half of each block of K
         (512, 24576, 4096, "256x128x64_w8_s4_g8"),
         (256, 128256, 4096, "256x128x64_w8_s4_g8"),  # of up to 256 rows medium_m_sm90 would be next
+        (256, 8640, 4096, "128x64x128_w8_s5_g8"),
+        (1536, 10240, 2048, "256x128x64_w8_s4_g8"),  # mm_sm90 would share no tiles
         (1024, 6144, 4096, "256x64x64_w4_s5_g8"),
         (4096, 6144, 4096, "256x128x64_w8_s4_g8"),
         (240, 256, 512, "128x64x128_w8_s5_g8"),

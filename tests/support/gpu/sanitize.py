@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -139,9 +140,18 @@ def run(tool: str, names: list[str], limit: float) -> tuple[int, str]:
     if tool == RACECHECK:
         count, own = racecheck.own_hazards(text, Path(cache_dir()))
         kernels = [line for line in text.splitlines() if line.startswith("KERNEL")]
-        text = "\n".join([*kernels, *own, f"{count} reports, {len(own)} of the kernels' own lines"])
+        other = [
+            line
+            for line in text.splitlines()
+            if re.match(r"=+ (Error|Internal)", line) and "Race reported" not in line
+        ]
+        text = "\n".join(
+            [*kernels, *own, *other, f"{count} reports, {len(own)} of the kernels' own lines"]
+        )
         is_whole = sum(" ok (" in line for line in kernels) == len(names)
-        return 0 if is_whole and not own else process.returncode or 1, text
+        # The exit code is explained by the reports, if there are any, and nothing else went wrong.
+        is_explained = (count > 0 and not other) or process.returncode == 0
+        return 0 if is_whole and is_explained and not own else process.returncode or 1, text
     return process.returncode, text
 
 

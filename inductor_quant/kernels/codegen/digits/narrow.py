@@ -42,6 +42,7 @@ def in_16_bits(out: Any) -> str:
     # what may be subtracted from 0, and from the largest field, and leave no more
     low, high = (1 << field.width) - 1 - most - less, most - less
     listed = _listed_zero(codegen, ops)
+    # Nothing is loaded for ``added`` below: the compiler would know it.
     is_number = bool(listed) or not (has_zero and isinstance(ops[0].operand, Field))
     if listed:
         ops.pop(0)

@@ -47,8 +47,9 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 ASYNC_BYTES = 4
 # For loaded bytes and sums, of 255: with more, tiles of 64 x 64 x 128 with 4 warps spill 500 bytes.
 MAX_UNALIGNED_REGISTERS = 90
-# Sums of a thread beside operands in registers, without wgmma: with 64 tiles of 64 x 64 x 128 with
-# scales of groups spill 168 bytes on sm_89 and 4 on sm_86 (ptxas of Triton 3.6), with 32 none.
+# Sums of a thread beside operands in registers (mma.sync): with 64 of them, tiles of 64 x 64 x 128
+# with scales of groups spill 168 bytes on sm_89 and 4 on sm_86 (ptxas of Triton 3.6), with 32 none.
+MMA_SYNC_ARCHS = (80, 86, 89, 120)
 MAX_SUMS_MMA_SYNC = 32
 # Of w8a8_swap_ab: of the time of w8a8_mm, both predicted, by tables of different sweeps.
 MAX_TIME = 0.92
@@ -164,7 +165,7 @@ class Fp8Mm(Fp8Kernel):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         longest = max_block_k(spec) if is_block_scaled(spec) else 0
         found = table_configs(problem, device, max_block_k=longest)
-        if device.arch not in WGMMA_ARCHS:
+        if is_block_scaled(spec) and device.arch in MMA_SYNC_ARCHS:
             sums = accumulators(spec, device)
             legal = (c for c in found if self.config_rejection(spec, problem, c, device) is None)
             found = list(dict.fromkeys(_with_warps_for(config, sums) for config in legal))
@@ -172,8 +173,8 @@ class Fp8Mm(Fp8Kernel):
 
 
 def _with_warps_for(config: GemmConfig, sums: int) -> GemmConfig:
-    """With mma.sync operands are in the registers that hold the sums: eight warps, if four have too
-    many."""
+    """With mma.sync operands are in the registers that hold the sums: eight warps if fewer
+    have too many."""
     each = sums * config.block_m * config.block_n / (32 * config.num_warps)
     more = max(config.num_warps, 8) if each > MAX_SUMS_MMA_SYNC else config.num_warps
     return dataclasses.replace(config, num_warps=more)

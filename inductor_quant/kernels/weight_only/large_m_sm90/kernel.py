@@ -19,7 +19,7 @@ import math
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
-from inductor_quant.kernels.problem import Device, Problem
+from inductor_quant.kernels.problem import MEDIUM_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.medium_m_sm90.codegen import warp_k_slices
@@ -60,7 +60,7 @@ PARTIALS_PER_CYCLE = 150  # stored here and added by the lowering's kernel
 TILE_CYCLES = 1500  # of a tile, beside its K iterations
 # Of more rounds than ROUNDS that are not filled to this share, weight_only_mm_sm90 divides the last
 # ones evenly among all CTAs (README.md).
-ROUNDS, FILLED = 2, 0.92
+ROUNDS, FILLED = 3, 0.92
 # The share of SMs that must have a tile, and the length of its K, to beat medium_m_sm90.
 MIN_FILL, MIN_K = 0.8, 3072
 
@@ -146,8 +146,10 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
                 found.append((cost, config))
         found.sort(key=lambda item: item[0])
         if found and _are_rounds_uneven(problem, found[0][1], device):
-            is_taken = WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None
-            if is_taken and WEIGHT_ONLY_MM_SM90.configs(spec, problem, device):
+            other = WEIGHT_ONLY_MM_SM90
+            is_taken = other.rejection(spec, problem, device) is None
+            configs = other.configs(spec, problem, device) if is_taken else []
+            if configs and other.scratch(spec, problem, configs[0], device):
                 return []
         return split_k.same_split([config for _, config in found])
 
@@ -155,8 +157,8 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
 def _are_rounds_uneven(problem: Problem, config: GemmConfig, device: Device) -> bool:
     tiles = math.ceil(problem.m / config.block_m) * problem.n / config.block_n
     rounds = config.split_k * tiles / device.num_sms
-    # Up to BLOCK_M rows weight_only_medium_m_sm90 is next.
-    is_large = problem.m_is_bounded and problem.m > config.block_m
+    # Up to MEDIUM_M rows weight_only_medium_m_sm90 is next.
+    is_large = problem.m_is_bounded and problem.m > MEDIUM_M
     return is_large and rounds > ROUNDS and rounds / math.ceil(rounds) <= FILLED
 
 
