@@ -155,6 +155,20 @@ def test_legal_configs(spec, config, code):
     assert (found and found.code) == code
 
 
+def test_where_operands_are_in_registers_block_scales_have_more_warps():
+    problem = Problem(4095, 4008, 1152)
+
+    def warps(spec, arch):
+        card = Device(arch, 132, 101376)
+        found = FP8_BLOCK_MM.configs(spec, problem, card)
+        tiles = [each for each in found if (each.block_m, each.block_n) == (64, 64)]
+        legal = [c for c in tiles if FP8_BLOCK_MM.config_rejection(spec, problem, c, card) is None]
+        return {each.num_warps for each in legal}
+
+    assert warps(BLOCKS, 89) == warps(BLOCKS, 120) == {8}
+    assert 4 in warps(BLOCKS, 90) & warps(BLOCKS, 100) & warps(FAST, 89)
+
+
 @pytest.mark.parametrize(
     ("m", "n", "k", "tile"),
     [
