@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen
 from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan
@@ -208,13 +207,3 @@ class QuadCodegen(DigitCodegen):
     def unpacked(self, stride: Hook, size: Hook, slot: int = 0) -> tuple[Quads, str]:
         out = Quads(self, stride, size, slot)
         return out, out.unpacked()
-
-    def of_columns(self, code: str) -> str:
-        """``code``, the same for all k of a tile, for each column [warps with a tile of their own,
-        BLOCK_N], as the MMA has them."""
-        shape = [1 if part.digit[0] == "k" else part.inner for part in self.plan.digits]
-        code = f"gl.broadcast({code}, gl.full({shape}, 0.0, gl.float32, TILE))[0]"
-        own: tuple[Dim, ...] = (("w", self.warps),) if self.is_warps_own else ()
-        sizes = [*(size for _, size in own), self.block_n]
-        dims, target = (*own, *self.column_dims), (*own, *self.mma_dims)
-        return self.dialect.reordered(code, dims, target, str(sizes))

@@ -21,6 +21,7 @@ from tests.support.gemms.packed import form
 from tests.support.gemms.weight_only import (
     Case,
     assert_close,
+    exact,
     gemm,
     make_inputs,
     one_hot_rows,
@@ -201,6 +202,61 @@ def test_tiles_in_halves_are_close_to_fp64(dtype, group, monkeypatch):
     generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
     assert any("x_second" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+def shifted(kind):
+    """HQQ's, with the zero point added to or subtracted from the product with the scale."""
+    hqq = formats.FORMATS["hqq"]
+
+    def build(k, n):
+        packed = hqq(k, n)
+        zero, scale = packed.format.dequant_ops
+        steps = (scale, dataclasses.replace(zero, kind=kind))
+        sign = 1 if kind == "add" else -1
+
+        def read(words, zeros, scales):
+            product = packed.read(words, torch.zeros_like(zeros), scales)
+            each = zeros.t().double().repeat_interleave(k // zeros.shape[1], 0)
+            return product + sign * each
+
+        format = dataclasses.replace(packed.format, dequant_ops=steps)
+        return dataclasses.replace(packed, format=format, read=read)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtypes", "case", "config"),
+    [
+        ("hqq", "", {}, ("hqq", 3, 128, 128), "8x32x128_w2_s1_g8"),
+        # fewer slices than warps, partials
+        ("hqq", "", {}, ("hqq", 13, 96, 320), "16x32x128_w2_s1_g8_k2"),
+        ("hqq", "", {}, ("hqq", 8, 128, 128, f16), "8x64x64_w1_s1_g8"),
+        ("hqq", "", {"bf16": torch.float32}, ("hqq", 5, 64, 128), "8x16x64_w1_s1_g8"),
+        ("hqq", "add", {"bf16": torch.float32}, ("hqq", 5, 64, 128), "8x32x64_w1_s1_g8"),
+        ("hqq", "sub", {"bf16": torch.float32}, ("hqq", 7, 64, 128, f16), "8x32x64_w1_s1_g8"),
+        ("gptq", "", {"f16": torch.float32}, ("gptq", 5, 64, 128), "8x32x128_w2_s1_g8"),
+        (
+            "int8_group",
+            "",
+            {"bf16": torch.float32},
+            ("int8_group", 9, 64, 128),
+            "16x16x64_w1_s1_g8",
+        ),
+    ],
+)
+def test_scales_of_groups_are_applied_to_sums(name, kind, dtypes, case, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    for each, dtype in dtypes.items():
+        monkeypatch.setattr(formats, each, dtype)
+    if kind:
+        monkeypatch.setitem(formats.FORMATS, name, shifted(kind))
+    torch.manual_seed(0)
+    case = Case(*case, bias=True)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("acc = acc + part *" in source for source in generated.kernels.values())
+    assert_close(simulate.interpret(generated, inputs), exact(case, inputs))
 
 
 def test_codes_beyond_k_are_not_multiplied():

@@ -14,8 +14,8 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
-from inductor_quant.kernels.codegen.digits import pair_lookup, table_lookup
-from inductor_quant.kernels.codegen.digits.statements import DigitStatements, sum_of
+from inductor_quant.kernels.codegen.digits import narrow, pair_lookup, table_lookup
+from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Uses, sum_of
 from inductor_quant.kernels.codegen.digits.tile import (
     WARP,
     TileDigit,
@@ -65,7 +65,7 @@ class DigitCodegen(Codegen):
         self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
         self.table = self.format.element if self.format.element != self.format.code else None
-        operands = [op.operand for op in self.loop_ops]
+        operands = [op.operand for op in (*self.loop_ops, *self.sum_ops)]
         parts = view.parts or (self.format.code,)
         fields = [each for each in operands if isinstance(each, Field)]
         self.runs = {field: run for field in fields if (run := run_of(self.format, field))}
@@ -111,6 +111,10 @@ class DigitCodegen(Codegen):
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
         """Whether ``load`` of ``slot`` leaves the field to the template."""
         return False
+
+    def is_in_16_bits(self) -> bool:
+        """Whether W is dequantized in 16 bits: about half as many instructions."""
+        return bool(narrow.in_16_bits(Uses(self, _no_hook, _no_hook)))
 
     @property
     def casts_directly(self) -> bool:
@@ -251,6 +255,16 @@ class DigitCodegen(Codegen):
         dims, target = (*self.mma_dims, m), (m, *self.column_dims)
         return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")
 
+    def of_columns(self, code: str) -> str:
+        """``code``, the same for all k of a tile, for each column [warps with a tile of their own,
+        BLOCK_N], as the MMA has them."""
+        shape = [1 if part.digit[0] == "k" else part.inner for part in self.plan.digits]
+        code = f"gl.broadcast({code}, gl.full({shape}, 0.0, gl.float32, TILE))[0]"
+        own: tuple[Dim, ...] = (("w", self.warps),) if self.is_warps_own else ()
+        sizes = [*(size for _, size in own), self.block_n]
+        dims, target = (*own, *self.column_dims), (*own, *self.mma_dims)
+        return self.dialect.reordered(code, dims, target, str(sizes))
+
     def pairs(self, value: str) -> str:
         """``value`` [BLOCK_M, N], in the order of the tile, as [BLOCK_M, N / 2, 2]."""
         assert self.pair is not None
@@ -316,3 +330,7 @@ def kept(i: int, slot: int = 0) -> str:
 
 def _is_data(field: Field) -> bool:
     return any(index.is_data for index in field.index)
+
+
+def _no_hook(name: str, dim: int) -> str:
+    return "0"  # of statements that are dropped

@@ -5,7 +5,8 @@ n a thread holds is free, as long as x has the same k and the output the same n:
 chooses them, so that a thread loads whole words.
 
 A slice of K may be multiplied ``in_halves``: the second half of it is dequantized when the first
-one is multiplied, so that W in 16 bits takes half the registers.
+one is multiplied, so that W in 16 bits takes half the registers. Or W are integers, and the scale
+and the zero point of a group are applied to the sums of the slice (``sum_ops``).
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import WARP, TileDigit, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
-from inductor_quant.kernels.codegen.unpack_ptx import hidden_zero
+from inductor_quant.kernels.codegen.unpack_ptx import PLACES, hidden_zero
 from inductor_quant.kernels.problem import DECODE_M
 from inductor_quant.spec.weight_format import Field
 
+# Of the MMA's sums: 8 rows of lanes, 2 of a thread; four pairs of columns.
 G: Dim = ("g", 8)
+R: Dim = ("r", 2)
+T: Dim = ("t", 4)
+PAIR: Dim = ("pair", 2)
+MMA_ROWS = 16
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 REGISTERS = 65536
@@ -109,19 +115,29 @@ class DirectCodegen(DigitCodegen):
             # Free of bank conflicts for what the MMA leaves and for a row of columns.
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
+        if self.sum_ops:  # the rows of the MMA's tiles
+            m: tuple[Dim, ...] = (("b", self.block_m // G[1]), T, PAIR)
+            tiles: Dim = ("n", self.block_n // MMA_ROWS)
+            axes: tuple[tuple[Dim, ...], ...] = (self.warp_dims, (tiles,), (R, G), m)
+            self.layouts["MMA_TILES"] = layout(axes, lanes=(T, G), warps=self.warp_dims)
         # Whether x is loaded one iteration ahead, like W: not if that takes many registers, as
-        # tables do, nor with zero points where 16 warps have a CTA's few iterations.
+        # tables and the sums of a tile do, nor with zero points where 16 warps have a CTA's few
+        # iterations.
         has_zeros = any(op.kind == "sub" for op in view.weight.format.dequant_ops)
-        is_crowded = bool(self.places) or (has_zeros and self.warps == MAX_WARPS)
+        is_crowded = self.places or self.sum_ops or (has_zeros and self.warps == MAX_WARPS)
         self.loads_x_early = self.block_m == G[1] and not is_crowded
         self.x_layout = "X_READ"
         if self.x_packs == 1 and shares_x(plan, self.block_m, width):
             # Lanes load whole lines of rows, and get what they multiply through shared memory.
             rows = bits("m", self.block_m)
             lanes = [*reversed(x_dims), *reversed(rows)][VECTOR.bit_length() - 1 :][:5]
-            axes = (self.warp_dims, rows, x_dims)
+            axes = (self.warp_dims, tuple(rows), x_dims)
             self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
             self.x_layout = "X_LOADED"
+
+    @property
+    def divisor(self) -> int:
+        return PLACES[self.x_dtype].divisor if self.sum_ops else 1
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = self.dialect.inline_asm(hidden_zero(), ["hidden_zero"], [], torch.int32)
@@ -257,13 +273,55 @@ class DirectCodegen(DigitCodegen):
             shape = [self.warps, self.block_m, 2, self.tile_k]
             x = f"gl.permute(gl.reshape({x}, {shape}), [0, 1, 3, 2])"
             lines.append(f"{', '.join(names)} = gl.split({x})")
+        sums = "part" if self.sum_ops else "acc"
+        if self.sum_ops:
+            lines.append(f"part = gl.full({self.sums_shape}, 0.0, gl.float32, MMA)")
         for part, x in enumerate(names):
             out = Uses(self, stride, size, part)
             w = self.w_operand(out.dequantized())
-            lines += [*out.lines, f"acc = mma_v2({w}, {self.x_operand(x)}, acc)"]
+            lines += [
+                *out.lines,
+                f"{x} = {self.x_operand(x)}",
+                f"{sums} = mma_v2({w}, {x}, {sums})",
+            ]
             if part < self.parts - 1:
                 lines.append(self.load_second_half(stride, size))
+        if self.sum_ops:
+            lines += self._added(Uses(self, stride, size))
         return "\n".join(lines)
+
+    def _added(self, out: Uses) -> list[str]:
+        """Statements that add ``part``, the sums of a tile, to ``acc``, scaled, and less what a
+        zero point takes of the sums of ``x``, which a product with ones leaves in each row."""
+
+        def of_sums(code: str) -> str:
+            layout = "gl.SliceLayout(2, MMA)"
+            code = f"gl.convert_layout({self.of_columns(code)}, {layout}, assert_trivial=True)"
+            return out.assign("c", f"gl.expand_dims({code}, 2)")
+
+        operands = {op.kind: out.operand(op).code for op in self.sum_ops}
+        scale = operands.pop("mul")
+        factor = of_sums(f"{scale} * {float(self.divisor)}")
+        if not operands:
+            return [*out.lines, f"acc = acc + part * {factor}"]
+        [(kind, zero)] = operands.items()
+        if self.sum_ops[0].kind == "sub":
+            zero = out.assign("f", f"{zero} * {scale}")
+        zero = of_sums(zero)
+        tiles, shape = self.block_n // MMA_ROWS, [MMA_ROWS, self.block_m]
+        ones = f"gl.full([{self.warps}, {MMA_ROWS}, {self.tile_k}], 1.0, {self.x_type}, W_MMA)"
+        whole = f"gl.full({[self.warps, tiles, *shape]}, 0.0, gl.float32, MMA_TILES)"
+        x_sums = f"gl.reshape(x_sums, {[self.warps, 1, *shape]})"
+        x_sums = f"gl.convert_layout({x_sums}, MMA_TILES, assert_trivial=True)"
+        x_sums = f"gl.reshape(gl.broadcast({x_sums}, {whole})[0], {self.sums_shape})"
+        return [
+            *out.lines,
+            f"x_sums = gl.full({[self.warps, *shape]}, 0.0, gl.float32, MMA)",
+            f"x_sums = mma_v2({ones}, x, x_sums)",
+            f"x_sums = gl.convert_layout({x_sums}, MMA, assert_trivial=True)",
+            f"acc = acc + part * {factor}",
+            f"acc = acc {'+' if kind == 'add' else '-'} x_sums * {zero}",
+        ]
 
     def w_operand(self, code: str) -> str:
         """``code``, a tile of W, as the first operand."""

@@ -23,6 +23,8 @@ FEW_WARP, FEW_SUMS = 53, 250
 # Times as many cycles for W: for values above 4 bits, from a table, from one whose entries are
 # computed, and of several fields (whatever the rows).
 FEW_WIDE, FEW_LOOKED_UP, FEW_COMPUTED, JOINED = 1.25, 2.3, 1.5, 3.0
+# If scales and zero points of groups are applied to sums: by columns and k of a warp's tile.
+SUMMED_COLUMNS, SUMMED_K = 11.2, 84.0
 # Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
 # row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
@@ -41,7 +43,10 @@ LISTED, LISTED_K = 1.3, 41.0
 UNEVEN = 1.35
 
 
-def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
+def of_few_rows(
+    problem: Problem, config: GemmConfig, device: Device, *, of_sums: bool = False
+) -> float:
+    """Of at most 16 rows; ``of_sums``: scales and zero points of groups are applied to sums."""
     weight = rules.weight_of(problem)
     format = weight.format
     width = format.code.total_width or 8
@@ -55,6 +60,7 @@ def of_few_rows(problem: Problem, config: GemmConfig, device: Device) -> float:
         factor *= FEW_COMPUTED if _is_computed(weight) else FEW_LOOKED_UP
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
+    factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if of_sums else 1.0
     busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
     wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
     loop = iterations * (warps * busy + waves * wait)

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.digits.tile import tile_digits
+from inductor_quant.kernels.codegen.digits.tile import is_listed, tile_digits
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
@@ -47,7 +48,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.spec.weight_format import DequantOp, Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -57,6 +58,7 @@ MAX_VALUES, MAX_APART = 128, 64
 # With many float zero points, up to 16 rows; a tile has many groups of less than this.
 MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
 WARP_SIZE = 32
+MAX_SUMS = 16  # of a thread, if scales are applied to those of each tile: more would spill
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
@@ -104,12 +106,22 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
-        return DirectCodegen(
-            *(tile, view, plan, order),
-            in_halves=in_halves,
-            k_order=k_order,
-            is_gated=problem.is_gated,
-        )
+
+        def of(tile: WeightTile) -> DirectCodegen:
+            return DirectCodegen(
+                *(tile, view, plan, order),
+                in_halves=in_halves,
+                k_order=k_order,
+                is_gated=problem.is_gated,
+            )
+
+        count = 0 if in_halves else count_of_sums(tile.weight, tile.loop_ops, config)
+        if count:
+            kept, rest = tile.loop_ops[:-count], tile.loop_ops[-count:]
+            found = of(dataclasses.replace(tile, loop_ops=kept, sum_ops=rest))
+            if found.is_in_16_bits():
+                return found
+        return of(tile)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -142,15 +154,23 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if is_joined and is_along_n(weight) and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
+        loop_ops, _ = rules.dequant_ops_of(spec, weight)
+
+        def is_of_sums(config: GemmConfig) -> bool:
+            return count_of_sums(weight, loop_ops, config) > 0
+
+        block_m = rows_of(problem)
+        of_sums = [tile for tile in tiles if is_of_sums(GemmConfig(block_m, *tile, 1, 1))]
+
         def cost_of(config: GemmConfig) -> float:
-            return cost.of_few_rows(problem, config, device)
+            return cost.of_few_rows(problem, config, device, of_sums=bool(of_sums))
 
         found = cheapest_of_each(
             problem,
-            tiles,
+            of_sums or tiles,
             cost_of,
             lambda config: (
-                has_many_zeros(weight, config)
+                (not of_sums and has_many_zeros(weight, config))
                 or self.config_rejection(spec, problem, config, device) is not None
             ),
             most_warps,
@@ -193,6 +213,40 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
         order = sorted(costs, key=costs.__getitem__)
         return split_k.same_split([config for config in order if costs[config] < most])
+
+
+def count_of_sums(weight: Weight, ops: Sequence[DequantOp], config: GemmConfig) -> int:
+    """How many of the last ``ops`` are applied to the sums of a warp's tile instead of W, for which
+    they would take fp32: a zero point that is no integer, a scale in fp32. The tile is within a
+    group along K, and what is left of W are integers. (An infinite x gives NaN.)"""
+    format, slice_k = weight.format, config.block_k // config.num_warps
+    is_integer = format.element == format.code and not (format.code.high or format.code.float8)
+    most = MAX_VALUES if config.block_m == ROWS[0] else MAX_VALUES_ZEROS
+    has_room = (
+        config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
+        and config.block_n * slice_k <= most * WARP_SIZE
+    )
+    if not is_integer or config.block_m > DECODE_M or not has_room:
+        return 0
+    count = len(ops) - bool(ops and ops[0].kind == "sub" and _is_integer(weight, ops[0]))
+    rest = ops[len(ops) - count :]
+    if [op.kind for op in rest] not in (["mul"], ["mul", "add"], ["mul", "sub"], ["sub", "mul"]):
+        return 0
+    fields = [op.operand for op in rest if isinstance(op.operand, Field)]
+    if len(fields) < count or any(field.high or is_listed(format, field) for field in fields):
+        return 0
+    groups = [format.block(field)[0] for field in fields]
+    if any(group > 0 and group % slice_k for group in groups):
+        return 0
+    is_wide = any(weight.tensors[field.source].dtype == torch.float32 for field in fields)
+    return count if is_wide or rest[0].kind == "sub" else 0
+
+
+def _is_integer(weight: Weight, op: DequantOp) -> bool:
+    if not isinstance(op.operand, Field):
+        return float(op.operand).is_integer()
+    dtype = weight.tensors[op.operand.source].dtype
+    return bool(op.operand.width) or not (dtype.is_floating_point or op.operand.float8)
 
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
@@ -261,6 +315,11 @@ def tile_misfit(
     )
 
 
+def rows_of(problem: Problem) -> int:
+    """Of a tile, of at most 16 rows."""
+    return max(ROWS[0], 1 << (problem.m - 1).bit_length())
+
+
 def cheapest_of_each(
     problem: Problem,
     tiles: Sequence[tuple[int, int]],
@@ -271,7 +330,7 @@ def cheapest_of_each(
 ) -> list[GemmConfig]:
     """The cheapest configuration of each of ``tiles``, (columns, k) of a warp, that is not
     rejected."""
-    block_m = max(8, 1 << (problem.m - 1).bit_length())
+    block_m = rows_of(problem)
     found: list[GemmConfig] = []
     for block_n, slice_k in tiles:
         listed = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
+from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import Uses
@@ -216,15 +216,7 @@ class MMSm90Codegen(DigitCodegen):
             sums, self.exchanged_dims, self.sum_dims, "[BLOCK_N, BLOCK_M]"
         )
 
-    def is_in_16_bits(self) -> bool:
-        """Whether W is dequantized in 16 bits: about half as many instructions."""
-        return bool(narrow.in_16_bits(Uses(self, _no_hook, _no_hook)))
-
     def is_looked_up_in_16_bits(self) -> bool:
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
-
-
-def _no_hook(name: str, dim: int) -> str:
-    return "0"  # of statements that are dropped

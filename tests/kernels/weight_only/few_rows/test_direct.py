@@ -183,8 +183,8 @@ def test_zero_points_of_small_groups_spill_nothing_with_16_warps(monkeypatch):
         (16, 32, bf16, 64),
         (16, 64, bf16, 64),
         (8, 64, torch.float32, 64),
-        (16, 128, bf16, 128),  # a tile has one group
-        (8, 64, bf16, 128),
+        (16, 128, bf16, 64),
+        (8, 64, bf16, 64),
     ],
 )
 def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
@@ -196,6 +196,39 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
     generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
     named = next(item for item in generated.kernels.items() if "partials" in item[1])
     assert simulate.compile_kernel(*named).spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "group", "config", "count"),
+    [
+        ("hqq", 8, 64, "8x32x512_w8_s1_g8", 2),
+        ("hqq", 8, 64, "8x32x1024_w8_s1_g8", 0),  # a tile has two groups
+        ("hqq", 16, 64, "16x32x512_w8_s1_g8", 2),
+        ("hqq", 16, 64, "16x64x512_w8_s1_g8", 0),  # too many sums
+        ("hqq", 16, 128, "16x32x1024_w8_s1_g8", 0),  # and values
+        ("hqq", 32, 64, "32x32x512_w8_s1_g8", 0),
+        ("nibble_pairs", 8, 128, "8x32x512_w8_s1_g8", 0),  # in 16 bits
+        ("int8_group", 8, 128, "8x32x512_w8_s1_g8", 0),
+        ("nf4", 8, 128, "8x32x512_w8_s1_g8", 0),
+        ("act_order", 8, 128, "8x32x512_w8_s1_g8", 0),
+    ],
+)
+def test_scales_are_applied_to_sums_where_w_would_take_fp32(
+    name, m, group, config, count, monkeypatch
+):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
+    codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config(config))
+    assert len(codegen.sum_ops) == count
+
+
+@pytest.mark.parametrize(("m", "least"), [(1, 64), (8, 64), (16, 64)])
+def test_tiles_of_float_zero_points_are_within_a_group(m, least, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    for n, k in ((4096, 4096), (28672, 4096), (2048, 8192)):
+        spec, problem = aligned(Case("hqq", m, n, k, bf16))
+        for config in WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90)):
+            assert config.block_k // config.num_warps <= least
 
 
 @pytest.mark.parametrize(
@@ -323,7 +356,7 @@ def compiled_for(case, config):
         ("awq", 16, 32, True),  # each half has scales of its own
         ("awq", 16, 16, False),  # of two groups
         ("gptq", 16, 128, False),
-        ("hqq", 16, 128, False),
+        ("nibble_pairs", 16, 128, False),
     ],
 )
 def test_large_tiles_of_words_along_n_are_multiplied_in_halves(
@@ -334,7 +367,9 @@ def test_large_tiles_of_words_along_n_are_multiplied_in_halves(
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
     assert config.block_n * config.block_k // config.num_warps == 4096
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
-    assert codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2") == 1 + in_halves
+    assert (
+        codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2(gl.conv") == 1 + in_halves
+    )
 
 
 def test_tiles_of_many_columns_are_for_8_rows_of_words_along_n():
