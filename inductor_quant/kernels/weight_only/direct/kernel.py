@@ -58,7 +58,9 @@ MAX_VALUES, MAX_APART = 128, 64
 # With many float zero points, up to 16 rows; a tile has many groups of less than this.
 MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
 WARP_SIZE = 32
-MAX_SUMS = 16  # of a thread, if scales are applied to those of each tile: more would spill
+# If scales are applied to the sums of a warp's tile: sums of a thread, with more it spills; k, with
+# less columns are scaled too often.
+MAX_SUMS, LEAST_K = 16, 64
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
@@ -226,7 +228,7 @@ def count_of_sums(weight: Weight, ops: Sequence[DequantOp], config: GemmConfig) 
         config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
         and config.block_n * slice_k <= most * WARP_SIZE
     )
-    if not is_integer or config.block_m > DECODE_M or not has_room:
+    if not is_integer or config.block_m > DECODE_M or slice_k < LEAST_K or not has_room:
         return 0
     count = len(ops) - bool(ops and ops[0].kind == "sub" and _is_integer(weight, ops[0]))
     rest = ops[len(ops) - count :]
