@@ -33,8 +33,8 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
-# tiles of 8 rows; in narrow tiles, if scales are applied to their sums.
-MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8, MAX_MEAN_NARROW = 32, 8, 5, 2
+# tiles of 8 rows.
+MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 8, 5
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
 # Of W that a thread dequantizes at once, where it has many stored zero points: with more it spills.
@@ -70,14 +70,11 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         weight = rules.weight_of(problem)
         loop_ops, _ = rules.dequant_ops_of(spec, weight)
 
-        has_one_row = mean_rows(problem) <= MAX_MEAN_NARROW
-
-        def rank(tile: tuple[int, int]) -> tuple[bool, int]:
-            is_of_sums = count_of_sums(weight, loop_ops, GemmConfig(block_m, *tile, 1, 1)) > 0
-            return not is_of_sums, tile[0] if is_of_sums and has_one_row else 0
+        def is_of_sums(tile: tuple[int, int]) -> bool:
+            return count_of_sums(weight, loop_ops, GemmConfig(block_m, *tile, 1, 1)) > 0
 
         found = []
-        for block_n, slice_k in sorted(_tiles(weight), key=rank):
+        for block_n, slice_k in sorted(_tiles(weight), key=is_of_sums, reverse=True):
             slices = problem.k // slice_k
             for warps in WARPS:
                 config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1)
