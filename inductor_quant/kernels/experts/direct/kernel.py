@@ -70,11 +70,12 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         weight = rules.weight_of(problem)
         loop_ops, _ = rules.dequant_ops_of(spec, weight)
 
-        def is_of_sums(tile: tuple[int, int]) -> bool:
-            return count_of_sums(weight, loop_ops, GemmConfig(block_m, *tile, 1, 1)) > 0
+        def rank(tile: tuple[int, int]) -> tuple[bool, int]:
+            is_of_sums = count_of_sums(weight, loop_ops, GemmConfig(block_m, *tile, 1, 1)) > 0
+            return not is_of_sums, tile[0] * is_of_sums  # with 64 columns one row each spills
 
         found = []
-        for block_n, slice_k in sorted(_tiles(weight), key=is_of_sums, reverse=True):
+        for block_n, slice_k in sorted(_tiles(weight), key=rank):
             slices = problem.k // slice_k
             for warps in WARPS:
                 config = GemmConfig(block_m, block_n, slice_k * warps, warps, 1)
