@@ -237,11 +237,11 @@ def shifted(kind):
         ("hqq", "sub", {"bf16": torch.float32}, ("hqq", 7, 64, 128, f16), "8x32x64_w1_s1_g8"),
         ("gptq", "", {"f16": torch.float32}, ("gptq", 5, 64, 128), "8x32x128_w2_s1_g8"),
         (
-            "int8_group",
+            "nibble_pairs",
             "",
             {"bf16": torch.float32},
-            ("int8_group", 9, 64, 128),
-            "16x16x64_w1_s1_g8",
+            ("nibble_pairs", 9, 64, 128),
+            "16x32x64_w1_s1_g8",
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_scales_of_groups_are_applied_to_sums(name, kind, dtypes, case, config, 
     case = Case(*case, bias=True)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
-    assert any("acc = acc + part *" in source for source in generated.kernels.values())
+    assert any("acc = acc + tile_sums *" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), exact(case, inputs))
 
 

@@ -25,7 +25,7 @@ from inductor_quant.kernels.weight_only.direct.kernel import (
     FLOAT8,
     TILES,
     WeightOnlyDirect,
-    count_of_sums,
+    count_sum_ops,
 )
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -68,11 +68,10 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         block_m = 8 if mean_rows(problem) <= MAX_MEAN_8 else 16
         weight = rules.weight_of(problem)
-        loop_ops, _ = rules.dequant_ops_of(spec, weight)
 
         def rank(tile: tuple[int, int]) -> tuple[bool, int]:
-            is_of_sums = count_of_sums(weight, loop_ops, GemmConfig(block_m, *tile, 1, 1)) > 0
-            return not is_of_sums, tile[0] * is_of_sums  # with 64 columns one row each spills
+            scales_sums = count_sum_ops(spec, weight, GemmConfig(block_m, *tile, 1, 1)) > 0
+            return not scales_sums, tile[0] * scales_sums  # 8 x 64 spills if rows are not sorted
 
         found = []
         for block_n, slice_k in sorted(_tiles(weight), key=rank):

@@ -273,16 +273,16 @@ class DirectCodegen(DigitCodegen):
             shape = [self.warps, self.block_m, 2, self.tile_k]
             x = f"gl.permute(gl.reshape({x}, {shape}), [0, 1, 3, 2])"
             lines.append(f"{', '.join(names)} = gl.split({x})")
-        sums = "part" if self.sum_ops else "acc"
+        target = "tile_sums" if self.sum_ops else "acc"
         if self.sum_ops:
-            lines.append(f"part = gl.full({self.sums_shape}, 0.0, gl.float32, MMA)")
+            lines.append(f"{target} = gl.full({self.sums_shape}, 0.0, gl.float32, MMA)")
         for part, x in enumerate(names):
             out = Uses(self, stride, size, part)
             w = self.w_operand(out.dequantized())
             lines += [
                 *out.lines,
                 f"{x} = {self.x_operand(x)}",
-                f"{sums} = mma_v2({w}, {x}, {sums})",
+                f"{target} = mma_v2({w}, {x}, {target})",
             ]
             if part < self.parts - 1:
                 lines.append(self.load_second_half(stride, size))
@@ -291,26 +291,28 @@ class DirectCodegen(DigitCodegen):
         return "\n".join(lines)
 
     def _added(self, out: Uses) -> list[str]:
-        """Statements that add ``part``, the sums of a tile, to ``acc``, scaled, and less what a
-        zero point takes of the sums of ``x``, which a product with ones leaves in each row."""
+        """Statements that add ``tile_sums`` to ``acc``, scaled, and less what a zero point takes of
+        the sums of ``x``, which a product with ones leaves in each row."""
 
-        def of_sums(code: str) -> str:
+        def of_rows(code: str) -> str:
             layout = "gl.SliceLayout(2, MMA)"
             code = f"gl.convert_layout({self.of_columns(code)}, {layout}, assert_trivial=True)"
             return out.assign("c", f"gl.expand_dims({code}, 2)")
 
         operands = {op.kind: out.operand(op).code for op in self.sum_ops}
         scale = operands.pop("mul")
-        factor = of_sums(f"{scale} * {float(self.divisor)}")
+        factor = of_rows(f"{scale} * {float(self.divisor)}")
         if not operands:
-            return [*out.lines, f"acc = acc + part * {factor}"]
+            return [*out.lines, f"acc = acc + tile_sums * {factor}"]
         [(kind, zero)] = operands.items()
         if self.sum_ops[0].kind == "sub":
             zero = out.assign("f", f"{zero} * {scale}")
-        zero = of_sums(zero)
-        tiles, shape = self.block_n // MMA_ROWS, [MMA_ROWS, self.block_m]
+        zero = of_rows(zero)
+        shape = [MMA_ROWS, self.block_m]
         ones = f"gl.full([{self.warps}, {MMA_ROWS}, {self.tile_k}], 1.0, {self.x_type}, W_MMA)"
-        whole = f"gl.full({[self.warps, tiles, *shape]}, 0.0, gl.float32, MMA_TILES)"
+        whole = (
+            f"gl.full({[self.warps, self.block_n // MMA_ROWS, *shape]}, 0.0, gl.float32, MMA_TILES)"
+        )
         x_sums = f"gl.reshape(x_sums, {[self.warps, 1, *shape]})"
         x_sums = f"gl.convert_layout({x_sums}, MMA_TILES, assert_trivial=True)"
         x_sums = f"gl.reshape(gl.broadcast({x_sums}, {whole})[0], {self.sums_shape})"
@@ -319,7 +321,7 @@ class DirectCodegen(DigitCodegen):
             f"x_sums = gl.full({[self.warps, *shape]}, 0.0, gl.float32, MMA)",
             f"x_sums = mma_v2({ones}, x, x_sums)",
             f"x_sums = gl.convert_layout({x_sums}, MMA, assert_trivial=True)",
-            f"acc = acc + part * {factor}",
+            f"acc = acc + tile_sums * {factor}",
             f"acc = acc {'+' if kind == 'add' else '-'} x_sums * {zero}",
         ]
 

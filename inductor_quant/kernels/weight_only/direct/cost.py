@@ -44,9 +44,9 @@ UNEVEN = 1.35
 
 
 def of_few_rows(
-    problem: Problem, config: GemmConfig, device: Device, *, of_sums: bool = False
+    problem: Problem, config: GemmConfig, device: Device, *, scales_sums: bool = False
 ) -> float:
-    """Of at most 16 rows; ``of_sums``: scales and zero points of groups are applied to sums."""
+    """Of at most 16 rows; ``scales_sums``: instead of W."""
     weight = rules.weight_of(problem)
     format = weight.format
     width = format.code.total_width or 8
@@ -60,7 +60,7 @@ def of_few_rows(
         factor *= FEW_COMPUTED if _is_computed(weight) else FEW_LOOKED_UP
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
-    factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if of_sums else 1.0
+    factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if scales_sums else 1.0
     busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
     wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
     loop = iterations * (warps * busy + waves * wait)

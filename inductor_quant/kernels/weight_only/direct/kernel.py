@@ -20,6 +20,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
+from inductor_quant.kernels.codegen.digits.narrow import is_in_place
 from inductor_quant.kernels.codegen.digits.tile import is_listed, tile_digits
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
@@ -48,19 +49,20 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import DequantOp, Field
+from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of W that a thread dequantizes at once; of several fields, or if the group of each k is listed:
 # half as many in tiles of 32 rows. More would spill.
 MAX_VALUES, MAX_APART = 128, 64
-# With many float zero points, up to 16 rows; a tile has many groups of less than this.
+# With many float zero points, up to 16 rows, or scaled sums of 16; a tile has many groups of less
+# than this.
 MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
 WARP_SIZE = 32
-# If scales are applied to the sums of a warp's tile: sums of a thread, with more it spills; k, with
-# less columns are scaled too often.
-MAX_SUMS, LEAST_K = 16, 64
+# If scales are applied to the sums of a warp's tile: bits of a value; sums of a thread, as many as
+# were timed (README.md says what spills); k, with less columns are scaled too often.
+MAX_WIDTH, MAX_SUMS, LEAST_K = 4, 16, 64
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
@@ -117,7 +119,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 is_gated=problem.is_gated,
             )
 
-        count = 0 if in_halves else count_of_sums(tile.weight, tile.loop_ops, config)
+        count = 0 if in_halves else count_sum_ops(spec, weight, config)
         if count:
             kept, rest = tile.loop_ops[:-count], tile.loop_ops[-count:]
             found = of(dataclasses.replace(tile, loop_ops=kept, sum_ops=rest))
@@ -156,23 +158,21 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if is_joined and is_along_n(weight) and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
-        loop_ops, _ = rules.dequant_ops_of(spec, weight)
-
-        def is_of_sums(config: GemmConfig) -> bool:
-            return count_of_sums(weight, loop_ops, config) > 0
+        def scales_sums(config: GemmConfig) -> bool:
+            return count_sum_ops(spec, weight, config) > 0
 
         block_m = rows_of(problem)
-        of_sums = [tile for tile in tiles if is_of_sums(GemmConfig(block_m, *tile, 1, 1))]
+        scaling = [tile for tile in tiles if scales_sums(GemmConfig(block_m, *tile, 1, 1))]
 
         def cost_of(config: GemmConfig) -> float:
-            return cost.of_few_rows(problem, config, device, of_sums=bool(of_sums))
+            return cost.of_few_rows(problem, config, device, scales_sums=bool(scaling))
 
         found = cheapest_of_each(
             problem,
-            of_sums or tiles,
+            scaling or tiles,
             cost_of,
             lambda config: (
-                (not of_sums and has_many_zeros(weight, config))
+                (not scaling and has_many_zeros(weight, config))
                 or self.config_rejection(spec, problem, config, device) is not None
             ),
             most_warps,
@@ -217,38 +217,56 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return split_k.same_split([config for config in order if costs[config] < most])
 
 
-def count_of_sums(weight: Weight, ops: Sequence[DequantOp], config: GemmConfig) -> int:
-    """How many of the last ``ops`` are applied to the sums of a warp's tile instead of W, for which
-    they would take fp32: a zero point that is no integer, a scale in fp32. The tile is within a
-    group along K, and what is left of W are integers. (An infinite x gives NaN.)"""
-    format, slice_k = weight.format, config.block_k // config.num_warps
-    is_integer = format.element == format.code and not (format.code.high or format.code.float8)
+def count_sum_ops(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> int:
+    """How many of the last ops are applied to the sums of a warp's tile instead of W, for which
+    they would take fp32: a zero point that is no integer, a scale in fp32, of fields of up to 4
+    bits. The tile is within a group along K, and what is left of W are small integers.
+
+    (An infinite x gives NaN, and a weight that is exactly its zero point the rounding of fp32.)"""
+    view = words_in_order(weight)[0]
+    format, slice_k = view.weight.format, config.block_k // config.num_warps
+    code = format.code
+    is_small = 0 < code.width <= MAX_WIDTH and not view.parts and is_in_place(code, 8)
+    if not is_small or format.element != code or config.block_m > DECODE_M:
+        return 0
     most = MAX_VALUES if config.block_m == ROWS[0] else MAX_VALUES_ZEROS
     has_room = (
         config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
         and config.block_n * slice_k <= most * WARP_SIZE
     )
-    if not is_integer or config.block_m > DECODE_M or slice_k < LEAST_K or not has_room:
+    if slice_k < LEAST_K or not has_room:
         return 0
-    count = len(ops) - bool(ops and ops[0].kind == "sub" and _is_integer(weight, ops[0]))
-    rest = ops[len(ops) - count :]
+    ops, _ = rules.dequant_ops_of(spec, view.weight)
+    rest = ops
+    if ops and ops[0].kind == "sub" and _is_integer(view.weight, ops[0].operand):
+        if not _is_small(ops[0].operand):
+            return 0
+        rest = ops[1:]
     if [op.kind for op in rest] not in (["mul"], ["mul", "add"], ["mul", "sub"], ["sub", "mul"]):
         return 0
     fields = [op.operand for op in rest if isinstance(op.operand, Field)]
-    if len(fields) < count or any(field.high or is_listed(format, field) for field in fields):
+    if len(fields) < len(rest) or any(each.high or is_listed(format, each) for each in fields):
         return 0
     groups = [format.block(field)[0] for field in fields]
     if any(group > 0 and group % slice_k for group in groups):
         return 0
-    is_wide = any(weight.tensors[field.source].dtype == torch.float32 for field in fields)
-    return count if is_wide or rest[0].kind == "sub" else 0
+    is_wide = any(view.weight.tensors[each.source].dtype == torch.float32 for each in fields)
+    return len(rest) if is_wide or rest[0].kind == "sub" else 0
 
 
-def _is_integer(weight: Weight, op: DequantOp) -> bool:
-    if not isinstance(op.operand, Field):
-        return float(op.operand).is_integer()
-    dtype = weight.tensors[op.operand.source].dtype
-    return bool(op.operand.width) or not (dtype.is_floating_point or op.operand.float8)
+def _is_integer(weight: Weight, operand: Field | float) -> bool:
+    if not isinstance(operand, Field):
+        return float(operand).is_integer()
+    is_float = weight.tensors[operand.source].dtype.is_floating_point
+    return not operand.float8 and (operand.width > 0 or not is_float)
+
+
+def _is_small(operand: Field | float) -> bool:
+    """Of the size of a code."""
+    most = 1 << MAX_WIDTH
+    if not isinstance(operand, Field):
+        return 0 <= operand <= most
+    return 0 < operand.width <= MAX_WIDTH and 0 <= operand.add <= most and not operand.high
 
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:
@@ -318,7 +336,7 @@ def tile_misfit(
 
 
 def rows_of(problem: Problem) -> int:
-    """Of a tile, of at most 16 rows."""
+    """BLOCK_M, for at most 16 rows."""
     return max(ROWS[0], 1 << (problem.m - 1).bit_length())
 
 

@@ -16,7 +16,7 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
-from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, count_sum_ops
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
@@ -198,6 +198,19 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
     assert simulate.compile_kernel(*named).spill_stores == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("n", "k", "most"), [(13824, 5120, 0), (14336, 4096, 24), (8192, 8192, 40)]
+)
+def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
+    """They were timed so (README.md)."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    case = Case("hqq", 8, n, k, bf16)
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
+    assert config.block_n == 64
+    assert compiled_for(case, config).spill_stores <= most
+
+
 @pytest.mark.parametrize(
     ("name", "m", "group", "config", "count"),
     [
@@ -220,6 +233,23 @@ def test_scales_are_applied_to_sums_where_w_would_take_fp32(
     spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config(config))
     assert len(codegen.sum_ops) == count
+
+
+@pytest.mark.parametrize("name", formats.FORMATS)
+@pytest.mark.parametrize(("m", "group"), [(8, 64), (16, 128)])
+@pytest.mark.parametrize("scales", [None, torch.float32])
+def test_tiles_are_chosen_for_what_is_generated(name, m, group, scales, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    if scales is not None:
+        monkeypatch.setattr(formats, "bf16", scales)
+        monkeypatch.setattr(formats, "f16", scales)
+    spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
+    if WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90)) is not None:
+        return
+    for config in WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))[:1]:
+        found = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
+        count = count_sum_ops(spec, problem.weight, config)
+        assert len(found.sum_ops) == (0 if found.parts > 1 else count)
 
 
 @pytest.mark.parametrize(("m", "least"), [(1, 64), (8, 64), (16, 64)])
