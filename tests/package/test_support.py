@@ -40,6 +40,12 @@ def test_a_hazard_is_the_kernels_own_unless_each_access_is_of_tritons_constructs
     assert len(racecheck.own_hazards(REPORT.format(3, 3), tmp_path / "c6" / "none")[1]) == 1
 
 
+def test_errors_that_are_no_hazards_are_kept():
+    errors = ["========= Error: process didn't terminate", "========= Internal Sanitizer Error"]
+    text = "\n".join([REPORT.format(3, 3), *errors, "========= Warning: a limit"])
+    assert racecheck.other_errors(text) == errors
+
+
 def test_names_of_file_and_kernel_may_be_exchanged_and_a_line_may_stand_in_another_report(tmp_path):
     (tmp_path / "c6.py").write_text(KERNEL)
     short = "\n========= Warning: Race reported between Read access at /x/c6.py+0x630\n"

@@ -204,55 +204,20 @@ def test_tiles_in_halves_are_close_to_fp64(dtype, group, monkeypatch):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
-def shifted(kind):
-    """HQQ's, with the zero point added to or subtracted from the product with the scale."""
-    hqq = formats.FORMATS["hqq"]
-
-    def build(k, n):
-        packed = hqq(k, n)
-        zero, scale = packed.format.dequant_ops
-        steps = (scale, dataclasses.replace(zero, kind=kind))
-        sign = 1 if kind == "add" else -1
-
-        def read(words, zeros, scales):
-            product = packed.read(words, torch.zeros_like(zeros), scales)
-            each = zeros.t().double().repeat_interleave(k // zeros.shape[1], 0)
-            return product + sign * each
-
-        format = dataclasses.replace(packed.format, dequant_ops=steps)
-        return dataclasses.replace(packed, format=format, read=read)
-
-    return build
-
-
 @pytest.mark.parametrize(
-    ("name", "kind", "dtypes", "case", "config"),
+    ("case", "config", "zeros"),
     [
-        ("hqq", "", {}, ("hqq", 3, 128, 128), "8x32x128_w2_s1_g8"),
+        (Case("hqq", 3, 128, 128, bias=True), "8x32x128_w2_s1_g8", bf16),
         # fewer slices than warps, partials
-        ("hqq", "", {}, ("hqq", 13, 96, 320), "16x32x128_w2_s1_g8_k2"),
-        ("hqq", "", {}, ("hqq", 8, 128, 128, f16), "8x64x64_w1_s1_g8"),
-        ("hqq", "", {"bf16": torch.float32}, ("hqq", 5, 64, 128), "8x16x64_w1_s1_g8"),
-        ("hqq", "add", {"bf16": torch.float32}, ("hqq", 5, 64, 128), "8x32x64_w1_s1_g8"),
-        ("hqq", "sub", {"bf16": torch.float32}, ("hqq", 7, 64, 128, f16), "8x32x64_w1_s1_g8"),
-        ("gptq", "", {"f16": torch.float32}, ("gptq", 5, 64, 128), "8x32x128_w2_s1_g8"),
-        (
-            "nibble_pairs",
-            "",
-            {"bf16": torch.float32},
-            ("nibble_pairs", 9, 64, 128),
-            "16x32x64_w1_s1_g8",
-        ),
+        (Case("hqq", 13, 96, 320, bias=True), "16x32x128_w2_s1_g8_k2", bf16),
+        (Case("hqq", 8, 128, 128, f16, bias=True), "8x64x64_w1_s1_g8", bf16),
+        (Case("hqq", 5, 64, 128), "8x16x64_w1_s1_g8", torch.float32),
     ],
 )
-def test_scales_of_groups_are_applied_to_sums(name, kind, dtypes, case, config, monkeypatch):
+def test_scales_of_groups_are_applied_to_sums(case, config, zeros, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 64)
-    for each, dtype in dtypes.items():
-        monkeypatch.setattr(formats, each, dtype)
-    if kind:
-        monkeypatch.setitem(formats.FORMATS, name, shifted(kind))
+    monkeypatch.setattr(formats, "bf16", zeros)  # and scales
     torch.manual_seed(0)
-    case = Case(*case, bias=True)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
     assert any("acc = acc + tile_sums *" in source for source in generated.kernels.values())

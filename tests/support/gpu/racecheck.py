@@ -62,6 +62,12 @@ def own_hazards(output: str, folder: Path) -> tuple[int, list[str]]:
     return len(reports), [report for report in reports if not is_tritons(report)]
 
 
+def other_errors(output: str) -> list[str]:
+    """The errors that are no hazards: an access out of bounds, a failure of the tool."""
+    lines = (line for line in output.splitlines() if re.match(r"=+ (Error|Internal)", line))
+    return [line for line in lines if "Race reported" not in line]
+
+
 def _accesses(report: str) -> Iterator[tuple[str, str, int]]:
     """File, address in the kernel, and line of each access; 0: it is not known. Some runs exchange
     the names of the file and the kernel, and some reports have only the first of them."""

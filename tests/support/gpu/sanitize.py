@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -140,11 +139,7 @@ def run(tool: str, names: list[str], limit: float) -> tuple[int, str]:
     if tool == RACECHECK:
         count, own = racecheck.own_hazards(text, Path(cache_dir()))
         kernels = [line for line in text.splitlines() if line.startswith("KERNEL")]
-        other = [
-            line
-            for line in text.splitlines()
-            if re.match(r"=+ (Error|Internal)", line) and "Race reported" not in line
-        ]
+        other = racecheck.other_errors(text)
         text = "\n".join(
             [*kernels, *own, *other, f"{count} reports, {len(own)} of the kernels' own lines"]
         )

@@ -25,7 +25,7 @@ from inductor_quant.kernels.weight_only.direct.kernel import (
     FLOAT8,
     TILES,
     WeightOnlyDirect,
-    count_sum_ops,
+    scales_sums,
 )
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -70,8 +70,8 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         weight = rules.weight_of(problem)
 
         def rank(tile: tuple[int, int]) -> tuple[bool, int]:
-            scales_sums = count_sum_ops(spec, weight, GemmConfig(block_m, *tile, 1, 1)) > 0
-            return not scales_sums, tile[0] * scales_sums  # 8 x 64 spills if rows are not sorted
+            is_scaling = scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
+            return not is_scaling, tile[0] * is_scaling  # 8 x 64 spills if rows are not sorted
 
         found = []
         for block_n, slice_k in sorted(_tiles(weight), key=rank):

@@ -299,15 +299,9 @@ class DirectCodegen(DigitCodegen):
             code = f"gl.convert_layout({self.of_columns(code)}, {layout}, assert_trivial=True)"
             return out.assign("c", f"gl.expand_dims({code}, 2)")
 
-        operands = {op.kind: out.operand(op).code for op in self.sum_ops}
-        scale = operands.pop("mul")
+        zero, scale = (out.operand(op).code for op in self.sum_ops)
         factor = of_rows(f"{scale} * {float(self.divisor)}")
-        if not operands:
-            return [*out.lines, f"acc = acc + tile_sums * {factor}"]
-        [(kind, zero)] = operands.items()
-        if self.sum_ops[0].kind == "sub":
-            zero = out.assign("f", f"{zero} * {scale}")
-        zero = of_rows(zero)
+        zero = of_rows(out.assign("f", f"{zero} * {scale}"))
         shape = [MMA_ROWS, self.block_m]
         ones = f"gl.full([{self.warps}, {MMA_ROWS}, {self.tile_k}], 1.0, {self.x_type}, W_MMA)"
         whole = (
@@ -322,7 +316,7 @@ class DirectCodegen(DigitCodegen):
             f"x_sums = mma_v2({ones}, x, x_sums)",
             f"x_sums = gl.convert_layout({x_sums}, MMA, assert_trivial=True)",
             f"acc = acc + tile_sums * {factor}",
-            f"acc = acc {'+' if kind == 'add' else '-'} x_sums * {zero}",
+            f"acc = acc - x_sums * {zero}",
         ]
 
     def w_operand(self, code: str) -> str:

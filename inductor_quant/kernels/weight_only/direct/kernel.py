@@ -60,8 +60,8 @@ MAX_VALUES, MAX_APART = 128, 64
 # than this.
 MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
 WARP_SIZE = 32
-# If scales are applied to the sums of a warp's tile: bits of a value; sums of a thread, as many as
-# were timed (README.md says what spills); k, with less columns are scaled too often.
+# If scales are applied to the sums of a warp's tile: bits of a value; sums of a thread, with more
+# tiles were slower; k, with less columns are scaled too often.
 MAX_WIDTH, MAX_SUMS, LEAST_K = 4, 16, 64
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
 TILES = (
@@ -119,11 +119,9 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 is_gated=problem.is_gated,
             )
 
-        count = 0 if in_halves else count_sum_ops(spec, weight, config)
-        if count:
-            kept, rest = tile.loop_ops[:-count], tile.loop_ops[-count:]
-            found = of(dataclasses.replace(tile, loop_ops=kept, sum_ops=rest))
-            if found.is_in_16_bits():
+        if not in_halves and scales_sums(spec, weight, config):
+            found = of(dataclasses.replace(tile, loop_ops=(), sum_ops=tile.loop_ops))
+            if found.is_in_16_bits():  # unless what is added to codes is large
                 return found
         return of(tile)
 
@@ -158,11 +156,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         if is_joined and is_along_n(weight) and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
-        def scales_sums(config: GemmConfig) -> bool:
-            return count_sum_ops(spec, weight, config) > 0
-
         block_m = rows_of(problem)
-        scaling = [tile for tile in tiles if scales_sums(GemmConfig(block_m, *tile, 1, 1))]
+        scaling = [
+            tile for tile in tiles if scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
+        ]
 
         def cost_of(config: GemmConfig) -> float:
             return cost.of_few_rows(problem, config, device, scales_sums=bool(scaling))
@@ -217,56 +214,36 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return split_k.same_split([config for config in order if costs[config] < most])
 
 
-def count_sum_ops(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> int:
-    """How many of the last ops are applied to the sums of a warp's tile instead of W, for which
-    they would take fp32: a zero point that is no integer, a scale in fp32, of fields of up to 4
-    bits. The tile is within a group along K, and what is left of W are small integers.
+def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
+    """Whether the scales and zero points of groups are applied to the sums of a warp's tile instead
+    of W, for which they would take fp32, as zero points that are no integers do: of fields of up to
+    4 bits, if the tile is within a group along K.
 
-    (An infinite x gives NaN, and a weight that is exactly its zero point the rounding of fp32.)"""
+    (An infinite x gives NaN; a code equal to its zero point adds what fp32 rounds, not 0.)"""
     view = words_in_order(weight)[0]
     format, slice_k = view.weight.format, config.block_k // config.num_warps
     code = format.code
     is_small = 0 < code.width <= MAX_WIDTH and not view.parts and is_in_place(code, 8)
     if not is_small or format.element != code or config.block_m > DECODE_M:
-        return 0
+        return False
     most = MAX_VALUES if config.block_m == ROWS[0] else MAX_VALUES_ZEROS
     has_room = (
         config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
         and config.block_n * slice_k <= most * WARP_SIZE
     )
     if slice_k < LEAST_K or not has_room:
-        return 0
+        return False
     ops, _ = rules.dequant_ops_of(spec, view.weight)
-    rest = ops
-    if ops and ops[0].kind == "sub" and _is_integer(view.weight, ops[0].operand):
-        if not _is_small(ops[0].operand):
-            return 0
-        rest = ops[1:]
-    if [op.kind for op in rest] not in (["mul"], ["mul", "add"], ["mul", "sub"], ["sub", "mul"]):
-        return 0
-    fields = [op.operand for op in rest if isinstance(op.operand, Field)]
-    if len(fields) < len(rest) or any(each.high or is_listed(format, each) for each in fields):
-        return 0
+    fields = [op.operand for op in ops if isinstance(op.operand, Field)]
+    if [op.kind for op in ops] != ["sub", "mul"] or len(fields) < len(ops):
+        return False
+    if any(each.high or is_listed(format, each) for each in fields):
+        return False
     groups = [format.block(field)[0] for field in fields]
     if any(group > 0 and group % slice_k for group in groups):
-        return 0
-    is_wide = any(view.weight.tensors[each.source].dtype == torch.float32 for each in fields)
-    return len(rest) if is_wide or rest[0].kind == "sub" else 0
-
-
-def _is_integer(weight: Weight, operand: Field | float) -> bool:
-    if not isinstance(operand, Field):
-        return float(operand).is_integer()
-    is_float = weight.tensors[operand.source].dtype.is_floating_point
-    return not operand.float8 and (operand.width > 0 or not is_float)
-
-
-def _is_small(operand: Field | float) -> bool:
-    """Of the size of a code."""
-    most = 1 << MAX_WIDTH
-    if not isinstance(operand, Field):
-        return 0 <= operand <= most
-    return 0 < operand.width <= MAX_WIDTH and 0 <= operand.add <= most and not operand.high
+        return False
+    zero = fields[0]
+    return not zero.width and view.weight.tensors[zero.source].dtype.is_floating_point
 
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:

@@ -16,7 +16,7 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
-from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, count_sum_ops
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, scales_sums
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
@@ -203,7 +203,7 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
     ("n", "k", "most"), [(13824, 5120, 0), (14336, 4096, 24), (8192, 8192, 40)]
 )
 def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
-    """They were timed so (README.md)."""
+    """Of this layout, which is not HQQ's own (README.md)."""
     monkeypatch.setattr(formats, "GROUP", 64)
     case = Case("hqq", 8, n, k, bf16)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
@@ -212,27 +212,27 @@ def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "group", "config", "count"),
+    ("name", "m", "group", "config", "is_scaling"),
     [
-        ("hqq", 8, 64, "8x32x512_w8_s1_g8", 2),
-        ("hqq", 8, 64, "8x32x1024_w8_s1_g8", 0),  # a tile has two groups
-        ("hqq", 16, 64, "16x32x512_w8_s1_g8", 2),
-        ("hqq", 16, 64, "16x64x512_w8_s1_g8", 0),  # too many sums
-        ("hqq", 16, 128, "16x32x1024_w8_s1_g8", 0),  # and values
-        ("hqq", 32, 64, "32x32x512_w8_s1_g8", 0),
-        ("nibble_pairs", 8, 128, "8x32x512_w8_s1_g8", 0),  # in 16 bits
-        ("int8_group", 8, 128, "8x32x512_w8_s1_g8", 0),
-        ("nf4", 8, 128, "8x32x512_w8_s1_g8", 0),
-        ("act_order", 8, 128, "8x32x512_w8_s1_g8", 0),
+        ("hqq", 8, 64, "8x32x512_w8_s1_g8", True),
+        ("hqq", 8, 64, "8x32x1024_w8_s1_g8", False),  # a tile has two groups
+        ("hqq", 16, 64, "16x32x512_w8_s1_g8", True),
+        ("hqq", 16, 64, "16x64x512_w8_s1_g8", False),  # too many sums
+        ("hqq", 16, 128, "16x32x1024_w8_s1_g8", False),  # and values
+        ("hqq", 32, 64, "32x32x512_w8_s1_g8", False),
+        ("nibble_pairs", 8, 128, "8x32x512_w8_s1_g8", False),  # in 16 bits
+        ("int8_group", 8, 128, "8x32x512_w8_s1_g8", False),
+        ("nf4", 8, 128, "8x32x512_w8_s1_g8", False),
+        ("act_order", 8, 128, "8x32x512_w8_s1_g8", False),
     ],
 )
 def test_scales_are_applied_to_sums_where_w_would_take_fp32(
-    name, m, group, config, count, monkeypatch
+    name, m, group, config, is_scaling, monkeypatch
 ):
     monkeypatch.setattr(formats, "GROUP", group)
     spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config(config))
-    assert len(codegen.sum_ops) == count
+    assert bool(codegen.sum_ops) == is_scaling
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
@@ -244,21 +244,23 @@ def test_tiles_are_chosen_for_what_is_generated(name, m, group, scales, monkeypa
         monkeypatch.setattr(formats, "bf16", scales)
         monkeypatch.setattr(formats, "f16", scales)
     spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
-    if WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90)) is not None:
-        return
-    for config in WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))[:1]:
-        found = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
-        count = count_sum_ops(spec, problem.weight, config)
-        assert len(found.sum_ops) == (0 if found.parts > 1 else count)
+    refused = WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90))
+    if refused is not None:
+        pytest.skip(refused.detail)
+    configs = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    if not configs:
+        pytest.skip("no tile suits the format")
+    found = WEIGHT_ONLY_DIRECT.codegen(spec, problem, configs[0])
+    assert bool(found.sum_ops) == scales_sums(spec, problem.weight, configs[0]) == (name == "hqq")
 
 
-@pytest.mark.parametrize(("m", "least"), [(1, 64), (8, 64), (16, 64)])
-def test_tiles_of_float_zero_points_are_within_a_group(m, least, monkeypatch):
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_tiles_of_float_zero_points_are_within_a_group(m, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 64)
     for n, k in ((4096, 4096), (28672, 4096), (2048, 8192)):
         spec, problem = aligned(Case("hqq", m, n, k, bf16))
         for config in WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90)):
-            assert config.block_k // config.num_warps <= least
+            assert config.block_k // config.num_warps == 64
 
 
 @pytest.mark.parametrize(
@@ -397,9 +399,7 @@ def test_large_tiles_of_words_along_n_are_multiplied_in_halves(
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
     assert config.block_n * config.block_k // config.num_warps == 4096
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
-    assert (
-        codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2(gl.conv") == 1 + in_halves
-    )
+    assert codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2") == 1 + in_halves
 
 
 def test_tiles_of_many_columns_are_for_8_rows_of_words_along_n():
