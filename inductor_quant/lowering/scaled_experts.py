@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from inductor_quant import fallback
+from inductor_quant._compat import group_reduce as groups
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.kernels.scaled_mm.fp8 import decodes
@@ -73,6 +74,8 @@ def lower(
             return dataclasses.replace(problem, has_aligned_rows=has_aligned_rows, **changes)
 
         taken = compat.realize(a)
+        if block_k and compat.runs_triton(device) and not compat.uses_cpp_wrapper():
+            groups.quantize_in_tiles(taken, block_k)
         problem = described(taken)
         if problem.is_gathered and expert_rows.is_gathered_before(
             "scaled_experts", spec, problem, device

@@ -6,15 +6,17 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant._compat.group_reduce import TILE
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.kernels.scaled_experts.large_m_sm90.kernel import TALL, random_tiles
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import tile
-from inductor_quant.ops.scaled_experts import make_spec
+from inductor_quant.ops.scaled_experts import make_spec, op
 from inductor_quant.report.events import collect
 from tests.support import in_flight
 from tests.support.gemms.generated import device, generate
@@ -114,6 +116,29 @@ def test_many_rows_an_expert_are_for_the_kernel_of_large_m(dtype, block):
     ):
         assert first(100 * E, dtype, block, **change)[0] not in LARGE
     assert first(256 * E, e4m3, (64, 64))[0] not in LARGE
+
+
+def test_silu_times_up_and_its_quantization_in_blocks_read_rows_once():
+    """Inductor's own choice for so many groups is a loop, which reads them twice."""
+    case = Case((4096,) * 8, 2048, 768, block=(128, 128))
+
+    def fn(y, b, offsets, b_scale):
+        gate, up = y.chunk(2, -1)
+        groups = (F.silu(gate) * up).float().unflatten(1, (-1, 128))
+        scale = groups.abs().amax(-1).clamp_min(1e-12) / 448
+        a = (groups / scale[..., None]).to(e4m3).flatten(1)
+        return op(a, b.transpose(1, 2), scale, b_scale, offsets, None, **case.kwargs)
+
+    def make(device):
+        _, b, offsets, _, b_scale = make_inputs(case, device)
+        y = torch.empty(case.rows, 2 * case.k, dtype=bf16, device=device)
+        return y, b.mT, offsets, b_scale
+
+    kernels = generate(fn, make).kernels
+    [quantizing] = (name for name in kernels if "tem" not in name)
+    tile = {name: TILE[name] for name in ("XBLOCK", "num_warps")}
+    assert f"fixed_config(\n    config={tile}" in kernels[quantizing]
+    assert simulate.compile_kernel(quantizing, kernels[quantizing]).spill_stores == 0
 
 
 def test_tiles_are_those_that_leave_no_sm_idle():
