@@ -84,6 +84,13 @@ def forward_barrier(barrier: Any, phase: Any, base: Any, index: Any, *, _semanti
 
 
 @core.builtin
+def store_early(buffer: Any, value: Any, barrier: Any, *, _semantic: Any) -> None:
+    """Store what the warp's next arrival makes visible: it forwards that of ``barrier``."""
+    buffer.store(value, _semantic=_semantic)
+    _run("{ bar.warp.sync 0xffffffff; mov.u32 $0, 0; }", [], _semantic)
+
+
+@core.builtin
 def own_stage_buffer(buffers: Any, index: Any, slices: Any, count: Any, *, _semantic: Any) -> Any:
     """The stage buffer of this warp's K slice, ``buffers[index * slices + slice]``: the first
     ``count`` warps of the kernel form ``slices`` equal slices."""

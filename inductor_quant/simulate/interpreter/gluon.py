@@ -59,6 +59,7 @@ def names() -> dict[str, Any]:
             barriers=_WarpBarriers,
             wait=lambda base, index, phase: base.wait(index, phase),
             forward_barrier=lambda barrier, phase, base, index: base.forward(barrier, index),
+            store_early=lambda buffer, value, barrier: buffer.keep(value, barrier),
             own_stage_buffer=lambda buffers, index, slices, count: buffers.parts(index, slices),
         ),
         "tile_exp": lambda value: tl.exp(value),  # looked up late: the interpreter replaces it
@@ -103,6 +104,11 @@ class _Buffer:
         self.barrier = barrier
         self.phases += [[] for _ in range(barrier.expected - len(self.phases))]
         self.phases[-1].append(tile)
+
+    def keep(self, value: Any, barrier: _Buffer) -> None:
+        """For the next phase of ``barrier``."""
+        self.barrier = barrier
+        self.phases.append([value])
 
     def permute(self, order: Any) -> Any:
         return tl.permute(self.load(None), order)

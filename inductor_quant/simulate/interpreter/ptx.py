@@ -1,11 +1,11 @@
 """Inline PTX as in our kernels, run on numpy arrays.
 
-Straight-line code on 32-bit registers: ``prmt``, shifts, ``sub``, ``and``, ``xor``, ``lop3``,
-``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32, rounding to a signed
-byte, pairs of e4m3 to fp16, loads and stores of shared memory, of which there is one allocation.
-Every lane has number 0. As in ``tl.inline_asm_elementwise``, a
-call takes ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which
-elements those are; here they are neighbours.
+Straight-line code on 32-bit registers, with results of 64 bits: ``prmt``, shifts, ``sub``, ``and``,
+``xor``, ``lop3``, ``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32,
+rounding to a signed byte, pairs of e4m3 to fp16, loads and stores of shared memory, of which there
+is one allocation. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
+``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
+those are; here they are neighbours.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _words(registers: Registers, address: str, count: int) -> list[Array]:
 
 
 def _registers(dtype: np.dtype[Any], pack: int) -> int:
-    return max(1, dtype.itemsize * pack // 4)
+    """One of 64 bits for each element of as many."""
+    return pack if dtype.itemsize == 8 else max(1, dtype.itemsize * pack // 4)
 
 
 def _pack(bits: Array) -> Array:
@@ -198,6 +199,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "mov.b32": np.positive,
     "mov.u32": np.positive,
     "mul.lo.u32": np.multiply,
+    "mul.wide.u32": lambda a, b: a.astype(np.uint64) * b.astype(np.uint64),
     "mul.rn.f32": _fp32(np.multiply),
     "neg.f32": _fp32(np.negative),
     "prmt.b32": _prmt,

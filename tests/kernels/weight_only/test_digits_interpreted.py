@@ -13,7 +13,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.simulate.interpreter import gluon as interpreter
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support.gemms import formats
 from tests.support.gemms.apart import bit_by_bit
 from tests.support.gemms.generated import generate
@@ -128,66 +128,6 @@ def test_results_are_close_to_fp64(kernel, case, config):
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
-
-
-def listed(zero, scales):
-    """The format of act-order with other zero points and scales."""
-
-    def build(k, n):
-        packed = ACT_ORDER(k, n)
-        sub, mul = packed.format.dequant_ops
-        group, tensors = sub.operand.index[0], list(packed.tensors)
-        tensors[2] = ("scale", tensors[2][1], scales)
-        if zero == "int64":
-            tensors[3] = ("group", (k,), torch.int64)
-        if zero == "plain":  # from 1 to 16
-            sub = dataclasses.replace(sub, operand=dataclasses.replace(sub.operand, wrap=False))
-        elif zero == "constant":  # the list takes the place of the zero points
-            [(g_idx, _)] = group.fields
-            group = dataclasses.replace(group, fields=((dataclasses.replace(g_idx, source=1), 1),))
-            scale = dataclasses.replace(mul.operand, index=(group, mul.operand.index[1]))
-            sub, mul = DequantOp("sub", 8.0), DequantOp("mul", scale)
-            tensors[1:] = [tensors[3], tensors[2]]
-        elif zero == "alone":  # in a word
-            alone = {"index": (group, mul.operand.index[1]), "offset": AffineIndex(8)}
-            sub = dataclasses.replace(sub, operand=dataclasses.replace(sub.operand, **alone))
-            tensors[1] = ("bits", (k // formats.GROUP, n), torch.int32)
-        elif zero == "floats":
-            tensors[1] = ("float", (k // formats.GROUP, n), f16)
-            sub = DequantOp("sub", Field(1, (group, mul.operand.index[1])))
-        format = dataclasses.replace(packed.format, dequant_ops=(sub, mul))
-        return dataclasses.replace(packed, format=format, tensors=tuple(tensors))
-
-    return build
-
-
-ACT_ORDER = formats.FORMATS["act_order"]
-
-
-@pytest.mark.parametrize(
-    ("zero", "scales", "dtype"),
-    [
-        ("plain", f16, f16),
-        ("plain", bf16, bf16),
-        ("wrapped", bf16, bf16),
-        ("alone", f16, f16),
-        ("int64", f16, f16),
-        ("constant", f16, f16),
-        ("constant", bf16, bf16),
-        ("floats", f16, f16),  # in fp32
-        ("plain", torch.float32, bf16),  # likewise
-    ],
-)
-def test_listed_groups_decode_exactly(zero, scales, dtype, monkeypatch):
-    monkeypatch.setitem(formats.FORMATS, "act_order", listed(zero, scales))
-    case = Case("act_order", 8, 64, 128, dtype)
-    config = "8x32x64_w2_s1_g8"
-
-    def generated(fn, make):
-        return generated_by(DIRECT, fn, make, config)
-
-    for got, want in one_hot_rows(case, generated, every=4):
-        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(("dtype", "group"), [(bf16, 64), (f16, 64), (bf16, 32)])

@@ -55,7 +55,7 @@ def aligned(case):
         ("fp8_row", (17, 1024)),
         ("fp8_block", (17, 4096)),
         ("e5m2_group", (17, 4096)),
-        ("act_order", None),  # the group of each k is data
+        ("act_order", (17, 256)),  # the group of each k is data
         ("int8_divisor", None),
         ("int4_in_int64", None),
         ("shift_table", None),

@@ -15,7 +15,7 @@ import torch
 from inductor_quant.kernels.codegen.base import Codegen, Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim, bits
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup, table_lookup
-from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Uses, sum_of
+from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed, Uses, sum_of
 from inductor_quant.kernels.codegen.digits.tile import (
     WARP,
     TileDigit,
@@ -242,6 +242,10 @@ class DigitCodegen(Codegen):
         """The variable that ``Uses`` reads the ``i``-th field from."""
         return kept(i, slot)
 
+    def pointer_of_listed(self, out: Listed, field: Field) -> str:
+        """The addresses of a field of which a tensor lists where each k has its value."""
+        return out.pointer(field)[0]
+
     def varies(self, field: Field) -> bool:
         """Whether a tile has several values of the field."""
         inner = {digit.name for digit in (*self.n_digits, *self.k_digits) if digit.inner > 1}
@@ -292,7 +296,7 @@ class DigitCodegen(Codegen):
 
     def columns(self, stride: Hook, size: Hook) -> str:
         """Statements after the loop that apply the column ops to ``out`` [BLOCK_M, BLOCK_N]."""
-        out = DigitStatements(self, stride, size, "c", self._digits_of("within"))
+        out = DigitStatements(self, stride, size, "c", self._digits_of("n", "within"))
         lines = [f"within = gl.minimum(idx_n, {self.n - 1}).to(gl.int32)"]
         for op in self.column_ops:
             out.apply_to_sums(op, "out", out.operand(op).code)
@@ -308,17 +312,17 @@ class DigitCodegen(Codegen):
 
     def prefetch_columns(self, stride: Hook, size: Hook) -> str:
         """Statements that prefetch ``fields_of_columns`` of the columns ``early``."""
-        out = DigitStatements(self, stride, size, "p", self._digits_of("early"))
+        out = DigitStatements(self, stride, size, "p", self._digits_of("n", "early"))
         for field in self.fields_of_columns:
             out.lines.append(f"warps.prefetch({out.pointer(field)[0]})")
         return "\n".join(out.lines)
 
-    def _digits_of(self, column: str) -> dict[str, list[str]]:
-        """The terms of the digits of n at a column, and of those of e."""
+    def _digits_of(self, axis: str, position: str) -> dict[str, list[str]]:
+        """The terms of the digits of an axis at a position, and of those of e."""
         format = self.format
         digits = {
-            name: [f"({column} // {format.weight_of(name)} % {format.radix(name)})"]
-            for name in format.digits("n")
+            name: [f"({position} // {format.weight_of(name)} % {format.radix(name)})"]
+            for name in format.digits(axis)
         }
         return digits | self.expert()
 

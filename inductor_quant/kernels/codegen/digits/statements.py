@@ -97,7 +97,7 @@ class Uses(DigitStatements):
             digits[name] = [*digits[name], f"was_{name}"]
         super().__init__(codegen, stride, size, "u", digits)
         self.slot = slot
-        self.listed = Listed(codegen, stride, size, "g", codegen.digits("g_", "n"))
+        self.listed = Listed(codegen, stride, size, slot)
 
     def read(self, field: Field) -> tuple[str, int, int]:
         if field == self.format.code and self.codegen.view.parts:
@@ -108,7 +108,7 @@ class Uses(DigitStatements):
             code = word if is_scalar else f"gl.convert_layout({word}, TILE, assert_trivial=True)"
             return self.assign("w", code), 1, 1
         if field in self.codegen.listed:
-            pointer, _, _ = self.listed.pointer(field)
+            pointer = self.codegen.pointer_of_listed(self.listed, field)
             self.lines += self.listed.lines
             self.listed.lines.clear()
             code = f"gl.convert_layout(gl.load({pointer}), TILE, assert_trivial=True)"
@@ -219,9 +219,13 @@ class Uses(DigitStatements):
 class Listed(DigitStatements):
     """Reads what a list of the group of each k points to, in the layout LISTED."""
 
+    def __init__(self, codegen: Any, stride: Hook, size: Hook, slot: int) -> None:
+        super().__init__(codegen, stride, size, "g", codegen.digits("g_", "n"))
+        self.slot = slot
+
     def read(self, field: Field) -> tuple[str, int, int]:
         codegen = self.codegen
-        group = codegen.used(codegen.loaded.index(field), 0)
+        group = codegen.used(codegen.loaded.index(field), self.slot)
         return self.assign("w", f"gl.convert_layout({group}, LISTED, assert_trivial=True)"), 1, 1
 
 

@@ -92,6 +92,24 @@ class TilePlan:
         registers = tuple(sorted(self.loaded.registers, key=is_k))
         return dataclasses.replace(self.loaded, registers=registers)
 
+    def of_k(self) -> Layout:
+        """``layout`` of a tensor that has one value for each k of the tile, in order."""
+        apart: dict[int, int] = {}
+        size = 1
+        for axis, digit in reversed([*enumerate(self.digits)]):
+            if digit.digit[0] == "k":
+                apart[axis] = size
+                size *= digit.inner
+
+        def along_k(bases: Sequence[Basis]) -> tuple[Basis, ...]:
+            return tuple(
+                (sum(step * apart.get(axis, 0) for axis, step in enumerate(basis)),)
+                for basis in bases
+            )
+
+        registers = tuple(basis for basis in along_k(self.layout.registers) if any(basis))
+        return Layout(registers, along_k(self.layout.lanes), along_k(self.layout.warps), (size,))
+
     def of_a_tile(self) -> TilePlan:
         """The plan without how many tiles there are: equal for weights that a tile's statements
         read in the same way."""

@@ -32,6 +32,7 @@ MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
 class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
     name = "experts_mm_sm90"
+    takes_lists = False
     grid = staticmethod(walking_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:

@@ -7,23 +7,43 @@ do if values of a word are far apart along K.
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
-from inductor_quant.kernels.codegen.digits.statements import Uses
-from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
+from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed, Uses
+from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout
-from inductor_quant.kernels.codegen.unpack_ptx import PLACES
+from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
+from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.kernels.weight_only.rules import ALIGNMENT
+from inductor_quant.spec.weight_format import AffineIndex, Field
 
 T: Dim = ("t", 4)
+LANES = 32
 PAIR_OF_M: Dim = ("pair", 2)
+
+
+def listed_positions(weight: Weight) -> dict[tuple[AffineIndex, int | None], tuple[int, int]]:
+    """The positions that tensors list for each k, of so many: the source and the dimension of one
+    of the fields that are there."""
+    format, tensors = weight.format, weight.tensors
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    return {
+        (index, tensors[field.source].shape[dim]): (field.source, dim)
+        for field in operands
+        if is_listed(format, field)
+        for dim, index in enumerate(field.index)
+        if index.is_data
+    }
 
 
 class MMSm90Codegen(DigitCodegen):
@@ -53,6 +73,8 @@ class MMSm90Codegen(DigitCodegen):
         self.packed_type = self.dialect.type(self.dtypes[self.format.code.source])
         itemsize = self.dtypes[self.format.code.source].itemsize
         self.packed_bytes = box.count * box.rows * box.columns * itemsize
+        self.tensors = tile.weight.tensors
+        self.positions = listed_positions(tile.weight)
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
@@ -72,6 +94,13 @@ class MMSm90Codegen(DigitCodegen):
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
         }
+        if self.positions:
+            each = self.block_k // LANES
+            self.layouts |= {
+                "OF_RELAY": f"gl.BlockedLayout([{each}], [{LANES}], [1], [0])",
+                "LIST_SHARED": "gl.SwizzledSharedLayout(1, 1, 1, [0])",
+                "LIST_READ": plan.of_k(),
+            }
 
     @property
     def divisor(self) -> int:
@@ -85,7 +114,26 @@ class MMSm90Codegen(DigitCodegen):
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = f"{self.unknown_zero} = (gl.num_programs(2) - 1).to(gl.float32)"
-        return "\n".join([zero, super().start(stride, size)])
+        return "\n".join([zero, super().start(stride, size), *self._start_of_lists(stride, size)])
+
+    def _start_of_lists(self, stride: Hook, size: Hook) -> list[str]:
+        """Statements that leave in ``listed<i>`` the addresses of the ``i``-th field of ``listed``
+        at position 0, in bytes: with how far apart positions are, which ptxas must not know to be a
+        power of two, an address is one instruction."""
+        out = DigitStatements(self, stride, size, "b", self.digits("g_", "n"))
+        for i, field in enumerate(self.listed):
+            own = (AffineIndex() if index.is_data else index for index in field.index)
+            first, _, _ = out.pointer(Field(field.source, tuple(own)))
+            out.lines.append(f"listed{i} = ({first}).to({self._pointer(torch.int8)}, bitcast=True)")
+            for dim, index in enumerate(field.index):
+                if index.is_data:
+                    itemsize = self.dtypes[field.source].itemsize
+                    apart = f"{stride(self.sources[field.source], dim)} * {itemsize}"
+                    out.lines.append(f"{_apart(i, dim)} = {apart} + gl.num_programs(2) - 1")
+        return out.lines
+
+    def _pointer(self, dtype: torch.dtype) -> str:
+        return f"gl.pointer_type({self.dialect.type(dtype)})"
 
     @property
     def x_bytes(self) -> int:
@@ -102,7 +150,7 @@ class MMSm90Codegen(DigitCodegen):
         return f"{source}.to(gl.pointer_type(gl.int32), bitcast=True)" if is_word else source
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
-        return field == self.format.code
+        return field == self.format.code or any(field in each.nested for each in self.listed)
 
     def first_word(self) -> str:
         """The position of a tile's first word."""
@@ -158,7 +206,40 @@ class MMSm90Codegen(DigitCodegen):
             f"w_stages.index({self.stage_of_box(stage, i)}).load(W_READ)" for i in range(box.count)
         ]
         words = f"gl.join({', '.join(boxes)})" if box.count > 1 else boxes[0]
-        return f"words = {words}\n{name} = {code}"
+        lines = [f"words = {words}", f"{name} = {code}"]
+        shape = [digit.inner if digit.digit[0] == "k" else 1 for digit in digits]
+        for i in range(len(self.positions)):
+            read = f"list_stages.index({self.stage_of_list(stage, i)}).load(LIST_READ)"
+            lines.append(f"{_position(i, slot)} = gl.reshape({read}, {shape})")
+        return "\n".join(lines)
+
+    def stage_of_list(self, stage: str, i: int) -> str:
+        """The stage of the ``i``-th of ``positions``."""
+        return stage if len(self.positions) == 1 else f"({stage}) * {len(self.positions)} + {i}"
+
+    def list_positions(self, tile: str, stride: Hook, size: Hook) -> str:
+        """Statements of the relay that leave in ``position<i>`` those of a K iteration, number
+        ``tile``: each thread of the consumers would compute them again."""
+        out = DigitStatements(self, stride, size, "r", self._digits_of("k", "k"))
+        for i, ((index, _), (source, dim)) in enumerate(self.positions.items()):
+            position = out.assign("i", out.index(index))
+            inside = out.inside(position, index, self.sources[source], dim)
+            out.lines.append(f"position{i} = {inside}.to(gl.int32)")
+        return "\n".join([f"k = ({tile}) * BLOCK_K + gl.arange(0, BLOCK_K, OF_RELAY)", *out.lines])
+
+    def pointer_of_listed(self, out: Listed, field: Field) -> str:
+        number, tensor = self.listed.index(field), self.tensors[field.source]
+        address = f"listed{number}"
+        for dim, index in enumerate(field.index):
+            if not index.is_data:
+                continue
+            i = [*self.positions].index((index, tensor.shape[dim]))
+            read = f"gl.convert_layout({_position(i, out.slot)}, LISTED, assert_trivial=True)"
+            arguments, moved = [out.assign("w", read), _apart(number, dim)], f"moved{number}_{dim}"
+            out.lines += self.dialect.inline_asm(MULTIPLY_WIDE, [moved], arguments, torch.int64)
+            multiple = math.gcd((tensor.strides[dim] or 1) * tensor.dtype.itemsize, ALIGNMENT)
+            address += f" + gl.multiple_of({moved}, {[multiple] * self.plan.rank})"
+        return f"({address}).to({self._pointer(tensor.dtype)}, bitcast=True)"
 
     def stage_of_box(self, stage: str, i: int) -> str:
         """The stage of the ``i``-th box of a tile."""
@@ -220,3 +301,13 @@ class MMSm90Codegen(DigitCodegen):
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
+
+
+def _position(i: int, slot: int) -> str:
+    """The variable with the ``i``-th of ``positions`` in a K iteration."""
+    return f"listed{slot}_at{i}"
+
+
+def _apart(i: int, dim: int) -> str:
+    """The variable with the bytes from one position of the ``i``-th of ``listed`` to the next."""
+    return f"apart{i}_{dim}"

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
@@ -27,6 +27,7 @@ from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, 
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
+    has_lists,
     n_order,
     operand_rejection,
     pair_of,
@@ -35,7 +36,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     words_in_parts,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
-from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
+from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen, listed_positions
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -47,6 +48,7 @@ UNROLLED = (4, 2)  # K iterations in the loop's body
 # Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
 # many in the largest tiles: with more it spills.
 MAX_SCALES = 8
+INT32 = 4
 BARRIERS = 1024  # bytes of shared memory beside the stages
 STAGES_APART = 8  # a multiple of it, so that four pairs of stages are filled at different times
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
@@ -71,13 +73,24 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((256, 64, 64, 4, 4), (700, 0), (740, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
+# If a tensor lists the group of each k, these too: a thread has four columns of each k, whose
+# scales and zero points it loads at once. Cycles without what the lists take, estimated.
+LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+    ((32, 256, 64, 8, 8), (900, 0), None),
+    ((128, 128, 64, 4, 4), (790, 1300), None),
+    ((128, 256, 64, 8, 4), (1340, 0), None),
+)
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
-# than W written once.
-MAX_VARYING, MAX_VARYING_M = 4096, 128
+# than W written once; if groups are listed, that M.
+MAX_VARYING, MAX_VARYING_M, MAX_LISTED_M = 4096, 128, 512
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
 VARYING = 2.0  # and if each value of a tile has a scale of its own
+# If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
+# value, for each k of a thread, and for each value if scales are of another type than x. From
+# instructions, of which 1.4 cycles each.
+LISTED, LISTED_K, LISTED_WIDE = 1.3, 13.0, 6.3
 LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
 # If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
@@ -127,8 +140,10 @@ def _groups(problem: Problem, config: GemmConfig) -> dict[DequantOp, int]:
 
 def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales and zero points of many groups take the registers that large tiles need: of a
-    table's values, and if K is in parts."""
+    table's values, and if K is in parts. What each k has of its own takes much code."""
     format = rules.weight_of(problem).format
+    if has_lists(format):
+        return UNROLLED[-1:]
     groups = _groups(problem, config).values()
     is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
     if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:
@@ -140,8 +155,14 @@ def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
 
 
 def is_crowded(problem: Problem, config: GemmConfig) -> bool:
-    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups: it
-    spills."""
+    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups, or one
+    of 256 rows and four warps listed groups: it spills."""
+    if (
+        has_lists(rules.weight_of(problem).format)
+        and config.block_m > 128
+        and config.num_warps == WARPGROUP
+    ):
+        return True
     if config.block_m < 128 or config.block_k < 128:
         return False
     groups = _groups(problem, config)
@@ -160,6 +181,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     template = "weight_only/mm_sm90/template"
     grid = staticmethod(grid)
     is_gluon = True
+    takes_lists: ClassVar[bool] = True
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
@@ -168,10 +190,12 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             return no_kernel(f"M = {problem.m} is not above {DECODE_M}")
         if not problem.has_weight_descriptors:
             return no_kernel("x or the packed weights have no TMA descriptor")
-        refused = operand_rejection(spec, problem, device)
+        refused = operand_rejection(spec, problem, device, lists=self.takes_lists)
         if refused is not None:
             return refused
-        if varying(rules.weight_of(problem).format) and problem.m > MAX_VARYING_M:
+        format = rules.weight_of(problem).format
+        most = MAX_LISTED_M if has_lists(format) else MAX_VARYING_M
+        if varying(format) and problem.m > most:
             return no_kernel("a scale for each weight of a tile is loaded")
         return None
 
@@ -212,9 +236,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         codegen = self.codegen(spec, problem, config)
         is_float8 = bool(codegen.format.element.float8) and not codegen.loop_ops
         is_narrow = is_float8 or codegen.is_in_16_bits() or codegen.is_looked_up_in_16_bits()
-        return Costs(
-            problem, device, is_narrow, LOOKED_UP_IN_PAIRS if codegen.pair_places else LOOKED_UP
+        looked_up = LOOKED_UP_IN_PAIRS if codegen.pair_places else LOOKED_UP
+        is_x_dtype = all(
+            codegen.is_in_x_dtype(field) for field in codegen.listed if not field.width
         )
+        return Costs(problem, device, is_narrow, looked_up, is_x_dtype)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -224,11 +250,12 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         view, _ = words_in_parts(weight, config.block_k)
         is_looked_up = found and pair_lookup.places_of(view.weight, found[0])
         table = pair_lookup.MEMORY if is_looked_up else 0
+        lists = config.num_stages * config.block_k * INT32 * len(listed_positions(weight))
         return tile_misfit(
             *(problem, config, device, found),
             x_bytes=2,
             ctas=ctas,
-            table=table,
+            beside=table + lists,
             offered=_unrolls(problem, config),
         )
 
@@ -254,9 +281,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, device: Device
     ) -> dict[GemmConfig, float]:
         """Cycles of each legal configuration."""
-        is_varying = bool(varying(rules.weight_of(problem).format))
+        format = rules.weight_of(problem).format
+        is_varying = bool(varying(format)) and not has_lists(format)
         legal = []
-        for block, split in itertools.product((block for block, *_ in BLOCKS), SPLITS):
+        blocks = blocks_for(rules.weight_of(problem))
+        for block, split in itertools.product((block for block, *_ in blocks), SPLITS):
             config = GemmConfig(*block, split_k=split)
             if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
                 continue
@@ -284,12 +313,12 @@ def tile_misfit(
     x_bytes: int,
     ctas: int,
     sums: int = 1,
-    table: int = 0,
+    beside: int = 0,
     offered: Sequence[int] = UNROLLED,
 ) -> Rejection | None:
     """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
-    accumulators for each output; ``table``: bytes of it in shared memory; ``offered``: K iterations
-    in the loop's body."""
+    accumulators for each output; ``beside``: bytes of shared memory for a table and for lists;
+    ``offered``: K iterations in the loop's body."""
     if not padded(problem, config, offered):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
@@ -309,7 +338,7 @@ def tile_misfit(
         config,
         device,
         element_bytes=2,
-        shared_bytes=ctas * (config.num_stages * stage + BARRIERS + table),
+        shared_bytes=ctas * (config.num_stages * stage + BARRIERS + beside),
     )
 
 
@@ -342,6 +371,10 @@ def loaded_together(problem: Problem, config: GemmConfig) -> int:
     return 2 if is_along_k and 2 * row == LINE and config.num_stages % STAGES_APART == 0 else 1
 
 
+def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
+    return (*BLOCKS, *LISTED_BLOCKS) if has_lists(weight.format) else BLOCKS
+
+
 def ctas_per_sm(config: GemmConfig) -> int:
     return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
 
@@ -354,24 +387,34 @@ class Costs:
     device: Device
     is_narrow: bool  # W is dequantized in 16 bits
     looked_up: float  # times as many cycles if values come from a table
+    is_x_dtype: bool = True  # scales have that of x, if groups are listed
 
     def listed(self, config: GemmConfig) -> Cycles | None:
-        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in BLOCKS}
+        blocks = blocks_for(rules.weight_of(self.problem))
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in blocks}
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
         """Of a K iteration: of a CTA alone on its SM, and of two."""
         # A pinned tile that is not in the list costs next to nothing, so it is not shared.
-        alone, paired = self.listed(config) or (1, 1)
+        known = self.listed(config)
+        alone, paired = known or (1, 1)
         format = rules.weight_of(self.problem).format
         factor = self.looked_up if format.element != format.code else 1
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
-        factor *= VARYING if varying(format) else 1
+        factor *= VARYING if varying(format) and not has_lists(format) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS
         factor *= SLOWED if self.problem.m > LONG_M else 1
         factor *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
+        factor += self._of_lists(config) / alone if known and has_lists(format) else 0
         return alone * factor, paired * factor
+
+    def _of_lists(self, config: GemmConfig) -> float:
+        """Cycles of a K iteration that a list of groups takes, of a CTA alone on its SM."""
+        columns = config.block_n / (8 * config.num_warps)  # of a thread
+        each = LISTED + LISTED_K / columns + (0 if self.is_x_dtype else LISTED_WIDE)
+        return config.block_n * config.block_k / 128 * each
 
     def tiles(self, config: GemmConfig) -> float:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n

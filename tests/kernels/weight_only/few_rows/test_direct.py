@@ -17,6 +17,7 @@ from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, scales_sums
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
@@ -297,10 +298,16 @@ def test_listed_groups_are_those_of_neighbouring_columns():
     assert WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90)) is None
 
 
-def test_listed_groups_have_few_rows():
-    """Above, W is written once, as it is without us; sizes do not matter."""
-    for m, kernel in ((1, WEIGHT_ONLY_DIRECT), (64, WEIGHT_ONLY_DIRECT), (96, None), (512, None)):
-        assert chosen(Case("act_order", m, 14336, 4096, f16)) is kernel
+def test_listed_groups_have_few_rows_or_small_layers():
+    """Above 512 rows W is written once, as it is without us."""
+    for m, n, kernel in (
+        (1, 14336, WEIGHT_ONLY_DIRECT),
+        (64, 1024, WEIGHT_ONLY_DIRECT),
+        (64, 14336, WEIGHT_ONLY_MM_SM90),
+        (256, 14336, WEIGHT_ONLY_MM_SM90),
+        (1024, 14336, None),
+    ):
+        assert chosen(Case("act_order", m, n, 4096, f16)) is kernel
 
 
 @pytest.mark.parametrize(
