@@ -12,7 +12,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.words import as_words
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_parts
@@ -315,6 +315,65 @@ def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large
         kernel = simulate.compile_kernel(*named)
         assert kernel.spill_stores == 0
         assert not kernel.is_serialized
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "tile"),
+    [
+        (64, bf16, "64x128x64_w4_s4_g8"),  # shared
+        (100, f16, "128x128x64_w4_s4_g8"),
+        pytest.param(24, f16, "32x128x64_w4_s8_g8", marks=pytest.mark.slow),
+        pytest.param(24, f16, "32x256x64_w8_s8_g8", marks=pytest.mark.slow),
+        pytest.param(64, f16, "64x256x64_w8_s4_g8", marks=pytest.mark.slow),
+        pytest.param(128, bf16, "128x256x64_w8_s4_g8", marks=pytest.mark.slow),
+        pytest.param(256, bf16, "256x128x64_w8_s4_g8", marks=pytest.mark.slow),
+    ],
+)
+def test_listed_groups_of_neighbouring_columns_are_loaded_at_once(m, dtype, tile, monkeypatch):
+    """For each k one load of scales and one of zero points, each from an address that is one
+    instruction; and nothing spills."""
+    monkeypatch.setattr(formats, "GROUP", 128)
+    monkeypatch.setattr(formats, "f16", dtype)  # of scales
+    generated = generate_case(
+        Case("act_order", m, 4096, 4096, dtype), f"{WEIGHT_ONLY_MM_SM90.name} {tile}"
+    )
+    named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
+    kernel = simulate.compile_kernel(*named)
+    assert kernel.spill_stores == 0
+    assert not kernel.is_serialized
+    code = in_flight.machine_code(kernel.ptx)
+    assert in_flight.overwritten(code) == []
+    config = parse_config(tile)
+    loop = in_flight.loop(code)
+    ks, columns = 2 * config.block_k // 4, config.block_n // (8 * config.num_warps)
+    assert sum("LDG" in each for each in loop) == 2 * ks
+    assert sum("LDG.E.64" in each for each in loop) == (ks if columns == 4 else 0)
+    assert 2 * ks <= sum("IMAD" in each for each in loop) < 2.5 * ks
+    assert len(loop) < (7.2 if columns == 4 else 9.6) * ks * columns
+
+
+def test_a_position_that_depends_on_n_too_is_left_to_others(large_groups):
+    """The groups of a column after those of the one before."""
+    spec, problem = aligned(Case("act_order", 64, 1024, 1024, f16))
+    assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is None
+    sub, mul = problem.weight.format.dequant_ops
+    group, column = mul.operand.index
+    group = dataclasses.replace(group, linear=(("n0", 8),))
+    mul = dataclasses.replace(mul, operand=dataclasses.replace(mul.operand, index=(group, column)))
+    format = dataclasses.replace(problem.weight.format, dequant_ops=(sub, mul))
+    weight = dataclasses.replace(problem.weight, format=format)
+    problem = dataclasses.replace(problem, weight=weight)
+    assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is not None
+
+
+@pytest.mark.parametrize(
+    ("tile", "is_shared"),
+    [("64x128x64_w4_s4_g8", True), ("128x128x64_w4_s4_g8", False), ("256x128x64_w8_s4_g8", True)],
+)
+def test_tiles_of_listed_groups_that_lack_registers_are_not_shared(tile, is_shared, large_groups):
+    spec, problem = aligned(Case("act_order", 256, 11008, 4096, f16))
+    config = parse_config(tile)
+    assert (WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0) == is_shared
 
 
 def test_a_zero_point_that_is_a_number_is_no_second_literal_of_a_multiply_add(

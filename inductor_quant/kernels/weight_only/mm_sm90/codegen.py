@@ -217,15 +217,25 @@ class MMSm90Codegen(DigitCodegen):
         """The stage of the ``i``-th of ``positions``."""
         return stage if len(self.positions) == 1 else f"({stage}) * {len(self.positions)} + {i}"
 
-    def list_positions(self, tile: str, stride: Hook, size: Hook) -> str:
-        """Statements of the relay that leave in ``position<i>`` those of a K iteration, number
-        ``tile``: each thread of the consumers would compute them again."""
+    def load_lists(self, tile: str, stride: Hook, size: Hook) -> str:
+        """Statements of the relay that load the lists of a K iteration, number ``tile``."""
         out = DigitStatements(self, stride, size, "r", self._digits_of("k", "k"))
+        lists = dict.fromkeys(each for field in self.listed for each in field.nested)
+        for field in lists:
+            pointer, _, _ = out.pointer(field)
+            out.lines.append(f"{self.used(self.loaded.index(field), 0)} = gl.load({pointer})")
+        return "\n".join([f"k = {tile} * BLOCK_K + gl.arange(0, BLOCK_K, OF_RELAY)", *out.lines])
+
+    def store_positions(self, stage: str, barrier: str, stride: Hook, size: Hook) -> str:
+        """Statements of the relay that leave in a stage the ``positions`` of what ``load_lists``
+        loaded: each thread of the consumers would compute them again."""
+        out = _OfRelay(self, stride, size, "r", {})
         for i, ((index, _), (source, dim)) in enumerate(self.positions.items()):
             position = out.assign("i", out.index(index))
             inside = out.inside(position, index, self.sources[source], dim)
-            out.lines.append(f"position{i} = {inside}.to(gl.int32)")
-        return "\n".join([f"k = ({tile}) * BLOCK_K + gl.arange(0, BLOCK_K, OF_RELAY)", *out.lines])
+            to = f"list_stages.index({self.stage_of_list(stage, i)})"
+            out.lines.append(f"warps.store_early({to}, {inside}.to(gl.int32), {barrier})")
+        return "\n".join(out.lines)
 
     def pointer_of_listed(self, out: Listed, field: Field) -> str:
         number, tensor = self.listed.index(field), self.tensors[field.source]
@@ -301,6 +311,11 @@ class MMSm90Codegen(DigitCodegen):
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
+
+
+class _OfRelay(DigitStatements):
+    def read(self, field: Field) -> tuple[str, int, int]:
+        return self.codegen.used(self.codegen.loaded.index(field), 0), 1, 1
 
 
 def _position(i: int, slot: int) -> str:

@@ -197,6 +197,10 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         most = MAX_LISTED_M if has_lists(format) else MAX_VARYING_M
         if varying(format) and problem.m > most:
             return no_kernel("a scale for each weight of a tile is loaded")
+        if any(
+            index.linear or index.tables for index, _ in listed_positions(rules.weight_of(problem))
+        ):
+            return no_kernel("where a field is depends on a list and on n")
         return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
@@ -416,6 +420,13 @@ class Costs:
         each = LISTED + LISTED_K / columns + (0 if self.is_x_dtype else LISTED_WIDE)
         return config.block_n * config.block_k / 128 * each
 
+    def _lacks_registers(self, config: GemmConfig) -> bool:
+        """Whether to share tiles, too, would spill: four columns of listed groups a thread and as
+        many sums as it can have."""
+        is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
+        is_wide = config.block_n > 16 * config.num_warps
+        return is_full and is_wide and has_lists(rules.weight_of(self.problem).format)
+
     def tiles(self, config: GemmConfig) -> float:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
@@ -441,7 +452,7 @@ class Costs:
         shared_tiles = tiles - whole * ctas
         turn, of_a_tile = turns_of(self.problem, config, _unrolls(self.problem, config))
         turns = shared_tiles * of_a_tile
-        if config.split_k > 1 or turns < 2 * ctas:
+        if config.split_k > 1 or turns < 2 * ctas or self._lacks_registers(config):
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n
