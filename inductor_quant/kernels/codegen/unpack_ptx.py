@@ -33,7 +33,7 @@ class Assembly:
     is_pure: bool = True
 
 
-# In 64 bits. LLVM forgets that operands have 32, where it moves them out of a loop.
+# In 64 bits, one instruction with a sum. LLVM would shift by a power of two, which takes two.
 MULTIPLY_WIDE = Assembly("mul.wide.u32 $0, $1, $2;", "=l,r,r", pack=1)
 # (a & b) ^ c: without it ptxas makes two instructions of two constants.
 MASK_AND_FLIP = Assembly(f"lop3.b32 $0, $1, $2, $3, {_XOR};", "=r,r,r,r", pack=1)

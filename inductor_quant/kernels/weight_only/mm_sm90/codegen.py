@@ -3,6 +3,10 @@
 Packed words reach shared memory by TMA. The four lanes that share a row of the MMA read the same
 words and dequantize different values of them, so x stays in the order of memory, or in parts that
 do if values of a word are far apart along K.
+
+If a tensor lists the group of each k, the relay leaves in shared memory where in their tensors the
+scales and zero points of each k are. A thread loads them for its columns of a k at once, when it
+uses them: a strip of columns has few, which the L1 cache keeps.
 """
 
 from __future__ import annotations
@@ -118,18 +122,12 @@ class MMSm90Codegen(DigitCodegen):
 
     def _start_of_lists(self, stride: Hook, size: Hook) -> list[str]:
         """Statements that leave in ``listed<i>`` the addresses of the ``i``-th field of ``listed``
-        at position 0, in bytes: with how far apart positions are, which ptxas must not know to be a
-        power of two, an address is one instruction."""
+        at position 0, in bytes."""
         out = DigitStatements(self, stride, size, "b", self.digits("g_", "n"))
         for i, field in enumerate(self.listed):
             own = (AffineIndex() if index.is_data else index for index in field.index)
             first, _, _ = out.pointer(Field(field.source, tuple(own)))
             out.lines.append(f"listed{i} = ({first}).to({self._pointer(torch.int8)}, bitcast=True)")
-            for dim, index in enumerate(field.index):
-                if index.is_data:
-                    itemsize = self.dtypes[field.source].itemsize
-                    apart = f"{stride(self.sources[field.source], dim)} * {itemsize}"
-                    out.lines.append(f"{_apart(i, dim)} = {apart} + gl.num_programs(2) - 1")
         return out.lines
 
     def _pointer(self, dtype: torch.dtype) -> str:
@@ -239,15 +237,18 @@ class MMSm90Codegen(DigitCodegen):
 
     def pointer_of_listed(self, out: Listed, field: Field) -> str:
         number, tensor = self.listed.index(field), self.tensors[field.source]
+        source, itemsize = self.sources[field.source], tensor.dtype.itemsize
         address = f"listed{number}"
         for dim, index in enumerate(field.index):
             if not index.is_data:
                 continue
-            i = [*self.positions].index((index, tensor.shape[dim]))
+            i, moved = [*self.positions].index((index, tensor.shape[dim])), f"moved{number}_{dim}"
             read = f"gl.convert_layout({_position(i, out.slot)}, LISTED, assert_trivial=True)"
-            arguments, moved = [out.assign("w", read), _apart(number, dim)], f"moved{number}_{dim}"
+            apart = f"gl.to_tensor({out.stride(source, dim)} * {itemsize}).to(gl.int32)"
+            # With the sum it is one instruction.
+            arguments = [out.assign("w", read), apart]
             out.lines += self.dialect.inline_asm(MULTIPLY_WIDE, [moved], arguments, torch.int64)
-            multiple = math.gcd((tensor.strides[dim] or 1) * tensor.dtype.itemsize, ALIGNMENT)
+            multiple = math.gcd((tensor.strides[dim] or 1) * itemsize, ALIGNMENT)
             address += f" + gl.multiple_of({moved}, {[multiple] * self.plan.rank})"
         return f"({address}).to({self._pointer(tensor.dtype)}, bitcast=True)"
 
@@ -321,8 +322,3 @@ class _OfRelay(DigitStatements):
 def _position(i: int, slot: int) -> str:
     """The variable with the ``i``-th of ``positions`` in a K iteration."""
     return f"listed{slot}_at{i}"
-
-
-def _apart(i: int, dim: int) -> str:
-    """The variable with the bytes from one position of the ``i``-th of ``listed`` to the next."""
-    return f"apart{i}_{dim}"

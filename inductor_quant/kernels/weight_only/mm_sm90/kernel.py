@@ -181,7 +181,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     template = "weight_only/mm_sm90/template"
     grid = staticmethod(grid)
     is_gluon = True
-    takes_lists: ClassVar[bool] = True
+    takes_lists: ClassVar[bool] = True  # of the group of each k
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
