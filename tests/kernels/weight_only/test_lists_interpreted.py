@@ -40,7 +40,7 @@ ACT_ORDER = formats.FORMATS["act_order"]
         (Case("act_order", 33, 128, 512, f16, column_scale="channel"), "64x128x128_w8_s4_g8"),
         # stages that are filled four times, tiles that CTAs share
         (Case("act_order", 50, 64, 1024, f16), "64x64x64_w4_s4_g8"),
-        (Case("act_order", 130, 256, 256, f16), "128x256x64_w8_s4_g8"),
+        (Case("act_order", 100, 256, 256, f16), "128x128x64_w8_s4_g8"),
     ],
     ids=str,
 )

@@ -73,24 +73,21 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((256, 64, 64, 4, 4), (700, 0), (740, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
-# If a tensor lists the group of each k, these too: a thread has four columns of each k, whose
-# scales and zero points it loads at once. Cycles without what the lists take, estimated.
+# If a tensor lists the group of each k, this too: a thread has four columns of each k, whose scales
+# and zero points it loads at once. Cycles without what the lists take.
 LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
-    ((32, 256, 64, 8, 8), (900, 0), None),
     ((128, 128, 64, 4, 4), (790, 1300), None),
-    ((128, 256, 64, 8, 4), (1340, 0), None),
 )
 # If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
-# than W written once; if groups are listed, that M.
-MAX_VARYING, MAX_VARYING_M, MAX_LISTED_M = 4096, 128, 512
+# than W written once.
+MAX_VARYING, MAX_VARYING_M = 4096, 128
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
 VARYING = 2.0  # and if each value of a tile has a scale of its own
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
-# value, for each k of a thread, and for each value if scales are of another type than x. From
-# instructions, of which 1.4 cycles each.
-LISTED, LISTED_K, LISTED_WIDE = 1.3, 13.0, 6.3
+# value, for each k of a thread, and for each value if scales are of another type than x.
+LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
 LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
 # If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
@@ -155,14 +152,8 @@ def _unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
 
 
 def is_crowded(problem: Problem, config: GemmConfig) -> bool:
-    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups, or one
-    of 256 rows and four warps listed groups: it spills."""
-    if (
-        has_lists(rules.weight_of(problem).format)
-        and config.block_m > 128
-        and config.num_warps == WARPGROUP
-    ):
-        return True
+    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups: it
+    spills."""
     if config.block_m < 128 or config.block_k < 128:
         return False
     groups = _groups(problem, config)
@@ -193,9 +184,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         refused = operand_rejection(spec, problem, device, lists=self.takes_lists)
         if refused is not None:
             return refused
-        format = rules.weight_of(problem).format
-        most = MAX_LISTED_M if has_lists(format) else MAX_VARYING_M
-        if varying(format) and problem.m > most:
+        if varying(rules.weight_of(problem).format) and problem.m > MAX_VARYING_M:
             return no_kernel("a scale for each weight of a tile is loaded")
         if any(
             index.linear or index.tables for index, _ in listed_positions(rules.weight_of(problem))
