@@ -186,6 +186,22 @@ def test_no_more_than_a_share_of_k_is_wasted():
 
 
 @pytest.mark.parametrize(
+    ("name", "rows", "n", "k", "tile"),
+    [
+        ("mxfp4", 4, 5760, 2880, "8x64x256_w4_s1_g8"),  # 32 columns take more than a round
+        ("mxfp4", 4, 2880, 2880, "8x32x256_w4_s1_g8"),
+        ("nibble_pairs", 2, 4096, 14336, "8x32x1024_w8_s1_g8"),  # 2 CTAs an SM
+        ("nibble_pairs", 8, 7168, 2048, "8x32x512_w4_s1_g8"),  # many rounds: whatever is idle
+    ],
+)
+def test_tiles_of_few_rows_in_any_order_leave_no_warps_idle(name, rows, n, k, tile):
+    _, config = first(name, rows, n=n, k=k, is_sorted=False)
+    assert str(config) == tile
+    _, config = first(name, rows, n=n, k=k)
+    assert (config.block_n, config.num_warps) == (32, 4)  # sorted
+
+
+@pytest.mark.parametrize(
     ("name", "group", "columns", "slice_k"),
     [
         ("gptq", 128, 32, 128),

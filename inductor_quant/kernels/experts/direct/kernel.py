@@ -9,6 +9,7 @@ that are not sorted whatever their number.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
@@ -19,12 +20,14 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     operand_rejection,
     pair_of,
 )
-from inductor_quant.kernels.weight_only.direct.codegen import DirectCodegen
+from inductor_quant.kernels.weight_only.direct import cost
+from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
     FLOAT8,
     TILES,
     WeightOnlyDirect,
+    cheapest_of_each,
     scales_sums,
 )
 from inductor_quant.kernels.weight_only.rules import no_kernel
@@ -37,6 +40,9 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 8, 5
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
+# Of rows in any order whose CTAs run in so many rounds, what is idle in the last one counts: tiles
+# are chosen by their cost.
+MAX_ROUNDS = 2
 # Of W that a thread dequantizes at once, where it has many stored zero points: with more it spills.
 MAX_VALUES_ZEROS = 64
 
@@ -84,7 +90,29 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
                 ):
                     found.append(config)
                     break
+        has_few = bool(found) and _rounds(problem, found[0], device) <= MAX_ROUNDS
+        if has_few and not scales_sums(spec, weight, found[0]):
+            return self._of_few_tiles(spec, problem, device)
         return found
+
+    def _of_few_tiles(
+        self, spec: QuantGemmSpec, problem: Problem, device: Device
+    ) -> list[GemmConfig]:
+        """Least predicted time first: that of one row and of the weights of all beside each
+        other."""
+        beside = dataclasses.replace(problem, m=1, n=problem.n * problem.m)
+
+        def cost_of(config: GemmConfig) -> float:
+            return cost.of_few_rows(beside, config, device)
+
+        found = cheapest_of_each(
+            beside,
+            _tiles(rules.weight_of(problem)),
+            cost_of,
+            lambda config: self.config_rejection(spec, problem, config, device) is not None,
+            max(WARPS),
+        )
+        return sorted(found, key=cost_of)
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DirectCodegen:
         found = super().codegen(spec, problem, config)
@@ -94,6 +122,14 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         if zeros is not None and not groups_of(problem).is_sorted:
             found.loads_x_early = False
         return found
+
+
+def _rounds(problem: Problem, config: GemmConfig, device: Device) -> float:
+    """In how many rounds the CTAs of rows in any order run."""
+    if groups_of(problem).is_sorted or not problem.m_is_bounded:
+        return math.inf
+    ctas = problem.m * math.ceil(problem.n / config.block_n)
+    return ctas / (device.num_sms * (MAX_WARPS // config.num_warps))
 
 
 def _tiles(weight: Weight) -> list[tuple[int, int]]:
