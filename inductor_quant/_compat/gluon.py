@@ -379,12 +379,13 @@ def _parts_of_tiles() -> Any:
     reinterpret = symbol(f"{_LANGUAGE}._core:shared_memory_descriptor.reinterpret")
 
     @core.builtin
-    def parts_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
-        """A ring of tiles [rows, columns], whose swizzle is as wide as ``columns / count``, as one
-        of tiles that have so many columns: these follow one another in shared memory."""
+    def parts_of_tiles(buffers: Any, across: Any, down: Any, *, _semantic: Any) -> Any:
+        """A ring of tiles [rows, columns], whose swizzle is as wide as ``columns / across``, as one
+        of tiles of so many columns and of ``rows / down``, eights of rows: in shared memory those
+        of the same columns follow one another."""
         stages, rows, columns = buffers.shape
-        count = core._unwrap_if_constexpr(count)
-        shape = [stages * count, rows, columns // count]
+        across, down = core._unwrap_if_constexpr(across), core._unwrap_if_constexpr(down)
+        shape = [stages * across * down, rows // down, columns // across]
         return reinterpret(buffers, buffers.dtype, shape, buffers.layout, _semantic=_semantic)
 
     return parts_of_tiles

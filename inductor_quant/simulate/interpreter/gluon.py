@@ -44,7 +44,9 @@ def names() -> dict[str, Any]:
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
         "limit_registers": _nothing,
-        "parts_of_tiles": lambda buffers, count: _Columns(buffers, _integer(count)),
+        "parts_of_tiles": lambda buffers, across, down: _PartsOfTiles(
+            buffers, _integer(across), _integer(down)
+        ),
         "mma_v2": lambda a, b, acc: tl.dot(a, b, acc, out_dtype=acc.dtype),
         "mbarrier": types.SimpleNamespace(
             **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),
@@ -89,13 +91,19 @@ class _Buffer:
         self.barrier: _Buffer | None = None
         self.phases: list[list[Any]] = []  # of each phase its tiles, to be concatenated
         self.expected = self.waited = 0  # of a barrier: phases
-        self.axis = 0  # along which tiles of a phase are concatenated
+        self.across, self.rows = 1, 0  # tiles of a phase beside each other; all rows (0: as given)
 
     def load(self, layout: Any) -> Any:
         if self.barrier is None:
             return self.value
         tiles = self.phases[self.barrier.waited - 1]
-        return tiles[0] if len(tiles) == 1 else _joined(tiles, self.axis)
+        if len(tiles) == 1 and not self.rows:
+            return tiles[0]
+        data = [tile.handle.data for tile in tiles]
+        down = len(data) // self.across
+        columns = [np.concatenate(data[i : i + down]) for i in range(0, len(data), down)]
+        whole = _of_rows(np.concatenate(columns, axis=1), self.rows)
+        return _tensor(whole, tiles[0].dtype)
 
     def store(self, value: Any) -> None:
         self.value = value
@@ -130,6 +138,13 @@ class _Slice:
 
     def permute(self, order: Any) -> Any:
         return tl.permute(_rows(self.buffer.load(None), self.first, self.size), order)
+
+
+def _of_rows(data: Any, count: int) -> Any:
+    """With rows up to ``count`` whose bits are ones (of floats NaN): what was in shared memory."""
+    missing = max(0, count - data.shape[0])
+    garbage = np.full((missing, *data.shape[1:]), -1, np.dtype(f"i{data.dtype.itemsize}"))
+    return np.concatenate([data, garbage.view(data.dtype)])
 
 
 def _joined(tiles: Sequence[Any], axis: int = 0) -> Any:
@@ -175,16 +190,28 @@ class _Buffers:
 
 
 @dataclasses.dataclass
-class _Columns:
-    """``count`` parts of each tile of a ring, columns of it, which arrive in their order."""
+class _PartsOfTiles:
+    """Parts of each tile of a ring: ``across`` columns of ``down`` parts, which arrive in their
+    order; the last ones of each column may be missing."""
 
     tiles: _Buffers
-    count: int
+    across: int
+    down: int
 
-    def index(self, index: Any) -> _Buffer:
-        tile = self.tiles.index(_integer(index) // self.count)
-        tile.axis = 1
-        return tile
+    def index(self, index: Any) -> _Part:
+        tile = self.tiles.index(_integer(index) // (self.across * self.down))
+        tile.across = self.across
+        return _Part(tile, self.down)
+
+
+@dataclasses.dataclass
+class _Part:
+    buffer: _Buffer
+    down: int
+
+    def receive(self, tile: Any, barrier: _Buffer) -> None:
+        self.buffer.rows = tile.shape[0] * self.down
+        self.buffer.receive(tile, barrier)
 
 
 class _WarpBarriers:
@@ -203,8 +230,8 @@ class _WarpBarriers:
             _wait(barrier, phase)
 
 
-def _expect(barrier: _Buffer, size: Any) -> None:
-    barrier.expected += 1
+def _expect(barrier: _Buffer, size: Any, pred: Any = True) -> None:
+    barrier.expected += _integer(pred) != 0
 
 
 def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
@@ -247,9 +274,15 @@ class _Tiles:
 
 
 def _load_tile(
-    tiles: _Tiles, first: Sequence[Any], barrier: _Buffer, buffer: _Buffer | _Slice
+    tiles: _Tiles,
+    first: Sequence[Any],
+    barrier: _Buffer,
+    buffer: _Buffer | _Slice | _Part,
+    pred: Any = True,
 ) -> None:
     """A tile of two axes, zeros out of bounds."""
+    if not _integer(pred):
+        return
     rows, columns = (
         begin + tl.arange(0, _constant(size))
         for begin, size in zip(first, tiles.block, strict=True)

@@ -150,6 +150,40 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(m, n, name, dtype, monkeypatch
         assert torch.equal(got, want[at]), config
 
 
+@pytest.mark.parametrize(
+    ("name", "config", "rows"),
+    [
+        ("nibble_pairs", "64x64x128_w4_s4_g8", (33, 56, 64, 100)),  # two swizzles a K iteration
+        ("int8_channel", "128x128x128_w8_s4_g8", (65, 96, 160, 300)),
+        ("halves_of_k", "128x128x64_w8_s8_g8", (65, 100, 200)),
+        ("nibble_pairs", "256x128x64_w8_s4_g8", (129, 192, 300)),
+    ],
+)
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_tiles_that_lack_rows_are_loaded_without_them(name, config, rows, is_dynamic):
+    compiled = None
+    for m in rows:
+        case = Case(name, m, 1024, 2048, bf16, bias=True)
+        torch.manual_seed(0)
+        inputs = make_inputs(case, "cuda")
+        if compiled is None or not is_dynamic:
+            torch._dynamo.reset()
+            pinned = (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)
+            compiled = torch.compile(
+                gemm(case),
+                backend="inductor_quant",
+                dynamic=False if not is_dynamic else None,
+                options={
+                    "inductor_quant.on_error": "raise",
+                    "inductor_quant.configs": pinned,
+                    "inductor_quant.row_buckets": False,
+                },
+            )
+        if is_dynamic:
+            torch._dynamo.maybe_mark_dynamic(inputs[0], 0)
+        assert_right(compiled(*inputs), case, inputs)
+
+
 @pytest.mark.parametrize("config", ["128x128x64_w8_s6_g8_k2", "64x64x64_w4_s8_g8_k4"])
 def test_results_are_the_same_in_every_call_beside_other_work(config):
     """A tile that is written while it is multiplied, or summed before it is whole, would show."""

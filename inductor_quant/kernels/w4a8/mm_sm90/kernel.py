@@ -33,6 +33,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     tile_misfit,
     turns_of,
 )
+from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.ops.w4a8 import INT8
 from inductor_quant.spec.decisions import Rejection
@@ -91,7 +92,9 @@ class W4A8MMSm90(rules.W4A8Kernel):
         assert plan is not None
         view = as_words(weight)
         tile = rules.tile_of(spec, view.weight, config)
-        return W4A8MMSm90Codegen(tile, view, plan, n_order(view.weight.format))
+        codegen = W4A8MMSm90Codegen(tile, view, plan, n_order(view.weight.format))
+        codegen.load_in(RowBoxes.of(problem, config.block_m))
+        return codegen
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

@@ -22,7 +22,10 @@ from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import MEDIUM_M, Device, Problem
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.medium_m_sm90.codegen import warp_k_slices
+from inductor_quant.kernels.weight_only.medium_m_sm90.codegen import (
+    MediumMSm90Codegen,
+    warp_k_slices,
+)
 from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import (
     MAX_ACCUMULATORS,
     MIN_M,
@@ -31,6 +34,7 @@ from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import (
     WeightOnlyMediumMSm90,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import WIDE_N, bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -96,6 +100,13 @@ class WeightOnlyLargeMSm90(WeightOnlyMediumMSm90):
                 "x or the packed weights are no matrix with rows at multiples of 16 bytes"
             )
         return None
+
+    def codegen(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+    ) -> MediumMSm90Codegen:
+        codegen = super().codegen(spec, problem, config)
+        codegen.row_boxes = RowBoxes.of(problem, config.block_m)
+        return codegen
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
         return {"UNROLLED": unrolled(problem, config), "NUM_CTAS": device.num_sms}

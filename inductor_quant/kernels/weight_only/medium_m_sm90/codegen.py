@@ -27,6 +27,7 @@ from inductor_quant.kernels.codegen.statements import Value
 from inductor_quant.kernels.codegen.unpack_ptx import NIBBLES, dequantize_byte
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.weight_only.medium_m.codegen import zero_and_scale
+from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.spec.weight_format import Field
 
 T: Dim = ("t", 4)
@@ -52,6 +53,7 @@ class MediumMSm90Codegen(GluonCodegen):
     ) -> None:
         super().__init__(tile)
         self.packed_layout, self.shared_iters = packed_layout, shared_iters
+        self.row_boxes = RowBoxes(self.block_m)
         self.split_k = tile.config.split_k
         self.packed = PackedTile(tile.weight, packed_layout, self.block_k, self.block_n)
         self.packed_k = self.packed.packed_k

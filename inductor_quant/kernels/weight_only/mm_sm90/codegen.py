@@ -28,6 +28,7 @@ from inductor_quant.kernels.codegen.gluon_layout import layout
 from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
 from inductor_quant.spec.weight_format import AffineIndex, Field
 
@@ -68,6 +69,7 @@ class MMSm90Codegen(DigitCodegen):
         is_gated: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        self.row_boxes = RowBoxes(self.block_m)
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
         self.parts = self.block_k // self.part_k
@@ -105,6 +107,14 @@ class MMSm90Codegen(DigitCodegen):
                 "LIST_SHARED": "gl.SwizzledSharedLayout(1, 1, 1, [0])",
                 "LIST_READ": plan.of_k(),
             }
+
+    def load_in(self, boxes: RowBoxes) -> None:
+        """x is loaded in ``boxes``. In shared memory the rows of one are neighbours within the
+        columns of a swizzle, of which a K iteration may have several."""
+        self.row_boxes = boxes
+        if boxes.rows < self.block_m and self.k_order is None:
+            self.part_k = min(self.block_k, LINE // self.x_bytes)
+            self.parts = self.block_k // self.part_k
 
     @property
     def divisor(self) -> int:
@@ -158,7 +168,7 @@ class MMSm90Codegen(DigitCodegen):
     def first_column(self, k_iter: str, part: int) -> str:
         """Of a part of x, in a K iteration; K beyond the last one."""
         if self.k_order is None:
-            return f"{k_iter} * BLOCK_K"
+            return f"{k_iter} * BLOCK_K" + (f" + {part * self.part_k}" if part else "")
         first = self.k_order.place_of_block(k_iter, self.block_k)
         within = self.k_order.place_within(str(part * self.part_k), self.block_k)
         return f"gl.where({k_iter} < K // BLOCK_K, {first} + {within}, K)"

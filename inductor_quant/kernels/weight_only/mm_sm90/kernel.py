@@ -37,6 +37,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen, listed_positions
+from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -197,11 +198,13 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         assert found is not None
         view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
         tile = rules.tile_of(spec, view.weight, config)
-        return MMSm90Codegen(
+        codegen = MMSm90Codegen(
             *(tile, view, found[0], n_order(view.weight.format)),
             k_order=k_order,
             is_gated=problem.is_gated,
         )
+        codegen.load_in(RowBoxes.of(problem, config.block_m))
+        return codegen
 
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
