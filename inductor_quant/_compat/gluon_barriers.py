@@ -26,11 +26,12 @@ MOST = MEMORY // BYTES
 
 _ALLOCATE = f"{{ .shared .align {MEMORY} .b8 barriers[{MEMORY}]; mov.u32 $0, barriers; }}"
 _INIT = """{
-    .reg .pred is_first;
-    .reg .b32 thread;
+    .reg .pred is_one;
+    .reg .b32 thread, barrier;
     mov.u32 thread, %tid.x;
-    setp.eq.u32 is_first, thread, 0;
-    @is_first mbarrier.init.shared::cta.b64 [$1], $2;
+    setp.lt.u32 is_one, thread, $2;
+    mad.lo.u32 barrier, thread, 8, $1;
+    @is_one mbarrier.init.shared::cta.b64 [barrier], $3;
     mov.u32 $0, 0;
 }"""
 _WAIT = """{
@@ -50,6 +51,42 @@ _ARRIVE = """{
     mov.u32 $0, 0;
 }"""
 
+# What a warp of one CTA tells the same warp of another, in memory: two signalling NaNs, which are
+# no sums, so that memory that holds anything else needs no initialization. It is erased when it was
+# seen.
+SIGNAL = "0x7FA5A5A57FB37D19"
+_SIGNALS = f"""
+    .reg .pred is_one;
+    .reg .b32 lane, warp, at;
+    .reg .b64 address, signal;
+    mov.u64 signal, {SIGNAL};
+    mov.u32 lane, %laneid;
+    mov.u32 warp, %tid.x;
+    shr.u32 warp, warp, 5;
+    setp.lt.u32 is_one, lane, $4;
+    setp.ne.and.u32 is_one, lane, $5, is_one;
+    mad.lo.u32 at, lane, $3, $2;
+    mad.lo.u32 at, at, $6, warp;
+    mad.wide.u32 address, at, 8, $1;
+"""
+_SEND = f"""{{{_SIGNALS}
+    bar.warp.sync 0xffffffff;
+    @is_one st.release.gpu.global.b64 [address], signal;
+    mov.u32 $0, 0;
+}}"""
+_RECEIVE = f"""{{{_SIGNALS}
+    .reg .pred is_missing;
+    .reg .b64 seen;
+    mov.u64 seen, signal;
+again:
+    @is_one ld.acquire.gpu.global.b64 seen, [address];
+    setp.ne.b64 is_missing, seen, signal;
+    @is_missing bra again;
+    @is_one st.relaxed.gpu.global.b64 [address], 0;
+    bar.warp.sync 0xffffffff;
+    mov.u32 $0, 0;
+}}"""
+
 
 @core.builtin
 def barriers(*, _semantic: Any) -> Any:
@@ -58,9 +95,10 @@ def barriers(*, _semantic: Any) -> Any:
 
 
 @core.builtin
-def init(base: Any, index: Any, count: Any, *, _semantic: Any) -> None:
-    """``count`` warps must arrive. The first thread does this; a ``cta_barrier`` must follow."""
-    _run(_INIT, [_address(base, index, _semantic), count], _semantic)
+def init(base: Any, first: Any, number: Any, count: Any, *, _semantic: Any) -> None:
+    """``number`` barriers from ``first`` on, at each of which ``count`` warps must arrive. The
+    first threads do this, one each; a ``cta_barrier`` must follow."""
+    _run(_INIT, [_address(base, first, _semantic), number, count], _semantic)
 
 
 @core.builtin
@@ -77,9 +115,14 @@ def arrive(base: Any, index: Any, pred: Any = True, *, _semantic: Any) -> None:
 
 
 @core.builtin
-def forward_barrier(barrier: Any, phase: Any, base: Any, index: Any, *, _semantic: Any) -> None:
-    """Wait for the phase of Gluon's ``barrier``, then arrive."""
+def forward_barrier(
+    barrier: Any, phase: Any, base: Any, index: Any, fence: Any = False, *, _semantic: Any
+) -> None:
+    """Wait for the phase of Gluon's ``barrier``, then arrive. With ``fence`` wgmma may read from
+    shared memory what threads have copied there."""
     mbarrier.wait(barrier, phase, _semantic=_semantic)
+    if core._unwrap_if_constexpr(fence):
+        _run("{ fence.proxy.async.shared::cta; mov.u32 $0, 0; }", [], _semantic)
     arrive(base, index, _semantic=_semantic)
 
 
@@ -88,6 +131,24 @@ def store_early(buffer: Any, value: Any, barrier: Any, *, _semantic: Any) -> Non
     """Store what the warp's next arrival makes visible: it forwards that of ``barrier``."""
     buffer.store(value, _semantic=_semantic)
     _run("{ bar.warp.sync 0xffffffff; mov.u32 $0, 0; }", [], _semantic)
+
+
+@core.builtin
+def send_signals(
+    *signals: Any, count: Any = 1, skipped: Any = -1, warps: Any, _semantic: Any
+) -> None:
+    """Each warp says that its CTA has stored what the same warp of others is to read. ``signals``:
+    a pointer, ``first`` and ``step``; it sends those number ``first + i * step``, for all i below
+    ``count`` but ``skipped``. A number has a signal for each of ``warps``."""
+    _run_signals(_SEND, signals, count, skipped, warps, _semantic)
+
+
+@core.builtin
+def await_signals(
+    *signals: Any, count: Any = 1, skipped: Any = -1, warps: Any, _semantic: Any
+) -> None:
+    """Each warp waits for its signals of these numbers, and erases them."""
+    _run_signals(_RECEIVE, signals, count, skipped, warps, _semantic)
 
 
 @core.builtin
@@ -112,6 +173,21 @@ def prefetch(pointers: Any, *, _semantic: Any) -> None:
     asm = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"
     core.inline_asm_elementwise(
         asm, "=r,l", [pointers], core.int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+def _run_signals(
+    asm: str, signals: tuple[Any, ...], count: Any, skipped: Any, warps: Any, semantic: Any
+) -> None:
+    arguments = [*signals, *(semantic.to_tensor(each) for each in (count, skipped, warps))]
+    core.inline_asm_elementwise(
+        asm,
+        "=r,l,r,r,r,r,r,~{memory}",
+        arguments,
+        core.int32,
+        is_pure=False,
+        pack=1,
+        _semantic=semantic,
     )
 
 

@@ -70,6 +70,12 @@ class Kernel(ABC):
     ) -> Rejection | None:
         """Why ``config`` cannot run; None: it can."""
 
+    def partials(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        """How many partials of the output the kernel stores; 1: the output."""
+        return config.split_k
+
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:

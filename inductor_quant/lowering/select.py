@@ -96,19 +96,20 @@ def lower_gemm(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
-    whole, split_k = layout, 1
+    whole, count = layout, 1
     for kernel, config in dispatch.candidates(
         family, spec, problem, device, pinned=options.configs, has_gluon=has_gluon()
     ):
         if len(choices) == limit:
             break
-        if choices and config.split_k != split_k:
+        partials = kernel.partials(spec, problem, config, device)
+        if choices and partials != count:
             continue  # all choices of one selection have outputs of the same shape
-        if config.split_k != split_k:  # the previous candidate could not be generated
-            split_k, layout = config.split_k, whole
-            if split_k > 1:
-                partials = [split_k, *whole.size]
-                layout = compat.FixedLayout(whole.device, torch.float32, partials)
+        if partials != count:  # the previous candidate could not be generated
+            count, layout = partials, whole
+            if count > 1:
+                sizes = [count, *whole.size]
+                layout = compat.FixedLayout(whole.device, torch.float32, sizes)
         extra = kernel.constants(spec, problem, config, device) | constants
         if options.numerics == "strict":
             # a multiply-add rounds once where the graph rounds twice

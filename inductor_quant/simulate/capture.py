@@ -8,6 +8,7 @@ wrapper runs unchanged, and the kernels that it launches are interpreted.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from . import interpreter
 from .compile import load_autotuner
 from .gpu import virtual_gpu
+from .interpreter import signals
 
 # The next call must generate the code again, in this process.
 _CONFIG = {"force_disable_caches": True, "compile_threads": 1}
@@ -50,7 +52,8 @@ class GeneratedKernel:
             )
         if self._autotuner is None:
             self._autotuner = load_autotuner(self.name, self.source)
-        self._autotuner.run(*map(_as_kernels_see, args), **kwargs)
+        given = [*map(_as_kernels_see, args)]
+        signals.run_grid(functools.partial(self._autotuner.run, *given, **kwargs))
 
 
 @dataclasses.dataclass

@@ -18,6 +18,10 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
+from . import signals
+
+# Tiles that threads copied since the last barrier or group, and where to.
+_copied: list[tuple[_Buffer, Any]] = []
 _LAYOUTS = (
     *("BlockedLayout", "DistributedLinearLayout", "DotOperandLayout", "NVMMADistributedLayout"),
     *("SliceLayout", "SwizzledSharedLayout"),
@@ -39,8 +43,10 @@ def names() -> dict[str, Any]:
     return {
         "gl": gl,
         "gluon": types.SimpleNamespace(jit=triton.jit),
-        "async_copy": types.SimpleNamespace(commit_group=_nothing, wait_group=_nothing),
-        "copy_async": _copy,
+        "async_copy": types.SimpleNamespace(
+            commit_group=_copied.clear, wait_group=_nothing, mbarrier_arrive=_receive_copies
+        ),
+        "copy_async": lambda *args, **how: _copy(*args, **how),  # tests look at what is copied
         "cta_barrier": _nothing,
         "fence_async_shared": _nothing,
         "limit_registers": _nothing,
@@ -57,10 +63,14 @@ def names() -> dict[str, Any]:
         "tma_load": _load_tile,
         "warps": types.SimpleNamespace(
             **dict.fromkeys(("init", "arrive"), _nothing),
+            send_signals=signals.send,
+            await_signals=signals.wait,
             prefetch=lambda pointers: _prefetch(pointers),
             barriers=_WarpBarriers,
             wait=lambda base, index, phase: base.wait(index, phase),
-            forward_barrier=lambda barrier, phase, base, index: base.forward(barrier, index),
+            forward_barrier=lambda barrier, phase, base, index, fence=False: base.forward(
+                barrier, index
+            ),
             store_early=lambda buffer, value, barrier: buffer.keep(value, barrier),
             own_stage_buffer=lambda buffers, index, slices, count: buffers.parts(index, slices),
         ),
@@ -90,7 +100,9 @@ class _Buffer:
         self.value: Any = None
         self.barrier: _Buffer | None = None
         self.phases: list[list[Any]] = []  # of each phase its tiles, to be concatenated
-        self.expected = self.waited = 0  # of a barrier: phases
+        # Of a barrier: phases that this partition expected and waited for; whether any did.
+        self.expected = self.waited = 0
+        self.is_expected = False
         self.across, self.rows = 1, 0  # tiles of a phase beside each other; all rows (0: as given)
 
     def load(self, layout: Any) -> Any:
@@ -186,7 +198,7 @@ class _Buffers:
     def begin(self) -> None:
         """A partition starts: it has waited for no barrier yet."""
         for buffer in self._buffers:
-            buffer.waited = 0
+            buffer.expected = buffer.waited = 0
 
 
 @dataclasses.dataclass
@@ -232,12 +244,13 @@ class _WarpBarriers:
 
 def _expect(barrier: _Buffer, size: Any, pred: Any = True) -> None:
     barrier.expected += _integer(pred) != 0
+    barrier.is_expected = True
 
 
 def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
     if not _integer(pred):
         return
-    if barrier.expected and _integer(phase) != barrier.waited % 2:
+    if barrier.is_expected and _integer(phase) != barrier.waited % 2:
         raise AssertionError(f"waits for phase {_integer(phase)} after {barrier.waited} others")
     barrier.waited += 1
 
@@ -258,8 +271,24 @@ def _multiply_parts(a: Any, tiles: Sequence[Any], acc: Any) -> Any:
     return _joined(products)
 
 
-def _copy(buffer: _Buffer, pointer: Any, mask: Any = None) -> None:
-    buffer.value = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=0)
+def _copy(buffer: _Buffer | _Part, pointer: Any, mask: Any = None) -> None:
+    zero = 0.0 if pointer.dtype.element_ty.is_floating() else 0
+    tile = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=zero)
+    whole = buffer.buffer if isinstance(buffer, _Part) else buffer
+    whole.value = tile
+    _copied.append((whole, tile))
+
+
+def _receive_copies(barrier: _Buffer) -> None:
+    """What was copied is that of the first phase: the producers ran before, but come later."""
+    barrier.is_expected = True
+    tiles: dict[_Buffer, list[Any]] = {}
+    for buffer, tile in _copied:
+        tiles.setdefault(buffer, []).append(tile)
+    for buffer, found in tiles.items():
+        buffer.barrier = barrier
+        buffer.phases.insert(0, found)
+    _copied.clear()
 
 
 @dataclasses.dataclass

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M
 from inductor_quant.kernels.weight_only.direct.kernel import MAX_M, WEIGHT_ONLY_DIRECT
-from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, exchanged_slices
 from inductor_quant.ops import weight_only
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
@@ -184,10 +184,19 @@ def test_tiles_that_lack_rows_are_loaded_without_them(name, config, rows, is_dyn
         assert_right(compiled(*inputs), case, inputs)
 
 
-@pytest.mark.parametrize("config", ["128x128x64_w8_s6_g8_k2", "64x64x64_w4_s8_g8_k4"])
-def test_results_are_the_same_in_every_call_beside_other_work(config):
+# CTAs exchange sums, store partials, share tiles.
+@pytest.mark.parametrize(
+    ("m", "config"),
+    [
+        (192, "128x128x64_w8_s6_g8_k2"),
+        (64, "64x64x64_w4_s8_g8_k4"),
+        (192, "64x64x64_w4_s8_g8_k4"),
+        (192, "128x64x64_w4_s4_g8"),
+    ],
+)
+def test_results_are_the_same_in_every_call_beside_other_work(m, config):
     """A tile that is written while it is multiplied, or summed before it is whole, would show."""
-    case = Case("hqq", 192, 2304, 9216, bf16)
+    case = Case("hqq", m, 2304, 9216, bf16)
     inputs = make_inputs(case, "cuda")
     torch._dynamo.reset()
     options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
@@ -199,3 +208,44 @@ def test_results_are_the_same_in_every_call_beside_other_work(config):
         with torch.cuda.stream(other):
             load @ load
         assert torch.equal(compiled(*inputs), first)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "config"),
+    [
+        (33, 4096, "64x128x128_w8_s4_g8_k4"),  # one part has a row, one has none
+        (64, 2048, "64x64x128_w4_s4_g8_k4"),
+        (100, 4096, "128x64x64_w4_s4_g8_k4"),
+        (256, 4096, "128x128x128_w8_s4_g8_k2"),
+        (256, 8192, "256x128x64_w8_s4_g8_k2"),
+        (300, 2048, "256x64x64_w4_s4_g8_k2"),
+        (20, 4096, "32x64x128_w4_s4_g8_k4"),
+    ],
+)
+@pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel", "awq"])
+def test_ctas_exchange_the_sums_of_slices_of_k(name, m, n, config, monkeypatch):
+    """With a scale and a bias of each column, and in a second graph that is replayed beside it."""
+    monkeypatch.setattr(formats, "GROUP", 128)
+    case = Case(name, m, n, 4096, bf16, column_scale="channel", bias=True)
+    spec, problem = described(case)
+    slices = int(config[-1])
+    parsed = parse_config(config)
+    assert exchanged_slices(problem, parsed, device(90)) == slices
+    inputs = make_inputs(case, "cuda")
+    torch._dynamo.reset()
+    options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
+    compiled = torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
+    first = compiled(*inputs)
+    assert_right(first, case, inputs)
+    graphs, outputs = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append(compiled(*inputs))
+        graphs.append((graph, torch.cuda.Stream()))
+    for _ in range(50):
+        for graph, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in outputs)

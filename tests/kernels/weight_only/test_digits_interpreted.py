@@ -179,28 +179,25 @@ def test_codes_beyond_k_are_not_multiplied():
 
 
 @pytest.mark.parametrize(
-    ("case", "config", "lines"),
+    ("case", "config", "count"),
     [
-        # rows of 256 bytes along K; the second tile ends beyond the last one
-        (
-            Case("nibble_pairs", 20, 160, 512),
-            "32x128x64_w8_s4_g8",
-            {*range(0, 160 * 256, 256), 160 * 256 - 4},
-        ),
-        # words along N: 8 rows of two tiles, each of two lines
-        (Case("gptq", 20, 128, 512, f16), "32x64x64_w4_s4_g8", set(range(0, 8 * 512, 128))),
+        (Case("nibble_pairs", 20, 128, 512), "32x128x64_w8_s4_g8", 4),
+        (Case("nibble_pairs", 20, 160, 512), "32x128x64_w8_s4_g8", 0),  # a tile ends beyond N
+        (Case("gptq", 20, 64, 512, f16), "32x64x64_w4_s8_g8", 4),
+        (Case("gptq", 20, 64, 128, f16), "32x64x64_w4_s4_g8", 2),  # all there is
     ],
-    ids=["along_k", "along_n"],
+    ids=["along_k", "partial", "along_n", "short"],
 )
-def test_the_first_lines_of_a_tile_are_prefetched(case, config, lines, monkeypatch):
-    addresses = set()
+def test_consumers_copy_the_first_tiles(case, config, count, monkeypatch):
+    copied = []
+    copy = interpreter._copy
     monkeypatch.setattr(
-        interpreter, "_prefetch", lambda words: addresses.update(words.handle.data.tolist())
+        interpreter, "_copy", lambda to, *given, **how: (copied.append(to), copy(to, *given, **how))
     )
     inputs = make_inputs(case, "cpu")
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
-    simulate.interpret(generated, inputs)
-    assert {address - min(addresses) for address in addresses} == lines
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+    assert len(copied) == 2 * count  # of x and of W
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,7 @@ def test_what_each_column_has_is_prefetched(kernel, config, monkeypatch):
         for tensor in (column_scale, bias, scales)
         for i in range(80)
     }
-    words = range(codes.data_ptr(), codes.data_ptr() + codes.nbytes)
+    words = range(codes.data_ptr(), codes.data_ptr() + codes.nbytes)  # "direct" prefetches those
     assert {address for address in addresses if address not in words} == columns
 
 
@@ -235,7 +232,8 @@ def test_what_each_column_has_is_prefetched(kernel, config, monkeypatch):
 def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatch):
     """6 tiles of 4 turns: a CTA has one or two for itself, or a tile has up to four CTAs."""
     kernel, constants = type(WEIGHT_ONLY_MM_SM90), WEIGHT_ONLY_MM_SM90.own_constants
-    monkeypatch.setattr(kernel, "scratch", lambda *_: ctas * (32 * 64 + 2))
+    monkeypatch.setattr(kernel, "shares_tiles", lambda *_: True)
+    monkeypatch.setattr(kernel, "scratch", lambda *_: ctas * (32 * 64 + 4 * 2))
     monkeypatch.setattr(
         kernel, "own_constants", lambda _, *given: constants(*given) | {"NUM_CTAS": ctas}
     )

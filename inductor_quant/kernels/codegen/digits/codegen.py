@@ -104,6 +104,11 @@ class DigitCodegen(Codegen):
     or_hidden_zero = ""
 
     @property
+    def stored_m(self) -> int:
+        """The rows of a tile that a CTA stores."""
+        return self.block_m
+
+    @property
     def divisor(self) -> int:
         """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
@@ -255,9 +260,9 @@ class DigitCodegen(Codegen):
 
     def in_order(self, value: str) -> str:
         """``value`` [N of the tile, BLOCK_M], its rows as the MMA has them, as [BLOCK_M, N]."""
-        m: Dim = ("m", self.block_m)
+        m: Dim = ("m", self.stored_m)
         dims, target = (*self.mma_dims, m), (m, *self.column_dims)
-        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n}]")
+        return self.dialect.reordered(value, dims, target, f"[{self.stored_m}, {self.block_n}]")
 
     def of_columns(self, code: str) -> str:
         """``code``, the same for all k of a tile, for each column [warps with a tile of their own,

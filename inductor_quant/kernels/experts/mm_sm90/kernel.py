@@ -47,10 +47,10 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return no_kernel("positions of packed weights need 64 bits")
         return None
 
-    def scratch(
+    def shares_tiles(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
-    ) -> int:
-        return 0  # no tile is shared: how many there are is not known here
+    ) -> bool:
+        return False  # how many tiles there are is not known here
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

@@ -29,6 +29,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     WARPGROUP,
     boxed,
     constants_of,
+    count_copied,
     grid,
     tile_misfit,
     turns_of,
@@ -102,7 +103,9 @@ class W4A8MMSm90(rules.W4A8Kernel):
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
         own = constants_of(problem, config, device, *shared)
         shares = self.scratch(spec, problem, config, device) > 0
-        return super().constants(spec, problem, config, device) | own | {"SHARES_TILES": shares}
+        own |= {"SHARES_TILES": shares}
+        own |= {"COPIED": count_copied(problem, config, {"SPLIT_K": 1, **own})}
+        return super().constants(spec, problem, config, device) | own
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -111,7 +114,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         if not costs.listed(config) or costs.shared(config) >= costs.whole(config):
             return 0
         ctas = _ctas_per_sm(spec, config) * device.num_sms
-        return ctas * (config.block_m * config.block_n + SIGNAL // 4)
+        return ctas * (config.block_m * config.block_n + config.num_warps * SIGNAL // 4)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

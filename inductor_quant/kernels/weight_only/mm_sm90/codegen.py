@@ -24,7 +24,7 @@ from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed, Uses
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
 from inductor_quant.kernels.codegen.digits.words import WordView
-from inductor_quant.kernels.codegen.gluon_layout import layout
+from inductor_quant.kernels.codegen.gluon_layout import layout, positions
 from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
@@ -67,8 +67,10 @@ class MMSm90Codegen(DigitCodegen):
         *,
         k_order: Order | None = None,
         is_gated: bool = False,
+        slices: int = 1,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        self.slices = slices
         self.row_boxes = RowBoxes(self.block_m)
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
@@ -84,21 +86,26 @@ class MMSm90Codegen(DigitCodegen):
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
+        stored_m: tuple[Dim, ...] = (("m", self.stored_m // 8), T, PAIR_OF_M)
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
         # Sums in an order in which each thread has four neighbours, and a warp 128.
         self.sum_dims = (*self.mma_dims, *m)
-        others = (m[0], *rows[:3:-1], *rows[2::-1], T)
-        self.exchanged_dims = (*others, rows[3], PAIR_OF_M)
+        within = (*rows[:3:-1], *rows[2::-1], T, rows[3], PAIR_OF_M)
+        self.exchanged_dims = (m[0], *within)
+        self.part_dims, self.stored_sum_dims = (stored_m[0], *within), (*self.mma_dims, *stored_m)
         self.layouts |= {
-            "STORED": layout((m, self.column_dims), **placed),
-            **({"GATED": layout((m, self.stored_dims), **placed)} if is_gated else {}),
+            "STORED": layout((stored_m, self.column_dims), **placed),
+            **({"GATED": layout((stored_m, self.stored_dims), **placed)} if is_gated else {}),
             "EXCHANGED": layout((self.exchanged_dims,), **placed),
+            **({"PART": layout((self.part_dims,), **placed)} if slices > 1 else {}),
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
             "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
+            "X_COPIED": self._copied(self.part_k, self.x_bytes),
+            "W_COPIED": self._copied(box.columns, itemsize),
         }
         if self.positions:
             each = self.block_k // LANES
@@ -150,6 +157,14 @@ class MMSm90Codegen(DigitCodegen):
     def _shared(self, shape: list[int], type: str) -> str:
         return f"gl.NVMMASharedLayout.get_default_for({shape}, {type})"
 
+    def _copied(self, columns: int, itemsize: int) -> str:
+        """The layout in which each thread copies as much as one instruction can."""
+        each = ALIGNMENT // itemsize
+        lanes = min(columns // each, LANES)
+        return (
+            f"gl.BlockedLayout([1, {each}], [{LANES // lanes}, {lanes}], [{self.warps}, 1], [1, 0])"
+        )
+
     @property
     def packed(self) -> str:
         """The packed tensor, as words."""
@@ -173,21 +188,45 @@ class MMSm90Codegen(DigitCodegen):
         within = self.k_order.place_within(str(part * self.part_k), self.block_k)
         return f"gl.where({k_iter} < K // BLOCK_K, {first} + {within}, K)"
 
-    def prefetch(self, tile: str) -> str:
-        """Statements that prefetch the words of a K iteration, number ``tile``, to the L2 cache."""
-        box, words = self.box, LINE // self.dtypes[self.format.code.source].itemsize
-        across = max(1, box.columns // words)
-        count = box.rows * across
-        each = max(1, count // (32 * self.warps))
-        last = box.pitch * (box.height - 1) + box.width - 1
+    def start_copies(self, first_row: str, end_row: str, stride: Hook) -> str:
+        """Statements before ``copies``: where a CTA's first tiles of x and of words are."""
+        box, each = self.box, ALIGNMENT // self.x_bytes
+        stages = f"parts_of_tiles(x_stages, {self.parts}, 1)" if self.parts > 1 else "x_stages"
+        row, column = self._positions("X_COPIED", self.block_m, self.part_k)
         lines = [
+            f"copied_x = {stages}",
+            f"row = {first_row} + {row}",
+            f"is_row = row < {end_row}",
+            f"row = gl.multiple_of(row.to(INDEX_DTYPE) * {stride(self.x, 0)}, [1, {each}])",
+            f"x_at = {self.x} + row + {column}",
             *self.first_digits("n", "pid_n"),
-            *self.first_digits("k", tile),
-            f"line = gl.arange(0, {count}, gl.BlockedLayout([{each}], [32], [{self.warps}], [0]))",
-            f"word = line // {across} * {box.pitch} + line % {across} * {words}",
-            f"word = gl.minimum(word + {self.first_word()}, {last})",
-            f"warps.prefetch({self.packed} + word)",
         ]
+        row, column = self._positions("W_COPIED", box.rows, box.columns)
+        return "\n".join([*lines, f"words_at = {row} * {box.pitch} + {column}"])
+
+    def _positions(self, layout: str, rows: int, columns: int) -> list[str]:
+        """Of rows and of columns, in a layout."""
+        return [positions(layout, 2, axis, size) for axis, size in enumerate((rows, columns))]
+
+    def copies(self, k_iter: str, stage: int) -> str:
+        """Statements that start to copy the tiles of a K iteration to a stage."""
+        box, lines, each = self.box, [], ALIGNMENT // self.x_bytes
+        for part in range(self.parts):
+            to = f"copied_x.index({stage * self.parts + part})"
+            lines += [
+                f"column = gl.multiple_of({self.first_column(k_iter, part)}, {each})",
+                f"copy_async({to}, x_at + column, mask=is_row)",
+            ]
+        lines += [*self.first_digits("k", k_iter), f"word = {self.first_word()}"]
+        each = ALIGNMENT // self.dtypes[self.format.code.source].itemsize
+        for i in range(box.count):
+            at = (
+                f"gl.multiple_of(word + {i * box.apart}, {each})"
+                if i
+                else f"gl.multiple_of(word, {each})"
+            )
+            to = f"w_stages.index({self.stage_of_box(str(stage), i)})"
+            lines.append(f"copy_async({to}, {self.packed} + {at} + words_at)")
         return "\n".join(lines)
 
     def read(self, stage: str, slot: int) -> str:
@@ -312,11 +351,33 @@ class MMSm90Codegen(DigitCodegen):
             sums, self.sum_dims, self.exchanged_dims, "[BLOCK_N * BLOCK_M]"
         )
 
+    def parts_of_sums(self, sums: str) -> str:
+        """Statements that split ``exchanged`` sums into ``part<i>``, of as many rows, one for each
+        slice of K."""
+        size = self.block_n * self.block_m
+        lines, names = [f"whole = {sums}"], ["whole"]
+        while len(names) < self.slices:
+            size //= 2
+            halves = [f"{name}_{i}" for name in names for i in range(2)]
+            for name, low, high in zip(names, halves[::2], halves[1::2], strict=True):
+                code = f"gl.permute(gl.reshape({name}, [2, {size}]), [1, 0])"
+                lines.append(f"{low}, {high} = gl.split({code})")
+            names = halves
+        lines += [
+            f"part{i} = gl.convert_layout({name}, PART, assert_trivial=True)"
+            for i, name in enumerate(names)
+        ]
+        return "\n".join(lines)
+
     def received(self, sums: str) -> str:
-        """The inverse of ``exchanged``."""
+        """The inverse of ``exchanged``, of the rows that a CTA stores."""
         return self.dialect.reordered(
-            sums, self.exchanged_dims, self.sum_dims, "[BLOCK_N, BLOCK_M]"
+            sums, self.part_dims, self.stored_sum_dims, f"[BLOCK_N, {self.stored_m}]"
         )
+
+    @property
+    def stored_m(self) -> int:
+        return self.block_m // self.slices
 
     def is_looked_up_in_16_bits(self) -> bool:
         return self.pair_places is not None and not pair_lookup.is_in_fp32(

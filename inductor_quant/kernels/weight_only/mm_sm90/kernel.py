@@ -7,8 +7,9 @@ swap_ab, with wgmma, warp-specialized and persistent as ``weight_only_large_m_sm
 statements that read and dequantize W follow from the digits of the format. W goes from shared
 memory to the registers of wgmma's first operand and is never written.
 
-Where tiles would leave SMs idle, K is split and the lowering adds the partials, or the K iterations
-of all tiles are divided evenly among the CTAs, which add what others leave them (stream-K).
+Where tiles would leave SMs idle, K is split, and the CTAs of a tile exchange their sums
+(``exchanged_slices``) or the lowering adds partials; or the K iterations of all tiles are divided
+evenly among the CTAs, which add what others leave them (stream-K).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
+from inductor_quant.kernels.shared.grids import tile_grid
 from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     has_lists,
@@ -63,15 +65,15 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
     ((32, 128, 64, 4, 8), (510, 870), (620, 1150)),
     ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
-    ((64, 64, 128, 4, 4), (710, 1210), (710, 1370)),
-    ((64, 128, 64, 4, 4), (615, 1055), (780, 1345)),
-    ((64, 128, 64, 8, 8), (565, 0), (685, 0)),
+    ((64, 64, 128, 4, 4), (690, 1165), (690, 1320)),
+    ((64, 128, 64, 4, 4), (630, 1080), (800, 1380)),
+    ((64, 128, 64, 8, 8), (585, 0), (710, 0)),
     ((64, 128, 128, 8, 4), (1060, 0), (1255, 0)),
     ((64, 256, 64, 8, 4), (1045, 0), None),
     ((128, 64, 64, 4, 4), (525, 770), (580, 860)),
-    ((128, 128, 64, 8, 8), (700, 0), (835, 0)),
+    ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
     ((128, 128, 128, 8, 4), (1320, 0), None),
-    ((256, 64, 64, 4, 4), (700, 0), (740, 0)),
+    ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
 # If a tensor lists the group of each k, this too: a thread has four columns of each k, whose scales
@@ -96,14 +98,19 @@ CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 SPLITS = (1, 2, 3, 4, 6)
 MIN_K_ITERS = 8  # of a split
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
-START_CYCLES = 3900  # of the launch
+START_CYCLES = 3250  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
-SPLIT_CYCLES = 2650  # of partials, beside what grows with them
+SPLIT_CYCLES = 1300  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
 # do so at different times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 5800, 10.4, 0.06
-SIGNAL = 8  # bytes, with which a CTA says that its sums are there
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4250, 10.4, 0.06
+COPIED_K = 256  # of K, that the consumers copy while the other warps start
+# Slices of K whose CTAs exchange sums, of parts of so many rows at least; cycles beside what grows
+# with the sums. A GPU runs up to 128 grids at a time: with as many SMs, not all have a CTA that
+# waits for one that has none.
+EXCHANGED, LEAST_ROWS, EXCHANGE_CYCLES, MAX_GRIDS = (2, 4), 8, 2000, 128
+SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
@@ -163,8 +170,12 @@ def is_crowded(problem: Problem, config: GemmConfig) -> bool:
 
 def grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
     """A CTA for each tile and slice of K, at most ``NUM_CTAS``; so many to share tiles."""
-    if sizes[-1]["SHARES_TILES"]:
-        return (sizes[-1]["NUM_CTAS"], 1, 1)
+    meta = sizes[-1]
+    if meta["SHARES_TILES"]:
+        return (meta["NUM_CTAS"], 1, 1)
+    if slices := meta["EXCHANGED_SLICES"]:
+        tiles, _, _ = tile_grid(*sizes, cdiv=cdiv)
+        return (tiles * slices, 1, 1)
     return split_k.persistent_grid(*sizes, cdiv=cdiv, min=min)
 
 
@@ -193,7 +204,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             return no_kernel("where a field is depends on a list and on n")
         return None
 
-    def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> MMSm90Codegen:
+    def codegen(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, slices: int = 1
+    ) -> MMSm90Codegen:
         found = boxed(rules.weight_of(problem), config)
         assert found is not None
         view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
@@ -202,6 +215,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             *(tile, view, found[0], n_order(view.weight.format)),
             k_order=k_order,
             is_gated=problem.is_gated,
+            slices=slices,
         )
         codegen.load_in(RowBoxes.of(problem, config.block_m))
         return codegen
@@ -209,8 +223,15 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def constants(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
-        shares = self.scratch(spec, problem, config, device) > 0
-        return {**super().constants(spec, problem, config, device), "SHARES_TILES": shares}
+        found = super().constants(spec, problem, config, device)
+        found["SHARES_TILES"] = self.shares_tiles(spec, problem, config, device)
+        if slices := exchanged_slices(problem, config, device):
+            found |= {
+                "CODEGEN": self.codegen(spec, problem, config, slices),
+                "EXCHANGED_SLICES": slices,
+                "SPLIT_K": 1,
+            }
+        return {**found, "COPIED": count_copied(problem, config, found)}
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
         ctas, together = ctas_per_sm(config), loaded_together(problem, config)
@@ -220,11 +241,25 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:
+        sums, signals = config.block_m * config.block_n, config.num_warps * SIGNAL // 4
+        if slices := exchanged_slices(problem, config, device):
+            tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+            return tiles * slices * (sums + slices * signals)
+        if self.shares_tiles(spec, problem, config, device):
+            return ctas_per_sm(config) * device.num_sms * (sums + signals)
+        return 0
+
+    def shares_tiles(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> bool:
+        """Whether the K iterations of the last tiles are divided among all CTAs."""
         costs = self._costs(spec, problem, config, device)
-        if costs.shared(config) >= costs.whole(config):
-            return 0
-        ctas = ctas_per_sm(config) * device.num_sms
-        return ctas * (config.block_m * config.block_n + SIGNAL // 4)
+        return costs.shared(config) < costs.whole(config)
+
+    def partials(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> int:
+        return 1 if exchanged_slices(problem, config, device) else config.split_k
 
     def _costs(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -351,8 +386,33 @@ def constants_of(
         "UNROLLED": padded(problem, config, offered),
         "TOGETHER": together,
         "NUM_CTAS": ctas * device.num_sms,
+        "EXCHANGED_SLICES": 0,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
     }
+
+
+def exchanged_slices(problem: Problem, config: GemmConfig, device: Device) -> int:
+    """Of so many slices of K the CTAs exchange their sums. 0: of none; partials are stored if K is
+    split. As they wait for each other, all must run at a time."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    runs_at_once = tiles * config.split_k <= ctas_per_sm(config) * device.num_sms
+    has_rows = config.block_m >= LEAST_ROWS * config.split_k
+    is_offered = config.split_k in EXCHANGED and device.num_sms >= MAX_GRIDS
+    is_taken = is_offered and problem.m_is_static and runs_at_once and has_rows
+    return config.split_k if is_taken else 0
+
+
+def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]) -> int:
+    """How many fills of its stages the consumers of a CTA copy: as many as the first part of K has
+    of each CTA."""
+    if problem.n % config.block_n:
+        return 0
+    k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]
+    turns = math.ceil(k_iters / turn)
+    parts = turns if constants["SHARES_TILES"] else config.split_k
+    starts = [turn * (i * turns // parts) for i in range(parts + 1)]
+    least = min(min(end, k_iters) - begin for begin, end in itertools.pairwise(starts))
+    return int(min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"])
 
 
 def loaded_together(problem: Problem, config: GemmConfig) -> int:
@@ -432,6 +492,9 @@ class Costs:
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
         loop = pairs * (paired if most > 1 else alone) + rest * alone
+        if split > 1 and exchanged_slices(self.problem, config, self.device):
+            sums = config.block_m * config.block_n * (split - 1) / split
+            return START_CYCLES + loop + EXCHANGE_CYCLES + 2 * sums / SUMS_PER_CYCLE
         partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
         return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
 
