@@ -10,7 +10,8 @@ import torch
 from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.problem import DECODE_M, MEDIUM_M
 from inductor_quant.kernels.weight_only.direct.kernel import MAX_M, WEIGHT_ONLY_DIRECT
-from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90, exchanged_slices
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.kernels.weight_only.mm_sm90.loop import exchanged_slices
 from inductor_quant.ops import weight_only
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
@@ -227,10 +228,9 @@ def test_ctas_exchange_the_sums_of_slices_of_k(name, m, n, config, monkeypatch):
     """With a scale and a bias of each column, and in a second graph that is replayed beside it."""
     monkeypatch.setattr(formats, "GROUP", 128)
     case = Case(name, m, n, 4096, bf16, column_scale="channel", bias=True)
-    spec, problem = described(case)
+    _, problem = described(case)
     slices = int(config[-1])
-    parsed = parse_config(config)
-    assert exchanged_slices(problem, parsed, device(90)) == slices
+    assert exchanged_slices(problem, parse_config(config), device(90)) == slices
     inputs = make_inputs(case, "cuda")
     torch._dynamo.reset()
     options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}

@@ -21,6 +21,7 @@ from inductor_quant.kernels.experts.rules import (
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.mm_sm90 import cost, loop
 from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -62,11 +63,11 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
-        offered = [GemmConfig(*block) for block, *_ in mm_sm90.BLOCKS]
+        offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
         legal = [
             config
             for config in offered
-            if not mm_sm90.is_crowded(problem, config)
+            if not loop.is_crowded(problem, config)
             and self.config_rejection(spec, problem, config, device) is None
         ]
         if not legal:
@@ -77,7 +78,7 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Costs(mm_sm90.Costs):
+class _Costs(cost.Costs):
     def tiles(self, config: GemmConfig) -> float:
         return expected_tiles(self.problem, config)
 

@@ -25,15 +25,11 @@ from inductor_quant.kernels.w4a8.mm_sm90.codegen import W4A8MMSm90Codegen
 from inductor_quant.kernels.weight_only.digit_tiles import n_order
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     SIGNAL,
-    UNROLLED,
-    WARPGROUP,
-    boxed,
     constants_of,
-    count_copied,
     grid,
     tile_misfit,
-    turns_of,
 )
+from inductor_quant.kernels.weight_only.mm_sm90.loop import UNROLLED, WARPGROUP, boxed, turns_of
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.ops.w4a8 import INT8
@@ -103,8 +99,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
         own = constants_of(problem, config, device, *shared)
         shares = self.scratch(spec, problem, config, device) > 0
-        own |= {"SHARES_TILES": shares}
-        own |= {"COPIED": count_copied(problem, config, {"SPLIT_K": 1, **own})}
+        own |= {"SHARES_TILES": shares, "COPIED": 0}
         return super().constants(spec, problem, config, device) | own
 
     def scratch(

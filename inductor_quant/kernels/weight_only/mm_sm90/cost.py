@@ -1,0 +1,157 @@
+"""What a tile of ``weight_only_mm_sm90`` costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import MEDIUM_M, Device, Problem, Weight
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import has_lists, varying
+from inductor_quant.kernels.weight_only.mm_sm90.loop import (
+    MAX_ACCUMULATORS,
+    ctas_per_sm,
+    exchanged_slices,
+    turns_of,
+    unrolls,
+)
+
+Block = tuple[int, int, int, int, int]
+Cycles = tuple[int, int]
+# (block_m, block_n, block_k, warps, stages); cycles of a K iteration of a CTA alone on its SM, and
+# of two that share it (0: they do not), if W is dequantized in 16 bits; in fp32. 1755 are a
+# microsecond. README.md says what was measured.
+BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+    ((32, 64, 64, 4, 8), (350, 490), (400, 590)),
+    ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
+    ((32, 128, 64, 4, 8), (510, 870), (620, 1150)),
+    ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
+    ((64, 64, 128, 4, 4), (690, 1165), (690, 1320)),
+    ((64, 128, 64, 4, 4), (615, 1055), (780, 1345)),
+    ((64, 128, 64, 8, 8), (585, 0), (710, 0)),
+    ((64, 128, 128, 8, 4), (1060, 0), (1255, 0)),
+    ((64, 256, 64, 8, 4), (1045, 0), None),
+    ((128, 64, 64, 4, 4), (525, 770), (580, 860)),
+    ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
+    ((128, 128, 128, 8, 4), (1320, 0), None),
+    ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
+    ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
+)
+# If a tensor lists the group of each k, this too: a thread has four columns of each k, whose scales
+# and zero points it loads at once. Cycles without what the lists take.
+LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+    ((128, 128, 64, 4, 4), (790, 1300), None),
+)
+# Times as many cycles if the values of a table are looked up one by one, and by pairs.
+LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
+WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
+VARYING = 2.0  # and if each value of a tile has a scale of its own
+# If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
+# value, for each k of a thread, and for each value if scales are of another type than x.
+LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
+LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
+OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
+# If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
+CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
+PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
+START_CYCLES = 3250  # of the launch
+TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
+SPLIT_CYCLES = 1300  # of partials, beside what grows with them
+# Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
+# iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
+# do so at different times.
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4250, 10.4, 0.06
+EXCHANGE_CYCLES = 2000  # of slices of K, beside what grows with the sums
+
+
+def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
+    return (*BLOCKS, *LISTED_BLOCKS) if has_lists(weight.format) else BLOCKS
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Cycles of the GEMM."""
+
+    problem: Problem
+    device: Device
+    is_narrow: bool  # W is dequantized in 16 bits
+    looked_up: float  # times as many cycles if values come from a table
+    is_x_dtype: bool = True  # scales have that of x, if groups are listed
+
+    def listed(self, config: GemmConfig) -> Cycles | None:
+        blocks = blocks_for(rules.weight_of(self.problem))
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in blocks}
+        return found.get(dataclasses.replace(config, split_k=1))
+
+    def _cycles(self, config: GemmConfig) -> tuple[float, float]:
+        """Of a K iteration: of a CTA alone on its SM, and of two."""
+        # A pinned tile that is not in the list costs next to nothing, so it is not shared.
+        known = self.listed(config)
+        alone, paired = known or (1, 1)
+        format = rules.weight_of(self.problem).format
+        factor = self.looked_up if format.element != format.code else 1
+        factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
+        factor *= VARYING if varying(format) and not has_lists(format) else 1
+        if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
+            factor *= OF_COLUMNS
+        factor *= SLOWED if self.problem.m > LONG_M else 1
+        factor *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
+        factor += self._of_lists(config) / alone if known and has_lists(format) else 0
+        return alone * factor, paired * factor
+
+    def _of_lists(self, config: GemmConfig) -> float:
+        """Cycles of a K iteration that a list of groups takes, of a CTA alone on its SM."""
+        columns = config.block_n / (8 * config.num_warps)  # of a thread
+        each = LISTED + LISTED_K / columns + (0 if self.is_x_dtype else LISTED_WIDE)
+        return config.block_n * config.block_k / 128 * each
+
+    def _lacks_registers(self, config: GemmConfig) -> bool:
+        """Whether to share tiles, too, would spill: four columns of listed groups a thread and as
+        many sums as it can have."""
+        is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
+        is_wide = config.block_n > 16 * config.num_warps
+        return is_full and is_wide and has_lists(rules.weight_of(self.problem).format)
+
+    def tiles(self, config: GemmConfig) -> float:
+        rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
+        return math.ceil(rows) * math.ceil(columns)
+
+    def whole(self, config: GemmConfig) -> float:
+        """If a CTA computes whole tiles, or slices of K of ``split_k``."""
+        split, most = config.split_k, ctas_per_sm(config)
+        turn, turns = turns_of(self.problem, config, unrolls(self.problem, config))
+        k_iters = turn * math.ceil(turns / split)
+        alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
+        each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
+        pairs, rest = divmod(each_sm, most)
+        loop = pairs * (paired if most > 1 else alone) + rest * alone
+        if split > 1 and exchanged_slices(self.problem, config, self.device):
+            sums = config.block_m * config.block_n * (split - 1) / split
+            return START_CYCLES + loop + EXCHANGE_CYCLES + 2 * sums / SUMS_PER_CYCLE
+        partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
+        return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
+
+    def shared(self, config: GemmConfig) -> float:
+        """If all CTAs have the same number of K iterations: of tiles of their own, and of those
+        that they share."""
+        most = ctas_per_sm(config)
+        tiles, ctas = int(self.tiles(config)), most * self.device.num_sms
+        whole = max(tiles // ctas - 1, 0)
+        shared_tiles = tiles - whole * ctas
+        turn, of_a_tile = turns_of(self.problem, config, unrolls(self.problem, config))
+        turns = shared_tiles * of_a_tile
+        if config.split_k > 1 or turns < 2 * ctas or self._lacks_registers(config):
+            return math.inf
+        cycles = self._cycles(config)[most - 1]
+        apart = 1 + APART * config.block_m / config.block_n
+        loop = turn * math.ceil(turns / ctas) * cycles * apart
+        loop += whole * (turn * of_a_tile * cycles + _of_tile(config))
+        sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
+        shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
+        return START_CYCLES + loop + _of_tile(config) + shared
+
+
+def _of_tile(config: GemmConfig) -> float:
+    """Cycles of a tile beside its K iterations."""
+    return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n

@@ -1,0 +1,135 @@
+"""How ``weight_only_mm_sm90`` divides K and a tile: turns of the loop, stages, what CTAs share."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
+from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import has_lists, plan_of, words_in_parts
+from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.spec.weight_format import DequantOp, Field
+
+MAX_ACCUMULATORS = 128  # per thread
+WARPGROUP = 4
+UNROLLED = (4, 2)  # K iterations in the loop's body
+# Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
+# many in the largest tiles: with more it spills.
+MAX_SCALES = 8
+STAGES_APART = 8  # a multiple of it, so that four pairs of stages are filled at different times
+COPIED_K = 256  # of K, that the consumers copy while the other warps start
+# Slices of K whose CTAs exchange sums, of parts of so many rows at least. A GPU runs up to 128
+# grids at a time: with as many SMs, not all have a CTA that waits for one that has none.
+EXCHANGED, LEAST_ROWS, MAX_GRIDS = (2, 4), 8, 128
+
+
+def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
+    """K iterations in the loop's body, a turn; 0: K is no multiple, or has too few turns."""
+    turns = ((n, *divmod(problem.k, n * config.block_k)) for n in offered)
+    return next((n for n, count, rest in turns if count >= config.split_k and not rest), 0)
+
+
+def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
+    """``unrolled``, or of the last turn a part is beyond K; 0: K is no multiple of a block, or has
+    too few turns."""
+    turns, rest = divmod(problem.k, offered[-1] * config.block_k)
+    may_pad = turns >= config.split_k and rest % config.block_k == 0
+    return unrolled(problem, config, offered) or (offered[-1] if may_pad else 0)
+
+
+def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:
+    """K iterations of a turn, and turns of a tile."""
+    turn = padded(problem, config, offered) or 1
+    return turn, math.ceil(problem.k / (turn * config.block_k))
+
+
+def _groups(problem: Problem, config: GemmConfig) -> dict[DequantOp, int]:
+    """Groups of a K iteration, those of each part if K is in parts, for each scale and zero point;
+    0: all of K has one."""
+    view, _ = words_in_parts(rules.weight_of(problem), config.block_k)
+    format = view.weight.format
+    ops = [op for op in format.dequant_ops if isinstance(op.operand, Field)]
+    blocks = {op: format.block(op.operand)[0] for op in ops if isinstance(op.operand, Field)}
+    return {op: math.ceil(config.block_k / size) if size > 0 else 0 for op, size in blocks.items()}
+
+
+def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
+    """The scales and zero points of many groups take the registers that large tiles need: of a
+    table's values, and if K is in parts. What each k has of its own takes much code."""
+    format = rules.weight_of(problem).format
+    if has_lists(format):
+        return UNROLLED[-1:]
+    groups = _groups(problem, config).values()
+    is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
+    if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:
+        return UNROLLED[-1:]
+    _, in_parts = words_in_parts(rules.weight_of(problem), config.block_k)
+    columns = config.block_n // (8 * config.num_warps)  # of a thread
+    most = MAX_SCALES // 2 if is_full else MAX_SCALES
+    return UNROLLED[-1:] if in_parts and columns * sum(groups) > most else UNROLLED
+
+
+def is_crowded(problem: Problem, config: GemmConfig) -> bool:
+    """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups: it
+    spills."""
+    if config.block_m < 128 or config.block_k < 128:
+        return False
+    groups = _groups(problem, config)
+    return any(op.kind == "sub" for op in groups) and max(groups.values()) > 2
+
+
+def ctas_per_sm(config: GemmConfig) -> int:
+    return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
+
+
+def boxed(
+    weight: Weight, config: GemmConfig, plan: TilePlan | None = None
+) -> tuple[TilePlan, WordBox] | None:
+    """How a tile is assigned to threads, and the box of its words: for 16-bit x, or of a ``plan``
+    whose tiles are neighbours along K."""
+    view = as_words(weight) if plan else words_in_parts(weight, config.block_k)[0]
+    plan = plan or plan_of(view, config)
+    box = word_box(view.weight, plan) if plan is not None else None
+    return (plan, box) if plan is not None and box is not None else None
+
+
+def exchanged_slices(problem: Problem, config: GemmConfig, device: Device) -> int:
+    """Of so many slices of K the CTAs exchange their sums. 0: of none; partials are stored if K is
+    split. As they wait for each other, all must run at a time."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    runs_at_once = tiles * config.split_k <= ctas_per_sm(config) * device.num_sms
+    has_rows = config.block_m >= LEAST_ROWS * config.split_k
+    is_offered = config.split_k in EXCHANGED and device.num_sms >= MAX_GRIDS
+    is_taken = is_offered and problem.m_is_static and runs_at_once and has_rows
+    return config.split_k if is_taken else 0
+
+
+def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]) -> int:
+    """How many fills of its stages the consumers of a CTA copy: as many as the first part of K has
+    of each CTA. None of experts: with copies in their loop ptxas waits for each product."""
+    if problem.groups is not None or problem.n % config.block_n:
+        return 0
+    k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]
+    turns = math.ceil(k_iters / turn)
+    parts = turns if constants["SHARES_TILES"] else config.split_k
+    starts = [turn * (i * turns // parts) for i in range(parts + 1)]
+    least = min(min(end, k_iters) - begin for begin, end in itertools.pairwise(starts))
+    return int(min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"])
+
+
+def loaded_together(problem: Problem, config: GemmConfig) -> int:
+    """Of how many K iterations the tiles are loaded under one barrier: two if their rows are the
+    halves of the same lines of memory."""
+    weight = as_words(rules.weight_of(problem)).weight
+    found = boxed(rules.weight_of(problem), config)
+    assert found is not None
+    box = found[1]
+    is_along_k = any(name[0] == "k" and 0 < step < box.pitch for name, step in box.strides.items())
+    row = box.columns * weight.tensors[weight.format.code.source].dtype.itemsize
+    return 2 if is_along_k and 2 * row == LINE and config.num_stages % STAGES_APART == 0 else 1
