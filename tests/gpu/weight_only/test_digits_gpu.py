@@ -185,7 +185,14 @@ def test_tiles_that_lack_rows_are_loaded_without_them(name, config, rows, is_dyn
         assert_right(compiled(*inputs), case, inputs)
 
 
-# CTAs exchange sums, store partials, share tiles.
+def compiled_in(case, config):
+    """The product in tiles of ``weight_only_mm_sm90``."""
+    torch._dynamo.reset()
+    options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
+    return torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
+
+
+# CTAs exchange sums (twice), store partials, share tiles.
 @pytest.mark.parametrize(
     ("m", "config"),
     [
@@ -199,9 +206,7 @@ def test_results_are_the_same_in_every_call_beside_other_work(m, config):
     """A tile that is written while it is multiplied, or summed before it is whole, would show."""
     case = Case("hqq", m, 2304, 9216, bf16)
     inputs = make_inputs(case, "cuda")
-    torch._dynamo.reset()
-    options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
-    compiled = torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
+    compiled = compiled_in(case, config)
     first = compiled(*inputs)
     assert_right(first, case, inputs)
     load, other = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
@@ -232,9 +237,7 @@ def test_ctas_exchange_the_sums_of_slices_of_k(name, m, n, config, monkeypatch):
     slices = int(config[-1])
     assert exchanged_slices(problem, parse_config(config), device(90)) == slices
     inputs = make_inputs(case, "cuda")
-    torch._dynamo.reset()
-    options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
-    compiled = torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
+    compiled = compiled_in(case, config)
     first = compiled(*inputs)
     assert_right(first, case, inputs)
     graphs, outputs = [], []

@@ -363,8 +363,7 @@ def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large
         named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
         kernel = simulate.compile_kernel(*named)
         assert kernel.spill_stores <= BESIDE_LOOP
-        loop = in_flight.loop(in_flight.machine_code(kernel.ptx))
-        assert not any("STL" in each or "LDL" in each for each in loop)
+        assert in_flight.spills(in_flight.machine_code(kernel.ptx)) == []
         assert not kernel.is_serialized
 
 
@@ -394,7 +393,7 @@ def test_listed_groups_of_neighbouring_columns_are_loaded_at_once(m, dtype, tile
     assert in_flight.overwritten(code) == []
     config = parse_config(tile)
     loop = in_flight.loop(code)
-    assert not any("STL" in each or "LDL" in each for each in loop)
+    assert in_flight.spills(code) == []
     ks, columns = 2 * config.block_k // 4, config.block_n // (8 * config.num_warps)
     assert sum("LDG" in each for each in loop) == 2 * ks
     assert sum("LDG.E.64" in each for each in loop) == (ks if columns == 4 else 0)
