@@ -81,7 +81,8 @@ _RECEIVE = f"""{{{_SIGNALS}
 again:
     @is_one ld.acquire.gpu.global.b64 seen, [address];
     setp.ne.b64 is_missing, seen, signal;
-    @is_missing bra again;
+    vote.sync.any.pred is_missing, is_missing, 0xffffffff;
+    @is_missing bra.uni again;
     @is_one st.relaxed.gpu.global.b64 [address], 0;
     bar.warp.sync 0xffffffff;
     mov.u32 $0, 0;

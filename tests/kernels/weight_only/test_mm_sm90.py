@@ -256,20 +256,23 @@ def test_the_words_of_a_tile_are_a_box(name, box, large_groups):
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "iterations"),
+    ("name", "tile", "iterations"),
     [
-        ("int8_channel", 8, 2),  # rows of 64 bytes along K
-        ("hqq", 8, 2),
-        ("int8_channel", 4, 1),
-        ("nibble_pairs", 8, 1),  # 32 bytes
-        ("awq", 8, 1),  # 64 bytes along N
+        ("int8_channel", "64x128x64_w8_s8_g8", 2),  # rows of 64 bytes along K
+        ("hqq", "64x128x64_w8_s8_g8", 2),
+        ("nibble_pairs", "64x128x64_w8_s8_g8", 2),  # 32 bytes
+        ("int8_channel", "64x128x128_w8_s8_g8", 1),  # whole lines
+        ("awq", "64x128x64_w8_s8_g8", 1),  # 64 bytes along N
+        ("int8_channel", "64x128x64_w8_s4_g8", 1),  # two pairs of stages
+        ("nibble_pairs", "32x128x128_w4_s6_g8", 2),
+        ("int8_channel", "256x64x64_w4_s6_g8", 1),  # many rows of x
     ],
 )
 def test_two_iterations_that_share_lines_of_memory_are_loaded_together(
-    name, stages, iterations, large_groups
+    name, tile, iterations, large_groups
 ):
     _, problem = described(Case(name, 64, 1024, 4096, bf16))
-    config = GemmConfig(64, 128, 64, 8, stages)
+    config = parse_config(tile)
     constants = WEIGHT_ONLY_MM_SM90.own_constants(problem, config, device(90))
     assert constants["TOGETHER"] == iterations
 
@@ -399,6 +402,18 @@ def test_listed_groups_of_neighbouring_columns_are_loaded_at_once(m, dtype, tile
     assert sum("LDG.E.64" in each for each in loop) == (ks if columns == 4 else 0)
     assert 2 * ks <= sum("IMAD" in each for each in loop) < 3.3 * ks
     assert len(loop) < (7.5 if columns == 4 else 10) * ks * columns
+
+
+def test_the_stages_of_shared_tiles_are_in_uniform_registers(large_groups):
+    """As warps wait for others' sums without diverging: a vector register for each would have to be
+    moved for each product."""
+    case = Case("int8_channel", 128, 8192, 4096, bf16)
+    tile = f"{WEIGHT_ONLY_MM_SM90.name} 128x128x64_w8_s8_g8"
+    [named] = generate_case(case, tile).kernels.items()
+    assert "await_signals" in named[1]
+    loop = in_flight.loop(in_flight.machine_code(simulate.compile_kernel(*named).ptx))
+    assert sum("HGMMA" in each for each in loop) == 16
+    assert not [each for each in loop if "R2UR" in each]
 
 
 def test_a_position_that_depends_on_n_too_is_left_to_others(large_groups):

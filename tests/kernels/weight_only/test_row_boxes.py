@@ -57,7 +57,8 @@ def test_a_box_has_the_columns_of_one_swizzle(tile, parts):
 
 @pytest.mark.parametrize(("m", "loads"), [(33, 5), (64, 1)])
 def test_the_kernel_loads_the_boxes(m, loads):
+    """Of two K iterations at a time."""
     case = Case("nibble_pairs", m, 1024, 1024, torch.float16)
     [source] = generate_case(case, "64x128x64_w8_s8_g8").kernels.values()
     produces_x = source.split("def produce_x")[1].split("def produce_w")[0]
-    assert produces_x.count("x_tiles,") == loads
+    assert produces_x.count("x_tiles,") == 2 * loads

@@ -27,6 +27,12 @@ from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
+# Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights are longer
+# and read faster. README.md says what was measured.
+BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
+    ((32, 128, 128, 4, 6), (930, 1600), None),
+    ((32, 128, 128, 4, 4), (960, 1660), None),
+)
 MIN_MEAN = 8  # up to here a tile of experts_direct has the rows of most experts
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
@@ -63,7 +69,7 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
-        offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
+        offered = [GemmConfig(*block) for block, *_ in (*cost.BLOCKS, *BLOCKS)]
         legal = [
             config
             for config in offered
@@ -79,6 +85,9 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
 @dataclasses.dataclass(frozen=True)
 class _Costs(cost.Costs):
+    def blocks(self) -> tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...]:
+        return (*super().blocks(), *BLOCKS)
+
     def tiles(self, config: GemmConfig) -> float:
         return expected_tiles(self.problem, config)
 

@@ -35,7 +35,8 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((128, 64, 64, 4, 4), (525, 770), (580, 860)),
     ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
     ((128, 128, 128, 8, 4), (1320, 0), None),
-    ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
+    ((256, 64, 64, 4, 6), (670, 0), (705, 0)),
+    ((256, 64, 64, 4, 4), (690, 0), (720, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
 # If a tensor lists the group of each k, this too: a thread has four columns of each k, whose scales
@@ -79,9 +80,11 @@ class Costs:
     looked_up: float  # times as many cycles if values come from a table
     is_x_dtype: bool = True  # scales have that of x, if groups are listed
 
+    def blocks(self) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
+        return blocks_for(rules.weight_of(self.problem))
+
     def listed(self, config: GemmConfig) -> Cycles | None:
-        blocks = blocks_for(rules.weight_of(self.problem))
-        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in blocks}
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in self.blocks()}
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:

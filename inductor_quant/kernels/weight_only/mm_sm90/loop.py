@@ -22,7 +22,9 @@ UNROLLED = (4, 2)  # K iterations in the loop's body
 # Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
 # many in the largest tiles: with more it spills.
 MAX_SCALES = 8
-STAGES_APART = 8  # a multiple of it, so that four pairs of stages are filled at different times
+MAX_VALUES = 64  # of W a thread, with which four K iterations are unrolled
+# Pairs of stages that are filled at different times, at least; fewer if a tile has few rows of x.
+PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 64, 3
 COPIED_K = 256  # of K, that the consumers copy while the other warps start
 # Slices of K whose CTAs exchange sums, of parts of so many rows at least. A GPU runs up to 128
 # grids at a time: with as many SMs, not all have a CTA that waits for one that has none.
@@ -63,7 +65,8 @@ def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales and zero points of many groups take the registers that large tiles need: of a
     table's values, and if K is in parts. What each k has of its own takes much code."""
     format = rules.weight_of(problem).format
-    if has_lists(format):
+    values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
+    if has_lists(format) or values > MAX_VALUES:
         return UNROLLED[-1:]
     groups = _groups(problem, config).values()
     is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
@@ -124,12 +127,14 @@ def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]
 
 
 def loaded_together(problem: Problem, config: GemmConfig) -> int:
-    """Of how many K iterations the tiles are loaded under one barrier: two if their rows are the
-    halves of the same lines of memory."""
+    """Of how many K iterations the tiles are loaded under one barrier: two if their rows are in the
+    same lines of memory."""
     weight = as_words(rules.weight_of(problem)).weight
     found = boxed(rules.weight_of(problem), config)
     assert found is not None
     box = found[1]
     is_along_k = any(name[0] == "k" and 0 < step < box.pitch for name, step in box.strides.items())
     row = box.columns * weight.tensors[weight.format.code.source].dtype.itemsize
-    return 2 if is_along_k and 2 * row == LINE and config.num_stages % STAGES_APART == 0 else 1
+    pairs, rest = divmod(config.num_stages, 2)
+    has_stages = not rest and pairs >= (PAIRS_FEW_ROWS if config.block_m <= FEW_ROWS else PAIRS)
+    return 2 if is_along_k and 2 * row <= LINE and has_stages else 1
