@@ -128,6 +128,23 @@ def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
             assert chosen(**change) is not EXPERTS_MM_SM90
 
 
+@pytest.mark.parametrize(
+    ("name", "group", "tile"),
+    [
+        ("nibble_pairs", 128, "32x128x128_w4_s6_g8"),
+        ("int8_channel", 128, "32x128x128_w4_s4_g8"),
+        ("nibble_pairs", 64, "32x128x64_w4_s8_g8"),  # two groups of 128
+        ("nvfp4", 128, "32x128x64_w4_s8_g8"),  # of a table
+    ],
+)
+def test_rows_of_packed_weights_are_long(name, group, tile, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = described(name, 16 * E, n=1536)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    kernel, config = next(candidates("experts", spec, problem, device(90)))
+    assert (kernel, str(config)) == (EXPERTS_MM_SM90, tile)
+
+
 @pytest.mark.parametrize("name", ["int8_channel", "fp8_row"])
 def test_bytes_beyond_32_bits_are_read_as_words_within(name):
     """DeepSeek-V3 in int8: 256 experts of 4096 x 7168 are 7.5e9 bytes."""

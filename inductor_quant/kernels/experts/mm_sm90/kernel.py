@@ -28,7 +28,8 @@ from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 # Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights are longer
-# and read faster. README.md says what was measured.
+# and read faster. Of values from no table, with one group of K an iteration: with small groups of
+# a table they took a third longer. README.md says what was measured.
 BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 128, 128, 4, 6), (930, 1600), None),
     ((32, 128, 128, 4, 4), (960, 1660), None),
@@ -69,7 +70,11 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
-        offered = [GemmConfig(*block) for block, *_ in (*cost.BLOCKS, *BLOCKS)]
+        offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
+        format = rules.weight_of(problem).format
+        if format.element == format.code:
+            long = (GemmConfig(*block) for block, *_ in BLOCKS)
+            offered += [config for config in long if loop.has_one_group(problem, config)]
         legal = [
             config
             for config in offered

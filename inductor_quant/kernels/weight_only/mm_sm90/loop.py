@@ -78,6 +78,11 @@ def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     return UNROLLED[-1:] if in_parts and columns * sum(groups) > most else UNROLLED
 
 
+def has_one_group(problem: Problem, config: GemmConfig) -> bool:
+    """Whether a K iteration has one group of each scale and zero point."""
+    return max(_groups(problem, config).values(), default=0) <= 1
+
+
 def is_crowded(problem: Problem, config: GemmConfig) -> bool:
     """Whether a tile of 128 x 128 x 128 has zero points and scales of more than two groups: it
     spills."""
