@@ -26,7 +26,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.spec.decisions import RejectionCode
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import Case, described, gemm, generate_case, make_inputs
-from tests.support.in_flight import machine_code
+from tests.support.in_flight import literals_in_loops, machine_code, products
 from tests.support.sampling import sampled
 
 pytestmark = pytest.mark.usefixtures("large_groups")
@@ -309,3 +309,14 @@ def test_no_warp_waits_for_another(m, n, k):
     assert "fence.proxy.async" not in loop
     if TRITON < (3, 9) or config.num_warps == 4:
         assert "bar.sync" not in loop  # no warp waits for another
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_a_constant_zero_point_is_no_second_literal(dtype):
+    """A multiply-add takes one; ptxas would copy the other to a register for each."""
+    tile = f"{WEIGHT_ONLY_LARGE_M_SM90.name} 128x128x64_w8_s8_g8"
+    [named] = generate_case(Case("int4_words", 128, 8192, 4096, dtype), tile).kernels.items()
+    code = machine_code(simulate.compile_kernel(*named).ptx)
+    assert products(code) >= 32
+    assert len(literals_in_loops(code)) < 8

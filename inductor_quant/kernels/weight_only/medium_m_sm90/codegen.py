@@ -152,9 +152,12 @@ class MediumMSm90Codegen(GluonCodegen):
             assert isinstance(scale.operand, Field)
             factor = out.widen(out.field(scale.operand), 1, self.block_n)
         bias = float(self.packed_layout.bias())
+        # With a shift that it knows, ptxas copies the factor to a register for each product.
+        is_known = zero is None or not isinstance(zero.operand, Field)
+        hidden = " + (gl.num_programs(2) - 1)" if is_known else ""
         for name, nibble in zip(("low", "high"), NIBBLES[self.x_dtype], strict=True):
             divisor = nibble.divisor
-            b = f"({shift.code}) * {-1 / divisor} - {nibble.base + bias / divisor}"
+            b = f"({shift.code}) * {-1 / divisor} - {nibble.base + bias / divisor}{hidden}"
             c = f"({factor.code}) * {float(divisor)}"
             for kind, value, code in (("shifts", shift, b), ("scales", factor, c)):
                 code = f"({out.broadcast(value, code)}).to({self.x_type})"
