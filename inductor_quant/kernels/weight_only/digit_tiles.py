@@ -39,6 +39,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 
 LEAST_PART = 16  # columns of x: 32 bytes, the least that its layouts in shared memory take
+LEAST_SLICE = 32  # of K, that a warp of ``weight_only_direct`` has of words with several values
 # Of a tile whose registers have values of both halves of a word: x of the two is put together, too,
 # which is as much with more rows, and waited for where 16 warps have a CTA's few iterations.
 MAX_ROWS_HALVES, MAX_WARPS_HALVES = 8, 8
@@ -84,13 +85,16 @@ def n_order(format: WeightFormat) -> list[str]:
 @functools.lru_cache(maxsize=1024)
 def words_in_order(weight: Weight) -> tuple[WordView, Order | None]:
     """``as_words`` with K in the order in which a tile covers it if x may be read in any, and that
-    order, if it is another: last are the digits that choose a value of a word."""
+    order, if it is another: last are the digits that choose a value of a word. K stays as it is if
+    every tile has all values of its words: x is then read in order, by lanes of whole lines."""
     if weight.format.code.high:
         return words_of_runs(weight) or joined_words(weight) or as_words(weight), None
     view = as_words(weight)
     format = view.weight.format
-    order = sorted(format.digits("k"), key=format.code.offset.digits.__contains__)
-    if order == format.digits("k"):
+    in_word = [digit for digit in format.digits("k") if digit in format.code.offset.digits]
+    order = sorted(format.digits("k"), key=in_word.__contains__)
+    reach = max((format.weight_of(digit) * format.radix(digit) for digit in in_word), default=1)
+    if order == format.digits("k") or reach <= LEAST_SLICE:
         return view, None
     counted = dataclasses.replace(view.weight, format=reordered(format, "k", order))
     return dataclasses.replace(view, weight=counted), Order(format, tuple(order))

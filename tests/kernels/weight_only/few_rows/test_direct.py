@@ -18,9 +18,10 @@ from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, scales_sums
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.spec.formulas import int4pack_mm
 from tests.support import in_flight
 from tests.support.gemms import formats
-from tests.support.gemms.generated import device, hardest
+from tests.support.gemms.generated import device, generate, hardest
 from tests.support.gemms.weight_only import Case, described, generate_case
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
@@ -116,6 +117,23 @@ def test_k_need_not_be_a_multiple_of_what_the_warps_share():
     spec, problem = aligned(Case("nibble_pairs", 4, 4096, 11008, bf16))
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
     assert 11008 % (config.block_k * config.split_k)
+
+
+@pytest.mark.parametrize(("m", "is_shared"), [(8, False), (16, True)])
+def test_lanes_load_whole_lines_of_x_for_words_in_the_order_of_fragments(m, is_shared):
+    """As tinygemm has them: a lane multiplies two neighbours along K, a word has 4 of 32 such."""
+
+    def make(device):
+        sizes = (m, 4096), (128, 32, 32, 4), (32, 1024, 2)
+        dtypes = bf16, torch.int32, bf16
+        made = zip(sizes, dtypes, strict=True)
+        return tuple(torch.empty(size, dtype=dtype, device=device) for size, dtype in made)
+
+    def linear(x, words, scales_and_zeros):
+        return int4pack_mm(x, words, 128, scales_and_zeros)
+
+    [source] = [each for each in generate(linear, make).kernels.values() if "X_MMA" in each]
+    assert ("X_LOADED" in source) == is_shared
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "hqq", "nibble_pairs", "int8_group", "nf4"])
