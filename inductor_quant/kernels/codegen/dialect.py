@@ -22,6 +22,8 @@ TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 HOISTS_MORE = TRITON_VERSION >= (3, 9)
 # (name, size): tensors are reordered and laid out as lists of dimensions, slowest first.
 Dim = tuple[str, int]
+# No grid of these kernels has a third axis, but no compiler knows.
+UNKNOWN_ZERO = "(gl.num_programs(2) - 1)"
 
 # Float types of x and of the output.
 TRITON_TYPES = {

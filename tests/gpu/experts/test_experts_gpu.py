@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.experts.mm_sm90.kernel import BLOCKS
 from inductor_quant.kernels.weight_only.mm_sm90 import cost
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
@@ -77,7 +78,7 @@ def test_rows_of_x_are_read_where_they_are(name, is_sorted, gather):
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("block", [block for block, *_ in cost.BLOCKS], ids=str)
+@pytest.mark.parametrize("block", [block for block, *_ in (*cost.BLOCKS, *BLOCKS)], ids=str)
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "mxfp4"])
 def test_many_rows_in_every_tile(name, block):
     """N ends within a tile; odd numbers of rows, empty experts, rows without an expert."""

@@ -11,6 +11,7 @@ import torch
 
 from examples.benchmarks.timing import Replay
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.experts.mm_sm90.kernel import BLOCKS
 from inductor_quant.kernels.weight_only.mm_sm90 import cost
 from inductor_quant.patterns import graph_pass
 from inductor_quant.report.events import collect
@@ -59,7 +60,7 @@ def test_few_rows(name, is_sorted, gate):
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("gate", [{"gate": "silu"}, GPT_OSS], ids=str)
-@pytest.mark.parametrize("block", [block for block, *_ in cost.BLOCKS], ids=str)
+@pytest.mark.parametrize("block", [block for block, *_ in (*cost.BLOCKS, *BLOCKS)], ids=str)
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "int8_channel", "nf4", "mxfp4"])
 def test_many_rows_in_every_tile(name, block, gate):
     """What is stored ends within a tile; odd numbers of rows, empty experts, rows of none."""

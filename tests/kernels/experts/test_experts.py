@@ -135,6 +135,7 @@ def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
         ("int8_channel", 128, "32x128x128_w4_s4_g8"),
         ("nibble_pairs", 64, "32x128x64_w4_s8_g8"),  # two groups of 128
         ("nvfp4", 128, "32x128x64_w4_s8_g8"),  # of a table
+        ("awq", 128, "32x128x64_w4_s8_g8"),  # rows along N
     ],
 )
 def test_rows_of_packed_weights_are_long(name, group, tile, monkeypatch):

@@ -33,7 +33,8 @@ def few_rows_and_a_small_chip(monkeypatch):
 
 SMALL, TALL = "experts_mm_sm90 32x64x64_w4_s8_g8", "experts_mm_sm90 128x64x64_w4_s4_g8"
 WIDE, LARGE = "experts_mm_sm90 64x128x64_w8_s8_g8", "experts_mm_sm90 256x64x64_w4_s4_g8"
-LONG = "experts_mm_sm90 32x128x128_w4_s6_g8"  # of K, two iterations at a time
+# Of K; two iterations at a time, and one.
+LONG, LONG_BYTES = "experts_mm_sm90 32x128x128_w4_s6_g8", "experts_mm_sm90 32x128x128_w4_s4_g8"
 # N ends within a tile; empty experts at both ends and between; rows of no expert, more than a tile;
 # one expert with all rows; no expert with rows; formats along K and N, with zero points and tables
 CASES = [
@@ -47,6 +48,7 @@ CASES = [
     (Case("nf4", (0, 0), 72, 256, left_over=40), SMALL),
     (Case("fp8_row", (130, 1), 72, 256, dtype=torch.float16), TALL),
     (Case("nibble_pairs", (5, 0, 33), 136, 640, left_over=3), LONG),  # a turn goes beyond K
+    (Case("int8_channel", (5, 0, 33), 136, 640, left_over=3), LONG_BYTES),
 ]
 
 

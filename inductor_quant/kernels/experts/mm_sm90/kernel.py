@@ -27,9 +27,8 @@ from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-# Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights are longer
-# and read faster. Of values from no table, with one group of K an iteration: with small groups of
-# a table they took a third longer. README.md says what was measured.
+# Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights along K
+# are longer and read faster (``_takes_long_rows``). README.md says what was measured.
 BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 128, 128, 4, 6), (930, 1600), None),
     ((32, 128, 128, 4, 4), (960, 1660), None),
@@ -71,10 +70,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
         offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
-        format = rules.weight_of(problem).format
-        if format.element == format.code:
-            long = (GemmConfig(*block) for block, *_ in BLOCKS)
-            offered += [config for config in long if loop.has_one_group(problem, config)]
+        long = (GemmConfig(*block) for block, *_ in BLOCKS)
+        offered += [config for config in long if _takes_long_rows(problem, config)]
         legal = [
             config
             for config in offered
@@ -86,6 +83,14 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         costs = self._costs(spec, problem, legal[0], device)
         costs = _Costs(**vars(costs))
         return sorted(filter(costs.listed, legal), key=costs.whole)
+
+
+def _takes_long_rows(problem: Problem, config: GemmConfig) -> bool:
+    """Whether rows are along K, a K iteration has one group, and values are from no table: with
+    small groups of a table they took a third longer."""
+    format = rules.weight_of(problem).format
+    is_plain = format.element == format.code and loop.has_one_group(problem, config)
+    return is_plain and loop.row_along_k(problem, config) > 0
 
 
 @dataclasses.dataclass(frozen=True)

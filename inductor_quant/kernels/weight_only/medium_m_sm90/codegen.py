@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.dialect import UNKNOWN_ZERO, Dim
 from inductor_quant.kernels.codegen.gluon_columns import (
     Gluon,
     GluonCodegen,
@@ -154,7 +154,7 @@ class MediumMSm90Codegen(GluonCodegen):
         bias = float(self.packed_layout.bias())
         # With a shift that it knows, ptxas copies the factor to a register for each product.
         is_known = zero is None or not isinstance(zero.operand, Field)
-        hidden = " + (gl.num_programs(2) - 1)" if is_known else ""
+        hidden = f" + {UNKNOWN_ZERO}" if is_known else ""
         for name, nibble in zip(("low", "high"), NIBBLES[self.x_dtype], strict=True):
             divisor = nibble.divisor
             b = f"({shift.code}) * {-1 / divisor} - {nibble.base + bias / divisor}{hidden}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
-from inductor_quant.kernels.codegen.dialect import Dim
+from inductor_quant.kernels.codegen.dialect import UNKNOWN_ZERO, Dim
 from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
@@ -134,7 +134,7 @@ class MMSm90Codegen(DigitCodegen):
         return any(0 < self.format.block(each)[0] < self.block_k for each in operands)
 
     def start(self, stride: Hook, size: Hook) -> str:
-        zero = f"{self.unknown_zero} = (gl.num_programs(2) - 1).to(gl.float32)"
+        zero = f"{self.unknown_zero} = {UNKNOWN_ZERO}.to(gl.float32)"
         return "\n".join([zero, super().start(stride, size), *self._start_of_lists(stride, size)])
 
     def _start_of_lists(self, stride: Hook, size: Hook) -> list[str]:

@@ -131,15 +131,21 @@ def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]
     return int(min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"])
 
 
+def row_along_k(problem: Problem, config: GemmConfig) -> int:
+    """Bytes of a row of a tile's packed words; 0 if rows are along N, or the tile is no box."""
+    found = boxed(rules.weight_of(problem), config)
+    if found is None:
+        return 0
+    weight, box = as_words(rules.weight_of(problem)).weight, found[1]
+    is_along_k = any(name[0] == "k" and 0 < step < box.pitch for name, step in box.strides.items())
+    itemsize = weight.tensors[weight.format.code.source].dtype.itemsize
+    return box.columns * itemsize if is_along_k else 0
+
+
 def loaded_together(problem: Problem, config: GemmConfig) -> int:
     """Of how many K iterations the tiles are loaded under one barrier: two if their rows are in the
     same lines of memory."""
-    weight = as_words(rules.weight_of(problem)).weight
-    found = boxed(rules.weight_of(problem), config)
-    assert found is not None
-    box = found[1]
-    is_along_k = any(name[0] == "k" and 0 < step < box.pitch for name, step in box.strides.items())
-    row = box.columns * weight.tensors[weight.format.code.source].dtype.itemsize
+    row = row_along_k(problem, config)
     pairs, rest = divmod(config.num_stages, 2)
     has_stages = not rest and pairs >= (PAIRS_FEW_ROWS if config.block_m <= FEW_ROWS else PAIRS)
-    return 2 if is_along_k and 2 * row <= LINE and has_stages else 1
+    return 2 if 0 < 2 * row <= LINE and has_stages else 1
