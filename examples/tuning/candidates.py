@@ -151,12 +151,6 @@ SPACES: dict[str, Space] = {
     "weight_only_medium_m": Space(
         (32, 64, 128), (64, 128), (64, 128), (4, 8), (3, 4), split_k=_SPLIT_K
     ),
-    "weight_only_medium_m_sm90": Space(
-        (16, 32, 64, 128, 256), (64, 128), (64, 128), (4, 8), (3, 4, 6, 8), split_k=_SPLIT_K
-    ),
-    "weight_only_large_m_sm90": Space(
-        (64, 128, 256), (64, 128, 256), (64, 128), (4, 8, 16), (3, 4, 5, 6, 8), split_k=_SPLIT_K
-    ),
     "weight_only_bytes": Space(
         (8, 16, 32, 64, 128),
         (16, 32, 64, 128),

@@ -376,7 +376,7 @@ def _weight_only_programs() -> Iterator[Program]:
     yield p(weight_only, "gptq", 9, 22016, 4096, dtype=f16, then="silu")
     yield p(weight_only, "gptq", 32, 28672, 4096, then="bias")
     yield p(weight_only, "gptq_symmetric", 16, 28672, 4096, dtype=f16)
-    # weight_only_large_m_sm90, weight_only_medium_m_sm90
+    # weight_only_mm_sm90
     yield p(weight_only, "gptq", 256, 4096, 512, dtype=f16, then="residual")
     yield p(weight_only, "gptq", 128, 14336, 3072, dtype=f16)
     yield p(weight_only, "gptq", 4096, 4096, 512, then="silu")

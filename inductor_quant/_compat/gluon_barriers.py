@@ -153,22 +153,6 @@ def await_signals(
 
 
 @core.builtin
-def own_stage_buffer(buffers: Any, index: Any, slices: Any, count: Any, *, _semantic: Any) -> Any:
-    """The stage buffer of this warp's K slice, ``buffers[index * slices + slice]``: the first
-    ``count`` warps of the kernel form ``slices`` equal slices."""
-    slices, count = core._unwrap_if_constexpr(slices), core._unwrap_if_constexpr(count)
-    if slices > 1:
-        shift = (32 * count // slices).bit_length() - 1
-        asm = f"{{ mov.u32 $0, %tid.x; shr.u32 $0, $0, {shift}; }}"
-        mine = core.inline_asm_elementwise(
-            asm, "=r", [], core.int32, is_pure=True, pack=1, _semantic=_semantic
-        )
-        first = _semantic.mul(_semantic.to_tensor(index), _semantic.to_tensor(slices), True)
-        index = _semantic.add(first, mine, True)
-    return buffers.index(index, _semantic=_semantic)
-
-
-@core.builtin
 def prefetch(pointers: Any, *, _semantic: Any) -> None:
     """Prefetch to L2."""
     asm = "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }"

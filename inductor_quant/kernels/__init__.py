@@ -54,9 +54,7 @@ from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE
 from inductor_quant.kernels.weight_only.dequantize.kernel import WEIGHT_ONLY_DEQUANTIZE
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
-from inductor_quant.kernels.weight_only.large_m_sm90.kernel import WEIGHT_ONLY_LARGE_M_SM90
 from inductor_quant.kernels.weight_only.medium_m.kernel import WEIGHT_ONLY_MEDIUM_M
-from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import WEIGHT_ONLY_MEDIUM_M_SM90
 from inductor_quant.kernels.weight_only.mm.kernel import WEIGHT_ONLY_MM
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.small_m.kernel import WEIGHT_ONLY_SMALL_M
@@ -77,8 +75,6 @@ KERNELS: tuple[Kernel, ...] = (
     WEIGHT_ONLY_SMALL_M_SM90,
     WEIGHT_ONLY_DECODE,
     WEIGHT_ONLY_DIRECT,
-    WEIGHT_ONLY_LARGE_M_SM90,
-    WEIGHT_ONLY_MEDIUM_M_SM90,
     WEIGHT_ONLY_MM_SM90,
     WEIGHT_ONLY_SMALL_M,
     WEIGHT_ONLY_MEDIUM_M,

@@ -32,16 +32,16 @@ TOPS: dict[str, tuple[int, ...]] = {
     "fp8_block": (*_DECODE, 32, 63, 64, 127, 128, 255, 256, 312, 384, 512, 768, 1024, 1536, 2048),
     # 32, 48, 64: tiles of 16 rows, if each has an SM. Then taller tiles; 256: TMA beyond.
     "block_sparse": (*_DECODE, 32, 48, 64, 128, 256, 512, 1024, 2048),
-    # 32: one launch for several GEMMs. 128: beyond it the library competes. 192 and 448: beyond,
-    # most rows of a tile of 256 are used. Then tiles of 64, 128 and 256 rows.
+    # 32: one launch for several GEMMs. 128: beyond it the library competes. Then tiles of 64, 128
+    # and 256 rows, with few rows beyond M.
     "weight_only": (
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
     # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8 and 32: up to them
-    # experts_direct, by card and the width of values. 16: taller tiles beyond. 64 and 2048: the
+    # experts_direct, by card and the width of values. 16, 64 and 128: taller tiles beyond. 2048: the
     # library beyond.
-    "experts": (5, 8, 16, 32, 64, 256, 2048),
+    "experts": (5, 8, 16, 32, 64, 128, 256, 2048),
     # 16: taller tiles, and the library, beyond. 64: the kernel of large M beyond. 128: taller tiles
     # beyond.
     "scaled_experts": (16, 64, 128),

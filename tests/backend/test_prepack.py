@@ -351,7 +351,7 @@ def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights(name):
         x = torch.empty(rows, K, dtype=torch.float16, device=device)
         return x, *(torch.empty(t.shape, dtype=t.dtype, device=device) for t in state)
 
-    for rows, kernel in ((3, "weight_only_direct"), (600, "weight_only_large_m_sm90")):
+    for rows, kernel in ((3, "weight_only_direct"), (600, "weight_only_mm_sm90")):
         with collect() as report:
             generated = generate(fn, functools.partial(make, rows))
         assert report.kernels[0].chosen.startswith(kernel)

@@ -123,11 +123,13 @@ class Routed(nn.Module):
 
 @pytest.mark.slow
 def test_experts_have_ranges_of_rows_an_expert():
-    """Tiles of 8 rows, tiles of 16, and the library beyond a mean of 64."""
+    """Tiles of 8 rows, of 16, and from a mean of 64 on those of the largest mean."""
     found = kernels_of_ranges(Routed, [600, 16, 100])
-    assert found == {m: static(m, Routed) for m in (600, 16, 100)}
-    assert (len(found[600]), len(found[16]), len(found[100])) == (0, 2, 2)
+    alone = {m: static(m, Routed) for m in found}
+    assert (found[16], found[100]) == (alone[16], alone[100])
     assert found[16] != found[100]
+    names = [[each.split()[0] for each in of[600]] for of in (found, alone)]
+    assert names == [["experts_mm_sm90"] * 2] * 2
 
 
 @pytest.mark.slow
@@ -206,7 +208,9 @@ def test_a_range_chooses_what_a_static_compilation_does(family, m):
         high -= high % step
     for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
         of = [which(family, formats.Gemm(rows, n, k)) for rows in (m, high or 4096)]
-        assert len({(str(d.kernel and d.kernel.name), str(d.config), d.notes) for d in of}) == 1
+        assert len({(str(d.kernel and d.kernel.name), d.notes) for d in of}) == 1
+        # w4a8: partials grow with M, and a static M of 256 takes other tiles than a symbolic one
+        assert family == "w4a8" or len({str(d.config) for d in of}) == 1
 
 
 def test_the_strides_that_a_library_gets_are_those_of_the_range():

@@ -30,7 +30,7 @@ def test_masks_of_rows_are_not_kept_as_bits():
 
     made = simulate.generate(lambda model, x: model(x), inputs, backend="inductor_quant")
     [(name, source)] = [item for item in made.kernels.items() if "gl.warp_specialize" in item[1]]
-    assert "weight_only_large_m_sm90" in source
+    assert "weight_only_mm_sm90" in source
     assert "M = ks0" in source
     kernel = simulate.compile_kernel(name, source)
     assert kernel.spill_stores == 0

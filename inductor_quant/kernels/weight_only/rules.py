@@ -202,12 +202,6 @@ def grouped_int4_rejection(spec: QuantGemmSpec, problem: Problem) -> Rejection |
     return None
 
 
-def has_idle_rows(problem: Problem) -> bool:
-    """Whether M is so far from a multiple of 256 that ``weight_only_mm_sm90``, whose CTAs share
-    tiles of 64 and 128 rows, is faster than kernels with tiles of 256."""
-    return 128 < problem.m <= 512 and 0 < problem.m % 256 <= 192
-
-
 def reject_if_unaligned_rows(problem: Problem) -> Rejection | None:
     if problem.has_aligned_rows:
         return None

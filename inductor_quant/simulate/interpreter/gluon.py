@@ -72,7 +72,6 @@ def names() -> dict[str, Any]:
                 barrier, index
             ),
             store_early=lambda buffer, value, barrier: buffer.keep(value, barrier),
-            own_stage_buffer=lambda buffers, index, slices, count: buffers.parts(index, slices),
         ),
         "tile_exp": lambda value: tl.exp(value),  # looked up late: the interpreter replaces it
         "tile_over": lambda value, divisor: value / divisor,

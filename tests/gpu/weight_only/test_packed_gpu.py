@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE
-from inductor_quant.kernels.weight_only.large_m_sm90.kernel import WEIGHT_ONLY_LARGE_M_SM90
 from inductor_quant.kernels.weight_only.medium_m.kernel import WEIGHT_ONLY_MEDIUM_M
-from inductor_quant.kernels.weight_only.medium_m_sm90.kernel import WEIGHT_ONLY_MEDIUM_M_SM90
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.small_m.kernel import WEIGHT_ONLY_SMALL_M
 from inductor_quant.kernels.weight_only.small_m_sm90.kernel import WEIGHT_ONLY_SMALL_M_SM90
 from inductor_quant.ops import weight_only
@@ -48,8 +47,8 @@ def test_small_m(name, m, dtype):
     case = Case(name, m, 1024, 2048, dtype, bias=True, column_scale="channel")
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
-    packed = ("weight_only_decode", "weight_only_small_m", "weight_only_medium_m_sm90")
-    assert chosen.startswith((*packed, "weight_only_direct", "weight_only_mm_sm90"))
+    packed = ("weight_only_decode", "weight_only_small_m", "weight_only_direct")
+    assert chosen.startswith((*packed, "weight_only_mm_sm90"))
     assert_right(got, case, inputs)
 
 
@@ -60,7 +59,7 @@ def test_medium_m(name, dtype, m):
     case = Case(name, m, 6144, 4096, dtype, bias=True)  # smaller ones run in ``direct``
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
-    assert chosen.startswith("weight_only_medium_m" if name == "gptq" else "weight_only_mm_sm90")
+    assert chosen.startswith("weight_only_mm_sm90")
     assert_right(got, case, inputs)
 
 
@@ -70,7 +69,7 @@ def test_large_m(name):
     case = Case(name, 600, 1000 if name == "uint2" else 1024, 2048, bf16, bias=True)
     inputs = make_inputs(case, "cuda")
     got, chosen = run(case, inputs)
-    assert chosen.startswith("weight_only_large_m_sm90" if name == "int4_words" else "dequantize")
+    assert chosen.startswith("dequantize")
     # cuBLAS rounds its product (perhaps its partials too) to bf16 before per_channel scales.
     assert_right(got, case, inputs, slack=3)
 
@@ -109,11 +108,8 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, kernel, m):
         *((WEIGHT_ONLY_DECODE, m, n, bf16) for m, n in ((7, 16384), (13, 6144))),
         *((WEIGHT_ONLY_SMALL_M_SM90, m, 22016, dtype) for m, dtype in ((9, f16), (16, bf16))),
         *((WEIGHT_ONLY_SMALL_M_SM90, m, 22016, dtype) for m, dtype in ((19, bf16), (32, f16))),
-        *((WEIGHT_ONLY_MEDIUM_M_SM90, m, 1024, dtype) for m, dtype in ((17, f16), (64, bf16))),
-        *((WEIGHT_ONLY_MEDIUM_M_SM90, m, n, f16) for m, n in ((100, 1024), (200, 16384))),
-        *((WEIGHT_ONLY_LARGE_M_SM90, m, n, bf16) for m, n in ((200, 1024), (256, 6144))),
-        *((WEIGHT_ONLY_LARGE_M_SM90, m, 16384, f16) for m in (100, 500)),  # several tiles per CTA
-        *((WEIGHT_ONLY_LARGE_M_SM90, m, 14336, bf16) for m in (20, 64, 65)),  # one
+        *((WEIGHT_ONLY_MM_SM90, m, n, bf16) for m, n in ((20, 14336), (64, 1024), (256, 6144))),
+        *((WEIGHT_ONLY_MM_SM90, m, n, f16) for m, n in ((17, 1024), (100, 14336), (500, 16384))),
     ],
     ids=lambda given: getattr(given, "name", str(given)),
 )

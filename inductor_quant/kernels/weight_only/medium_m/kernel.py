@@ -1,7 +1,7 @@
 """``weight_only_medium_m``: x [M, K] @ W [K, N] for packed weights, in Triton.
 
 Chosen for M <= 128, 16-bit x, scales of x's dtype and small integers as zero points, if
-``weight_only_medium_m_sm90`` does not take the GEMM and M is too large for the kernels before it;
+``weight_only_mm_sm90`` does not take the GEMM and M is too large for the kernels before it;
 from sm_80 on.
 
 A tile of W is dequantized in packed 16-bit arithmetic: ``q - zero_point`` is a small integer, exact

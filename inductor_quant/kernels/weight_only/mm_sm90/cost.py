@@ -26,8 +26,8 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 64, 4, 8), (350, 490), (400, 590)),
     ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
     ((32, 128, 64, 4, 8), (510, 870), (620, 1150)),
-    ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
-    ((64, 64, 128, 4, 4), (690, 1165), (690, 1320)),
+    ((64, 64, 64, 4, 8), (375, 620), (400, 680)),
+    ((64, 64, 128, 4, 4), (650, 1090), (650, 1240)),
     ((64, 128, 64, 4, 4), (615, 1055), (780, 1345)),
     ((64, 128, 64, 8, 8), (585, 0), (710, 0)),
     ((64, 128, 128, 8, 4), (1060, 0), (1255, 0)),
@@ -35,7 +35,7 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((128, 64, 64, 4, 4), (525, 770), (580, 860)),
     ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
     ((128, 128, 128, 8, 4), (1320, 0), None),
-    ((256, 64, 64, 4, 6), (660, 0), (695, 0)),
+    ((256, 64, 64, 4, 6), (640, 0), (675, 0)),
     ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
@@ -51,9 +51,11 @@ VARYING = 2.0  # and if each value of a tile has a scale of its own
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.
 LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
-LONG_M, SLOWED = 4 * MEDIUM_M, 1.08  # so many above this M, where power limits the clock
+# So many above this M, where power limits the clock; and in tiles of 64 columns, which read x twice
+# as often as those of 128.
+LONG_M, SLOWED, SLOWED_NARROW = 4 * MEDIUM_M, 1.08, 1.1
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
-# If x is larger than the L2 cache: CTAs that share tiles do not read it at the same time.
+# If x is larger than the L2 cache, of CTAs that share tiles: they do not read it at the same time.
 CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
 START_CYCLES = 3250  # of the launch
@@ -62,7 +64,7 @@ SPLIT_CYCLES = 1300  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
 # iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
 # do so at different times.
-SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4250, 10.4, 0.06
+SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4300, 10.4, 0.06
 EXCHANGE_CYCLES = 2000  # of slices of K, beside what grows with the sums
 
 
@@ -98,8 +100,8 @@ class Costs:
         factor *= VARYING if varying(format) and not has_lists(format) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS
-        factor *= SLOWED if self.problem.m > LONG_M else 1
-        factor *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
+        if self.problem.m > LONG_M:
+            factor *= SLOWED * (SLOWED_NARROW if config.block_n < 128 else 1)
         factor += self._of_lists(config) / alone if known and has_lists(format) else 0
         return alone * factor, paired * factor
 
@@ -148,6 +150,7 @@ class Costs:
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n
+        apart *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
         loop = turn * math.ceil(turns / ctas) * cycles * apart
         loop += whole * (turn * of_a_tile * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n

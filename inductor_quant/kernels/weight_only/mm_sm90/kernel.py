@@ -3,9 +3,10 @@
 Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, if the packed words of a tile
 are a box of a matrix (``box``), while W written once and a product of the library take longer.
 
-swap_ab, with wgmma, warp-specialized and persistent as ``weight_only_large_m_sm90``, but the
-statements that read and dequantize W follow from the digits of the format. W goes from shared
-memory to the registers of wgmma's first operand and is never written.
+swap_ab, with wgmma, warp-specialized and persistent: producer warps load x and packed weights by
+TMA, and the consumer warpgroups take turns at dequantizing and multiplying. The statements that
+read and dequantize W follow from the digits of the format. W goes from shared memory to the
+registers of wgmma's first operand and is never written.
 
 Where tiles would leave SMs idle, K is split, and the CTAs of a tile exchange their sums
 (``exchanged_slices``) or the lowering adds partials; or the K iterations of all tiles are divided

@@ -1,1 +1,0 @@
-"""Many rows on Hopper, 4-bit packed along K: TMA and warp specialization."""
