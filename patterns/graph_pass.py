@@ -21,8 +21,8 @@ from torch import fx
 
 import inductor_quant
 from inductor_quant import fallback
+from inductor_quant._compat import freezing, variants
 from inductor_quant._compat import inductor as compat
-from inductor_quant._compat import variants
 from inductor_quant.errors import OptionError, RequirementError
 from inductor_quant.ops import experts, scaled_experts, verify
 from inductor_quant.options import Options, matches_any
@@ -43,6 +43,7 @@ from .fusion.horizontal import horizontal_fusion
 from .fusion.norm_group_quant import fuse_norm_and_group_quant
 from .fusion.quantize_in_gemm import quantize_in_gemms
 from .fusion.quantize_tokens import quantize_tokens_once
+from .fusion.repack_weights import repack_weights
 from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
 from .fusion.token_order import compute_by_token
@@ -317,6 +318,8 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
         log.info("%d sums over the experts of a token", sum_experts(graph))
     log.info("%d gathers by token are by fewer tables", compute_by_token(graph))
     constants = _constants(graph) if is_frozen else set()
+    if is_frozen and not options.verify:  # verified subgraphs read the weight as it was
+        log.info("%d weights are repacked", repack_weights(graph, _values(graph)))
     log.info("%d GEMMs became part of another", concat_weights(graph, constants))
     copies = make_weights_k_major(graph, constants)
     log.info("%d int8 weights are copied to K-major", copies)
@@ -335,8 +338,17 @@ def _run_fusion_passes(graph: fx.Graph, options: Options, *, is_frozen: bool) ->
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:
     """The inputs that are constants of a graph that Inductor will freeze."""
-    inputs = graph.find_nodes(op="placeholder")[: compat.inputs_to_be_frozen()]
+    inputs = graph.find_nodes(op="placeholder")[: freezing.inputs_to_be_frozen()]
     return {*inputs, *graph.find_nodes(op="get_attr")}
+
+
+def _values(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
+    """Those of ``_constants`` that are known and that nobody writes to."""
+    found = freezing.values_to_be_frozen(graph)
+    for node in graph.find_nodes(op="get_attr"):
+        if fx_utils.has_fixed_values(node) and (tensor := fx_utils.attribute(node)) is not None:
+            found[node] = tensor
+    return {node: tensor for node, tensor in found.items() if not fx_utils.is_mutated(node)}
 
 
 def _verify_args(found: RecognizedGemm, options: Options) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from inductor_quant import fallback
+from inductor_quant._compat import freezing
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import verify
 
@@ -22,6 +23,7 @@ _PROVENANCE = (
     *("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom"),
     fallback.ANCHOR,
 )
+_FROZEN = "_inductor_quant_repacked_"
 
 
 def rewrite(found: RecognizedGemm, verify_args: tuple[Any, ...] | None = None) -> fx.Node:
@@ -85,6 +87,20 @@ def add_constant(like: fx.Node, constant: Constant) -> fx.Node:
     node = like.graph.create_node("get_attr", name)  # get_attr() warns: it is no buffer
     with compat.fake_mode_of([fx_utils.value(like)]):
         node.meta["val"] = torch.empty(constant.shape, dtype=constant.dtype, device=device)
+    return node
+
+
+def add_tensor(like: fx.Node, tensor: torch.Tensor) -> fx.Node:
+    """A tensor of the module, which Inductor treats as a frozen parameter: its caches key it by its
+    shape, and a cached graph gets that of the module."""
+    module = like.graph.owning_module
+    number = sum(name.startswith(_FROZEN) for name in vars(module))
+    setattr(module, f"{_FROZEN}{number}", freezing.frozen(tensor))
+    node = like.graph.create_node("get_attr", f"{_FROZEN}{number}")
+    with compat.fake_mode_of([fx_utils.value(like)]):
+        node.meta["val"] = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
     return node
 
 

@@ -117,13 +117,6 @@ def folds_when_loaded() -> bool:
     return is_exporting() and bool(_setting("aot_inductor.use_runtime_constant_folding"))
 
 
-def inputs_to_be_frozen() -> int:
-    """How many of a graph's placeholders, from the first on, freezing turns into constants (except
-    those that are written to or returned)."""
-    context = symbol("torch._guards:TracingContext.try_get")()
-    return len(getattr(context, "params_flat_unwrap_subclasses", None) or ())
-
-
 def overlaps_collectives() -> bool:
     """Whether Inductor fuses matrix products with the collectives beside them."""
     return bool(_setting("_micro_pipeline_tp"))

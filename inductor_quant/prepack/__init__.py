@@ -1,9 +1,5 @@
-"""``prepack_``: repack quantized weights, once, into the layout that our kernels read fastest.
-
-4 bits: packed int32 words of eight neighbours along K, as in GPTQ, with zero points packed along N.
-Layouts that put halves of N in a byte take half as long again at M = 1. 8 bits: bytes [N, K].
-K is sorted by group where a tensor lists the group of each k (GPTQ's act-order).
-"""
+"""``prepack_``: repack quantized weights, once, into the layout that our kernels read fastest
+(``ops/repack.py``)."""
 
 from __future__ import annotations
 
@@ -17,21 +13,17 @@ from torch import fx, nn
 
 from inductor_quant import patterns
 from inductor_quant._compat import inductor as compat
-from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.packed_layout import packed_layout_of
-from inductor_quant.kernels.problem import Weight, WeightTensor
-from inductor_quant.ops.dequantize import Evaluator
+from inductor_quant.ops import repack
 from inductor_quant.patterns import fx_utils
 from inductor_quant.patterns.graph_pass import SLOT
 from inductor_quant.patterns.match import RecognizedGemm
 from inductor_quant.patterns.rewrite import rewrite
-from inductor_quant.prepack.layer import CHUNK, PrepackedLinear, Rows, Source, prepacked_class
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, WeightFormat
+from inductor_quant.prepack.layer import PrepackedLinear, Source, prepacked_class
+from inductor_quant.spec.weight_format import Field, WeightFormat
 from inductor_quant.tables import constant_buffers
 
 aten = fx_utils.aten
 CAST = torch.ops.prims.convert_element_type.default
-MIN_GROUP = 32  # no kernel for packed weights or bytes takes a smaller group_size
 _VIEWS = (*fx_utils.RESHAPES, aten.squeeze.dim, aten.unsqueeze.default)
 
 
@@ -164,19 +156,20 @@ class _Linear:
     @property
     def has_short_groups(self) -> bool:
         """Whether neighbours along K that share a scale or zero point are too few for a kernel."""
-        operands = [o for o in _scaling(self.format.dequant_ops) or () if isinstance(o, Field)]
+        operands = [o for o in repack.scaling(self.format) or () if isinstance(o, Field)]
         sizes = [self.format.block(operand)[0] for operand in operands]
-        return self._group is None and any(0 < size < MIN_GROUP for size in sizes)
+        is_listed = repack.group_list(self.format) is not None
+        return not is_listed and any(0 < size < repack.MIN_GROUP for size in sizes)
 
     def source_of(self, tensor: torch.Tensor, packed: PrepackedLinear) -> Source | None:
         like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        subtract, multiply = _scaling(self.format.dequant_ops) or (None, None)
-        group = self._group
+        subtract, multiply = repack.scaling(self.format) or (None, None)
+        group = repack.group_list(self.format)
         fields = (self.format.element, subtract, multiply, group)
         for part, field in enumerate(fields):
             if not isinstance(field, Field) or {*field.nested} - {group}:
                 continue
-            source, low = self.weight[field.source], self._low if part < 2 else 0
+            source, low = self.weight[field.source], repack.lowest(self.format) if part < 2 else 0
             is_it = source.data_ptr() == tensor.data_ptr() and source.shape == tensor.shape
             is_alone = sum(isinstance(f, Field) and f.source == field.source for f in fields) == 1
             if is_it and is_alone and source.dtype == tensor.dtype:
@@ -187,157 +180,12 @@ class _Linear:
                 return Source(like, name)
         return None
 
-    @property
-    def _low(self) -> int:
-        """What PrepackedLinear subtracts from q and z."""
-        element = self.format.element
-        return element.add - (1 << element.width - 1 if element.signed else 0)
-
     def prepacked(self) -> PrepackedLinear | None:
         """None if the layout is the fastest already, or if none fits."""
-        element, scaling = self.format.element, _scaling(self.format.dequant_ops)
-        if scaling is None or any(index.is_data for index in element.index):
+        found = repack.repacked(self.format, self.weight, self.column_scale)
+        if found is None:
             return None
-        if self._group is None and self._is_fast():
-            return None
-        if element.float8 or element.minus or element.high:
-            return None
-        subtract, multiply = scaling
-        k, n = self.format.shape
-        source = self.weight[element.source]
-        is_int4 = 0 < element.width <= 4 and k % 8 == 0
-        low = self._low
-        is_bytes = not element.width and not low and source.dtype in (torch.int8, torch.uint8)
-        if not is_int4 and not is_bytes:
-            return None
-        rows = [self.format.block(o)[0] for o in (subtract, multiply) if isinstance(o, Field)]
-        group = min([k if size == -1 else size for size in rows], default=k)
-        order = None
-        if self._group is not None:
-            group, order = self._sorted(self._group)
-        if group < MIN_GROUP or (self.column_scale is not None and multiply is not None):
-            return None
-        scales = self._grouped(multiply, group, order)
-        if self.column_scale is not None:
-            scales = self.column_scale.reshape(1, -1).expand(k // group, n).contiguous()
-        zero = float(subtract) - low if isinstance(subtract, (int, float)) else float(-low)
-        qzeros, zeros = None, self._grouped(subtract, group, order)
-        is_integer = zeros is not None and not zeros.is_floating_point()
-        if isinstance(subtract, Field) and zeros is not None and is_integer:
-            zeros = zeros - low
-            zero = float(max(0, _largest(subtract, zeros + low) - low - 15))
-            if n % 8 == 0 and int(zeros.min()) >= zero:
-                qzeros, zeros = _packed_int4((zeros - int(zero)).t()).t().contiguous(), None
-            else:
-                zeros, zero = zeros.to(torch.int32), 0.0
-        elif zeros is not None:
-            zeros, zero = zeros - low, 0.0
-        return PrepackedLinear(
-            qdata=self._packed(is_int4, low, order),
-            qzeros=qzeros,
-            zeros=zeros,
-            scales=scales,
-            bias=self.bias,
-            order=None if order is None else order.to(torch.int32),
-            dtype=self.dtype,
-            zero=zero,
-            stores_zero=isinstance(subtract, Field) and is_integer and not _is_narrow(subtract),
-        )
-
-    def _is_fast(self) -> bool:
-        tensors = tuple(WeightTensor(t.dtype, tuple(t.shape), t.stride()) for t in self.weight)
-        weight = Weight(self.format, tensors)
-        packed, found = packed_layout_of(weight), byte_layout_of(weight)
-        is_bytes = found is not None and found[1].count == 1
-        return is_bytes or (packed is not None and packed.axis == "k")
-
-    @property
-    def _group(self) -> Field | None:
-        """The field that lists the group of each k, if the scales and zero points that vary with k
-        are those of such groups."""
-        operands = [o for o in _scaling(self.format.dequant_ops) or () if isinstance(o, Field)]
-        of_k = [o for o in operands if self.format.block(o)[0] != -1]
-        listed = {nested for operand in of_k for nested in operand.nested}
-        if len(listed) != 1:
-            return None
-        [group] = listed
-        by_group = AffineIndex(fields=((group, 1),))
-        is_list = not (group.is_position or group.nested or any(d[0] == "n" for d in group.digits))
-        for operand in of_k:
-            others = [index for index in (*operand.index, operand.offset) if index != by_group]
-            is_list &= by_group in operand.index and not operand.high
-            is_list &= not any(name[0] == "k" for index in others for name in index.digits)
-        return group if is_list else None
-
-    def _sorted(self, group: Field) -> tuple[int, torch.Tensor | None]:
-        """How many k each group has, and all k, those of one group after those of another; 0 if
-        some groups have more than others."""
-        k, _ = self.format.shape
-        number = Evaluator(self.format, self.weight, self.weight[0].device).field(group).flatten()
-        number, order = number.sort(stable=True)
-        size = k // (int(number[-1]) + 1) if int(number[0]) == 0 else 0
-        if not size or not torch.equal(number, torch.arange(k, device=number.device) // size):
-            return 0, None
-        return size, order
-
-    def _grouped(
-        self, operand: Field | float | None, group: int, order: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """[K / group, N], integers as int64."""
-        if not isinstance(operand, Field):
-            return None
-        first = Rows(self.format, self.weight, self.weight[0].device)
-        first.rows = slice(None, None, group) if order is None else order[::group]
-        value: torch.Tensor = first.field(operand)
-        return value.expand(self.format.shape[0] // group, self.format.shape[1]).contiguous()
-
-    def _packed(self, is_int4: bool, low: int, order: torch.Tensor | None) -> torch.Tensor:
-        k, n = self.format.shape
-        source = self.weight[self.format.element.source]
-        shape = (k // 8, n) if is_int4 else (n, k)
-        dtype = torch.int32 if is_int4 else source.dtype
-        qdata = torch.empty(shape, dtype=dtype, device=source.device)
-        step = 8 * max(1, CHUNK // (8 * n))
-        for first in range(0, k, step):
-            last = min(k, first + step)
-            rows = Rows(self.format, self.weight, source.device)
-            rows.rows = slice(first, last) if order is None else order[first:last]
-            q = rows.field(self.format.element).expand(-1, n)
-            if is_int4:
-                qdata[first // 8 : last // 8] = _packed_int4(q - low)
-            else:
-                qdata[:, first:last] = q.t()
-        return qdata
-
-
-def _is_narrow(field: Field) -> bool:
-    return 0 < field.width <= 4
-
-
-def _largest(field: Field, values: torch.Tensor) -> int:
-    """What a field of few bits can be, whatever its values are: then a state dict suits all layers
-    of this kind, in which ``zero`` is not. Of another field the largest of its values."""
-    if not _is_narrow(field):
-        return int(values.max())
-    if field.wrap:
-        return (1 << field.width) - 1
-    return (1 << field.width - field.signed) - 1 + field.add
-
-
-def _packed_int4(q: torch.Tensor) -> torch.Tensor:
-    """Packs eight neighbours of the first dimension in an int32, the first in the lowest bits."""
-    shifts = torch.arange(0, 32, 4, device=q.device)
-    return (q.unflatten(0, (-1, 8)) << shifts[:, None]).sum(1).to(torch.int32)
-
-
-def _scaling(ops: Sequence[DequantOp]) -> tuple[Field | float | None, Field | float | None] | None:
-    """(subtrahend, factor) of at most one subtraction and one product; None for other ops."""
-    if [op.kind for op in ops] not in ([], ["sub"], ["mul"], ["sub", "mul"]):
-        return None
-    operands = {op.kind: op.operand for op in ops}
-    if isinstance(operands.get("mul"), (int, float)):
-        return None
-    return operands.get("sub"), operands.get("mul")
+        return PrepackedLinear(dtype=self.dtype, bias=self.bias, **vars(found))
 
 
 class _Stop(Exception):

@@ -9,24 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from inductor_quant.ops.dequantize import Evaluator
+from inductor_quant.ops.repack import CHUNK, Rows
 from inductor_quant.spec.weight_format import Field, WeightFormat
-
-CHUNK = 1 << 23  # elements that are unpacked at once, at eight bytes each
-
-
-class Rows(Evaluator):
-    """Evaluates ``rows`` of W: positions, or a slice."""
-
-    rows: slice | torch.Tensor
-
-    def digit(self, name: str) -> Any:
-        digit = super().digit(name)
-        return digit[self.rows] if name[0] == "k" else digit
-
-    def assume(self, field: Field, value: torch.Tensor) -> None:
-        """``field``, of which there is no tensor, has this value [rows, 1]."""
-        self._fields[field] = value
 
 
 class PrepackedLinear(nn.Module):

@@ -9,10 +9,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config
 
 import inductor_quant
+from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant import backend
 from inductor_quant._compat import inductor as compat
 from inductor_quant.errors import RequirementError
@@ -264,6 +266,83 @@ def test_a_frozen_weight_that_lies_along_n_is_kept_along_k_alone(graphs):
     assert torch.equal(result, module(x))
     [weight] = [t for t in constants(graphs[-1]) if t.dtype == torch.int8]
     assert sorted(weight.stride()) == [1, 64]
+
+
+class Dequantized(torch.nn.Module):
+    """A linear layer of a benchmark's weight format."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.format = FORMATS[name]
+        stored = self.format.make(Source("cpu"), N, 2 * K)
+        self.names = [f"stored{i}" for i in range(len(stored))]
+        for each, tensor in zip(self.names, stored, strict=True):
+            self.register_buffer(each, tensor)
+
+    def forward(self, x):
+        stored = [getattr(self, name) for name in self.names]
+        return F.linear(x, self.format.dequantize(x.shape[-1], *stored))
+
+
+def formats_of(gm):
+    return [call.kwargs["format"] for call in calls(gm, WEIGHT_ONLY)]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["awq", "gptq_act_order", "hqq", "halves_of_k"])
+def test_a_frozen_weight_in_a_slow_layout_is_repacked_as_by_prepack(graphs, name):
+    module, rows = Dequantized(name), torch.randn(20, 2 * K).to(FORMATS[name].dtype)
+    plain, _ = run(module, rows, freezing=False)
+    [before] = formats_of(graphs[-1])
+    frozen, report = run(module, rows)
+    [after] = formats_of(graphs[-1])
+    assert len(report.matches) == 1
+    assert after != before
+    assert torch.equal(frozen, plain)
+    assert not {*module.buffers()} & {*constants(graphs[-1])}  # what was repacked is gone
+    model = torch.nn.Sequential(module)
+    assert inductor_quant.prepack_(model, rows) == ["0"]
+    run(model, rows, freezing=False)
+    assert formats_of(graphs[-1]) == [after]
+
+
+@pytest.mark.parametrize("name", ["gptq", "words", "gptq_2bit", "hqq_axis0", "nf4", "int8", "e4m3"])
+def test_other_frozen_weights_stay(graphs, name):
+    module, rows = Dequantized(name), torch.randn(20, 2 * K).to(FORMATS[name].dtype)
+    plain, _ = run(module, rows, freezing=False)
+    [before] = formats_of(graphs[-1])
+    frozen, _ = run(module, rows)
+    assert formats_of(graphs[-1]) == [before]
+    assert torch.equal(frozen, plain)
+
+
+def test_a_weight_that_is_verified_is_not_repacked(graphs):
+    module, rows = Dequantized("awq"), torch.randn(20, 2 * K).half()
+    run(module, rows, freezing=False, verify=True)
+    [before] = formats_of(graphs[-1])
+    run(module, rows, verify=True)
+    assert formats_of(graphs[-1]) == [before]
+
+
+def test_two_layers_of_one_weight_have_one_repacked(graphs):
+    module = Dequantized("awq")
+    rows = torch.randn(20, 2 * K).half()
+    run(module, rows)
+    once = len(constants(graphs[-1]))
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = module
+
+        def forward(self, x):
+            return self.layer(x), self.layer(x[:3] * 2)
+
+    (first, second), _ = run(Twice(), rows)
+    assert len(calls(graphs[-1], WEIGHT_ONLY)) == 2
+    assert len({*constants(graphs[-1])}) == once
+    assert torch.equal(first, run(module, rows, freezing=False)[0])
+    assert torch.equal(second, run(module, rows[:3] * 2, freezing=False)[0])
 
 
 class Attention(torch.nn.Module):
