@@ -51,8 +51,8 @@ VARYING = 2.0  # and if each value of a tile has a scale of its own
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.
 LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
-# So many above this M, where power limits the clock; and in tiles of 64 columns, which read x twice
-# as often as those of 128.
+# So many above this M, where power limits the clock; and in tiles of 64 columns, which read all of
+# x twice as often as those of 128.
 LONG_M, SLOWED, SLOWED_NARROW = 4 * MEDIUM_M, 1.08, 1.1
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
 # If x is larger than the L2 cache, of CTAs that share tiles: they do not read it at the same time.
@@ -101,7 +101,8 @@ class Costs:
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS
         if self.problem.m > LONG_M:
-            factor *= SLOWED * (SLOWED_NARROW if config.block_n < 128 else 1)
+            reads_all = config.block_n < 128 and self.problem.groups is None
+            factor *= SLOWED * (SLOWED_NARROW if reads_all else 1)
         factor += self._of_lists(config) / alone if known and has_lists(format) else 0
         return alone * factor, paired * factor
 
