@@ -75,6 +75,17 @@ def add_node(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str
     return node
 
 
+def replace_call(call: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Replace ``call`` by one of the same op, with all that is known about it, at the insertion
+    point."""
+    new = add_node(call, call.target, args, kwargs)
+    _check_same_value(call, new)
+    new.meta = {**call.meta, "val": new.meta["val"]}
+    call.replace_all_uses_with(new)
+    call.graph.erase_node(call)
+    return new
+
+
 def add_constant(like: fx.Node, constant: Constant) -> fx.Node:
     """A tensor of the module, on the device of ``like``; equal ones are shared."""
     module, device = like.graph.owning_module, fx_utils.value(like).device

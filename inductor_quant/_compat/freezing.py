@@ -15,16 +15,27 @@ def inputs_to_be_frozen() -> int:
 
 
 def values_to_be_frozen(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.Tensor]:
-    """The values of the placeholders that freezing turns into constants."""
+    """The values of the placeholders that freezing turns into constants: of no tensor that the
+    graph writes to or returns, as far as AOTAutograd knows."""
     context = symbol("torch._guards:TracingContext.try_get")()
     values = getattr(context, "params_flat_unwrap_subclasses", None) or ()
-    inputs = getattr(getattr(context, "fw_metadata", None), "input_info", None) or ()
+    metadata = getattr(context, "fw_metadata", None)
+    inputs = getattr(metadata, "input_info", None) or ()
+    returned = {info.base_idx for info in getattr(metadata, "output_info", None) or ()}
+    placeholders = graph.find_nodes(op="placeholder")
     found = {}
-    for node, value, info in zip(graph.find_nodes(op="placeholder"), values, inputs, strict=False):
+    for i, (node, value, info) in enumerate(zip(placeholders, values, inputs, strict=False)):
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-        if is_plain and not (info.mutates_data or info.mutates_metadata):
+        if not is_plain or info.mutates_data or info.mutates_metadata or i in returned:
+            continue
+        traced = node.meta.get("val")
+        if isinstance(traced, torch.Tensor) and _kind(traced) == _kind(value):
             found[node] = value
     return found
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride()
 
 
 def frozen(tensor: torch.Tensor) -> torch.Tensor:

@@ -127,12 +127,8 @@ class Evaluator:
             value = call(aten.div.Tensor_mode, value, field.divisor, rounding_mode="floor")
             value = call(aten.remainder.Scalar, value, field.modulus)
             return self.table(field.table, value) if field.table else value
-        value = source = self.sources[field.source]
-        if not is_float(_dtype_of(source)):
-            # Before indexing, which some integer dtypes lack; the packed tensor is also smaller.
-            value = self.convert(value, torch.int64)
-        if field.index:
-            value = call(aten.index.Tensor, value, [self.index(each) for each in field.index])
+        index = [self.index(each) for each in field.index]
+        value = self.read(self.sources[field.source], index)
         if field.width:
             value = call(aten.bitwise_right_shift.Tensor, value, self._shift(field.offset))
             value = self._low_bits(value, field.width)
@@ -157,6 +153,13 @@ class Evaluator:
             value = call(aten.sub.Tensor, value, self.field(field.minus))
             value = self.convert(self.convert(value, INTEGERS[field.bits]), torch.int64)
         return value
+
+    def read(self, source: Any, index: list[Any]) -> Any:
+        """The elements of a tensor at ``index``, integers as int64."""
+        if not is_float(_dtype_of(source)):
+            # Before indexing, which some integer dtypes lack; the packed tensor is also smaller.
+            source = self.convert(source, torch.int64)
+        return self.call(aten.index.Tensor, source, index) if index else source
 
     def _float8(self, code: Any, kind: str) -> Any:
         call = self.call

@@ -8,6 +8,7 @@ K is sorted by group where a tensor lists the group of each k (GPTQ's act-order)
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field, Wei
 CHUNK = 1 << 23  # elements that are unpacked at once, at eight bytes each
 MIN_GROUP = 32  # no kernel for packed weights or bytes takes a smaller group_size
 COUNT = 8  # values of a word
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch does not index
 
 
 class Rows(Evaluator):
@@ -29,6 +31,11 @@ class Rows(Evaluator):
     def digit(self, name: str) -> Any:
         digit = super().digit(name)
         return digit[self.rows] if name[0] == "k" else digit
+
+    def read(self, source: Any, index: list[Any]) -> Any:
+        if source.dtype in _UNSIGNED or not index:
+            return super().read(source, index)
+        return super().read(source[tuple(index)], [])  # not the whole tensor as int64
 
     def assume(self, field: Field, value: torch.Tensor) -> None:
         """``field``, of which there is no tensor, has this value [rows, 1]."""
@@ -65,12 +72,23 @@ class Repacked:
         return [tensor for tensor in found if tensor is not None]
 
     @property
+    def is_readable(self) -> bool:
+        """Whether there is a ``format``: words end where groups do."""
+        return self.qdata.dtype != torch.int32 or self._group_size % COUNT == 0
+
+    @property
+    def _group_size(self) -> int:
+        rows, columns = self.qdata.shape
+        k = COUNT * rows if self.qdata.dtype == torch.int32 else columns
+        grouped = next((t for t in (self.scales, self.zeros, self.qzeros) if t is not None), None)
+        return k if grouped is None else k // len(grouped)
+
+    @property
     def format(self) -> WeightFormat:
         is_packed = self.qdata.dtype == torch.int32
         rows, columns = self.qdata.shape
         k, n = (COUNT * rows, columns) if is_packed else (columns, rows)
-        grouped = next((t for t in (self.scales, self.zeros, self.qzeros) if t is not None), None)
-        groups = 1 if grouped is None else len(grouped)
+        groups = k // self._group_size
         k_radices = [k // groups]
         if is_packed:
             k_radices = [k // groups // COUNT, COUNT]
@@ -145,9 +163,14 @@ def repacked(
         else:
             zeros, zero = zeros.to(torch.int32), 0.0
     elif zeros is not None:
-        shifted = zeros.float() - low
-        is_exact = torch.equal(shifted.to(zeros.dtype).float(), shifted)
-        zeros, zero = shifted.to(zeros.dtype) if is_exact else shifted, 0.0
+        exact, zero = zeros.double() - low, 0.0
+        found = (exact.to(dtype) for dtype in (zeros.dtype, torch.float32))
+        fitting = (
+            each for each in found if torch.equal(each.double().nan_to_num(), exact.nan_to_num())
+        )
+        zeros = next(fitting, None)
+        if zeros is None:
+            return None
     return Repacked(
         qdata=_packed(format, weight, is_int4, low, order),
         qzeros=qzeros,
@@ -162,6 +185,8 @@ def repacked(
 def lowest(format: WeightFormat) -> int:
     """What is subtracted from q and z."""
     element = format.element
+    if element.wrap:
+        return 0
     return element.add - (1 << element.width - 1 if element.signed else 0)
 
 
@@ -196,18 +221,44 @@ def scaling(format: WeightFormat) -> tuple[Field | float | None, Field | float |
 
 def _is_fast(format: WeightFormat, weight: Sequence[torch.Tensor]) -> bool:
     """Whether bytes that are neighbours along K are neighbours in memory, or words of 32 or 8 bits
-    pack neighbours along K."""
-    code, tensor = format.code, weight[format.code.source]
-    if any(index.is_data or index.tables for index in code.index):
+    pack neighbours along K, and positions are linear in k and n."""
+    element, tensor = format.element, weight[format.element.source]
+    indices = (*element.index, element.offset)
+    if element != format.code or any(index.is_data for index in indices):
         return False
+    if any(index.tables or index.const < 0 for index in element.index):
+        return False
+    if not element.width:
+        steps = dict.fromkeys(format.digits("k") + format.digits("n"), 0)
+        for index, stride in zip(element.index, tensor.stride(), strict=True):
+            for name, coef in index.linear:
+                steps[name] = steps.get(name, 0) + coef * stride
+        is_along_k = all(steps[name] == format.weight_of(name) for name in format.digits("k"))
+        return tensor.dtype.itemsize == 1 and is_along_k and _is_linear(format, steps, "n")
     digits = format.digits("k")
-    chosen = {name for name in code.offset.digits if format.radix(name) > 1}
-    if not code.width:
-        steps = zip(code.index, tensor.stride(), strict=True)
-        last = sum(dict(i.linear).get(digits[-1], 0) * s for i, s in steps) if digits else 0
-        return tensor.dtype.itemsize == 1 and last == 1
-    is_word = tensor.dtype in (torch.int32, torch.uint8)
-    return is_word and bool(chosen) and chosen == set(digits[-len(chosen) :])
+    chosen = {name for name in element.offset.digits if format.radix(name) > 1}
+    offsets, bits = format.pack_order, 8 * tensor.dtype.itemsize
+    is_in_halves = all(offset % 16 + element.width <= min(16, bits) for offset in offsets)
+    return (
+        tensor.dtype in (torch.int32, torch.uint8)
+        and bool(chosen)
+        and chosen == set(digits[-len(chosen) :])
+        and not len(offsets) & len(offsets) - 1
+        and is_in_halves
+        and all(
+            _is_linear(format, dict(index.linear), axis) for index in element.index for axis in "kn"
+        )
+    )
+
+
+def _is_linear(format: WeightFormat, steps: dict[str, int], axis: str) -> bool:
+    """Whether ``steps`` of the digits that choose no value of a word are those of one number."""
+    names = [name for name in format.digits(axis) if name not in format.code.offset.digits]
+    if any(steps.get(name, 0) < 0 for name in names):
+        return False
+    return (
+        len({fractions.Fraction(steps.get(name, 0), format.weight_of(name)) for name in names}) <= 1
+    )
 
 
 def _sorted(
@@ -266,7 +317,7 @@ def _packed(
 
 
 def _is_narrow(field: Field) -> bool:
-    return 0 < field.width <= 4
+    return 0 < field.total_width <= 4
 
 
 def _largest(field: Field, values: torch.Tensor) -> int:

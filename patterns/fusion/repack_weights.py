@@ -4,15 +4,18 @@
     ->  weight_only(x[:, order], [qdata, ...], None, bias, format=g)
 
 ``ops/repack.py`` says which layouts become which. x is gathered if a list of groups was sorted.
-A scale of columns that stands beside the weight is applied to the sum: such a weight stays.
+A scale of columns that stands beside the weight is applied to the sum: such a weight stays, as does
+one that would grow.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from inductor_quant._compat import inductor as compat
 from inductor_quant.ops import repack, weight_only
@@ -20,10 +23,14 @@ from inductor_quant.spec.weight_format import WeightFormat
 
 from .. import fx_utils
 from ..fx_utils import aten
-from ..rewrite import add_node, add_tensor
+from ..rewrite import add_node, add_tensor, replace_call
 
-# What repacking makes of a weight, and where: its tensors and the order of K, and their format.
+log = logging.getLogger(__name__)
+
+# What repacking makes of a weight: its tensors and the order of K in the graph, and their format.
 _Made = tuple[list[fx.Node], fx.Node | None, str]
+# By a tensor of the weight: what was made of it, which all compilations share, by the weight's key.
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def repack_weights(owner: fx.Graph, values: Mapping[fx.Node, torch.Tensor]) -> int:
@@ -44,8 +51,7 @@ def repack_weights(owner: fx.Graph, values: Mapping[fx.Node, torch.Tensor]) -> i
         with owner.inserting_before(call):
             if order is not None:
                 x = add_node(call, aten.index.Tensor, (x, [None, order]), {})
-        call.args = (x, tensors, None, bias)
-        call.kwargs = {**call.kwargs, "format": format}
+            replace_call(call, (x, tensors, None, bias), {**call.kwargs, "format": format})
         count += 1
     return count
 
@@ -54,11 +60,22 @@ def _repacked(
     call: fx.Node, weight: Sequence[fx.Node], values: Mapping[fx.Node, torch.Tensor]
 ) -> _Made | None:
     with compat.real_tensors(), torch.no_grad():
-        tensors = [_value(node, values) for node in weight]
-        found = None
-        if all(tensor is not None for tensor in tensors):
-            format = WeightFormat.decode(str(call.kwargs["format"]))
-            found = repack.repacked(format, tensors)  # type: ignore[arg-type]
+        tensors = [tensor for node in weight if (tensor := _value(node, values)) is not None]
+        if len(tensors) < len(weight):
+            return None
+        format = str(call.kwargs["format"])
+        if any(tensor.is_inference() for tensor in tensors):  # of unknown version
+            found = _made(format, tensors)
+        else:
+            kept = _kept.setdefault(values[fx_utils.base(weight[0])], {})
+            places = (
+                (t.data_ptr(), t._version, t.storage_offset(), t.shape, t.stride(), t.dtype)
+                for t in tensors
+            )
+            key = (format, *places)
+            if key not in kept:
+                kept[key] = _made(format, tensors)
+            found = kept[key]
     if found is None:
         return None
     [first, *_] = call.graph.nodes
@@ -68,16 +85,27 @@ def _repacked(
     return nodes, order, found.format.encode()
 
 
+def _made(format: str, tensors: Sequence[torch.Tensor]) -> repack.Repacked | None:
+    try:
+        found = repack.repacked(WeightFormat.decode(format), tensors)
+    except torch.OutOfMemoryError:
+        log.warning("no memory to repack a weight of %s: it stays", list(tensors[0].shape))
+        return None
+    if found is None or not found.is_readable:
+        return None
+    size = sum(buffer.nbytes for buffer in found.buffers)
+    size += found.order.nbytes if found.order is not None else 0
+    return found if size <= sum(tensor.nbytes for tensor in tensors) else None
+
+
 def _value(node: fx.Node, values: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """The value of a constant, or of a view of one."""
     if node in values:
         return values[node].detach()
-    if not fx_utils.is_view(node):
+    if not fx_utils.is_view(node) or node.all_input_nodes != [node.args[0]]:
         return None
-    owner, *rest = node.args
-    assert isinstance(owner, fx.Node)
-    value = _value(owner, values)
-    if value is None or any(isinstance(arg, fx.Node) for arg in rest) or node.kwargs:
+    value = _value(node.all_input_nodes[0], values)
+    if value is None:
         return None
-    viewed: torch.Tensor = node.target(value, *rest)  # type: ignore[operator]
+    viewed: torch.Tensor = node.target(value, *node.args[1:], **node.kwargs)  # type: ignore[operator]
     return viewed

@@ -18,7 +18,7 @@ from examples.benchmarks.workers.formats import FORMATS, Source
 from inductor_quant import backend
 from inductor_quant._compat import inductor as compat
 from inductor_quant.errors import RequirementError
-from inductor_quant.patterns.fusion import concat_weights
+from inductor_quant.patterns.fusion import concat_weights, repack_weights
 from inductor_quant.patterns.graph_pass import EARLY_SLOT, SLOT
 from tests.support.graphs.post_grad import calls
 from tests.support.producers import activation, blocks, fp8
@@ -304,6 +304,81 @@ def test_a_frozen_weight_in_a_slow_layout_is_repacked_as_by_prepack(graphs, name
     assert inductor_quant.prepack_(model, rows) == ["0"]
     run(model, rows, freezing=False)
     assert formats_of(graphs[-1]) == [after]
+
+
+class Halves(torch.nn.Module):
+    """Two values of few bits in a byte, halves of N, in groups along K."""
+
+    def __init__(self, k, group, bits=4):
+        super().__init__()
+        count, self.bits = 8 // bits, bits
+        shape = (N // count, k // group, group)
+        self.register_buffer("packed", torch.randint(0, 256, shape, dtype=torch.uint8))
+        self.register_buffer("scale", torch.rand(N, k // group, 1).half() + 0.5)
+
+    def weight(self):
+        mask, shifts = (1 << self.bits) - 1, range(0, 8, self.bits)
+        q = torch.cat([self.packed >> shift & mask for shift in reversed(shifts)])
+        return (q.half() * self.scale).flatten(1)
+
+    def forward(self, x):
+        return F.linear(x, self.weight())
+
+
+@pytest.mark.parametrize(
+    ("k", "group", "bits"),
+    [
+        (288, 36, 4),  # a word would reach into another group
+        (512, 64, 2),  # would grow
+    ],
+)
+def test_a_frozen_weight_that_words_do_not_suit_stays(graphs, k, group, bits):
+    module, rows = Halves(k, group, bits), torch.randn(20, k).half()
+    plain, _ = run(module, rows, freezing=False)
+    [before] = formats_of(graphs[-1])
+    frozen, _ = run(module, rows)
+    assert formats_of(graphs[-1]) == [before]
+    assert torch.equal(frozen, plain)
+
+
+def test_a_weight_that_the_graph_returns_is_read_anew(graphs):
+    class Returning(Dequantized):
+        def forward(self, x):
+            return super().forward(x), getattr(self, self.names[0]).view(-1)
+
+    module, rows = Returning("awq"), torch.randn(20, 2 * K).half()
+    as_if_triton = mock.patch("inductor_quant._compat.inductor.runs_triton", return_value=True)
+    torch._dynamo.reset()
+    with torch.no_grad(), config.patch(freezing=True, force_disable_caches=True), as_if_triton:
+        compiled = torch.compile(module, backend="inductor_quant")
+        compiled(rows)
+        module.stored0.copy_(module.stored0.flip(0))
+        got, _ = compiled(rows)
+    assert torch.allclose(got, module(rows)[0], rtol=0.05, atol=0.05)
+
+
+def test_compilations_share_what_was_repacked(graphs):
+    module = Dequantized("awq")
+    found = []
+    for count in (20, 40):
+        run(module, torch.randn(count, 2 * K).half())
+        found.append({t.data_ptr() for t in constants(graphs[-1]) if t.dtype == torch.int32})
+    assert found[0] == found[1]
+    module.stored0.add_(1)
+    run(module, torch.randn(20, 2 * K).half())
+    assert not found[0] <= {t.data_ptr() for t in constants(graphs[-1])}
+
+
+def test_a_weight_that_cannot_be_repacked_for_want_of_memory_stays(graphs, monkeypatch):
+    def fails(*args):
+        raise torch.OutOfMemoryError
+
+    module, rows = Dequantized("awq"), torch.randn(20, 2 * K).half()
+    plain, _ = run(module, rows, freezing=False)
+    monkeypatch.setattr(repack_weights.repack, "repacked", fails)
+    frozen, report = run(module, rows)
+    assert len(report.matches) == 1
+    assert torch.equal(frozen, plain)
 
 
 @pytest.mark.parametrize("name", ["gptq", "words", "gptq_2bit", "hqq_axis0", "nf4", "int8", "e4m3"])
