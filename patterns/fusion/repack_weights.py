@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # What repacking makes of a weight: its tensors and the order of K in the graph, and their format.
 _Made = tuple[list[fx.Node], fx.Node | None, str]
-# By a tensor of the weight: what was made of it, which all compilations share, by the weight's key.
+# By a tensor of the weight: what was made of it, of which versions, for all compilations to share.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -68,14 +68,11 @@ def _repacked(
             found = _made(format, tensors)
         else:
             kept = _kept.setdefault(values[fx_utils.base(weight[0])], {})
-            places = (
-                (t.data_ptr(), t._version, t.storage_offset(), t.shape, t.stride(), t.dtype)
-                for t in tensors
-            )
-            key = (format, *places)
-            if key not in kept:
-                kept[key] = _made(format, tensors)
-            found = kept[key]
+            key = (format, *((t.data_ptr(), t.shape, t.stride(), t.dtype) for t in tensors))
+            versions = [tensor._version for tensor in tensors]
+            if key not in kept or kept[key][0] != versions:
+                kept[key] = versions, _made(format, tensors)
+            _, found = kept[key]
     if found is None:
         return None
     [first, *_] = call.graph.nodes

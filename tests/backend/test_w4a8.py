@@ -12,7 +12,7 @@ from torch import nn
 import inductor_quant
 from inductor_quant.options import Options
 from inductor_quant.report import events
-from tests.backend.test_freezing import constants, graphs, run
+from tests.backend.test_freezing import constants, run
 from tests.support.graphs.post_grad import capture
 from tests.support.producers.w4a8 import LAYERS, Layer, QQQChannel, QQQGroup
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.compiles
 
 K, N = 256, 128
 slow = pytest.mark.slow
-__all__ = ["graphs"]  # a fixture
 
 
 class E4M3(Layer):

@@ -27,7 +27,7 @@ ELSEWHERE = {
         "test_frozen_gemms_of_one_activation_are_one_with_few_rows",
     ),
     "fusion/repack_weights": (
-        "backend/test_freezing.py",
+        "backend/test_frozen_repack.py",
         "test_a_frozen_weight_in_a_slow_layout_is_repacked_as_by_prepack",
     ),
 }
