@@ -51,6 +51,42 @@ def varying(format: WeightFormat) -> list[Field]:
     return [field for field in operands if format.block(field)[0] == 1]
 
 
+def relayed(format: WeightFormat, n_digits: Sequence[TileDigit]) -> list[Field]:
+    """Those of them that all columns of a tile share, and no tensor lists; none of tables."""
+    if format.element != format.code:
+        return []
+    in_tile = {digit.name for digit in n_digits if digit.inner > 1}
+    return [
+        field
+        for field in varying(format)
+        if not (field.digits & in_tile or field.high or is_listed(format, field))
+    ]
+
+
+def loads_scales(weight: Weight, config: GemmConfig) -> bool:
+    """Whether a tile has scales or zero points of each k and of several columns, and no list of
+    where they are."""
+    format, n_digits = _columns(weight, config)
+    return len(relayed(format, n_digits)) < len(varying(format)) and not has_lists(format)
+
+
+def columns_in_a_row(weight: Weight, config: GemmConfig) -> int:
+    """How many columns of a tile are neighbours."""
+    format, n_digits = _columns(weight, config)
+    inner, run = {digit.name: digit.inner for digit in n_digits}, 1
+    for name in reversed(format.digits("n")):
+        run *= inner.get(name, 1)
+        if inner.get(name, 1) < format.radix(name):
+            break
+    return run
+
+
+def _columns(weight: Weight, config: GemmConfig) -> tuple[WeightFormat, Sequence[TileDigit]]:
+    """The format, and the digits of n of a tile."""
+    format = words_in_parts(weight, config.block_k)[0].weight.format
+    return format, tile_digits(format, "n", config.block_n, n_order(format)) or ()
+
+
 def has_lists(format: WeightFormat) -> bool:
     """Whether a tensor lists the group of each k."""
     return any(is_listed(format, field) for field in varying(format))

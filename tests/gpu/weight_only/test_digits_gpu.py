@@ -192,13 +192,31 @@ def compiled_in(case, config):
     return torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
 
 
-# CTAs exchange sums (twice), store partials, share tiles.
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "config"),
+    [
+        (33, 2048, 4096, bf16, "64x64x128_w4_s4_g8_k4"),
+        (128, 4096, 8192, bf16, "128x64x64_w4_s4_g8"),
+        (100, 2112, 7168, f16, "64x64x64_w4_s8_g8"),  # two iterations at a time
+        (200, 1024, 2048, bf16, "256x64x64_w4_s6_g8"),
+        (50, 2112, 2048, bf16, "32x128x64_w4_s8_g8"),  # of two groups: each thread loads its own
+    ],
+)
+def test_columns_share_the_scales_of_each_k(m, n, k, dtype, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    case = Case("groups_of_n", m, n, k, dtype, bias=True)
+    inputs = make_inputs(case, "cuda")
+    assert_right(compiled_in(case, config)(*inputs), case, inputs)
+
+
+# CTAs exchange sums (twice), store partials, exchange sums by strips, share tiles.
 @pytest.mark.parametrize(
     ("m", "config"),
     [
         (192, "128x128x64_w8_s6_g8_k2"),
         (64, "64x64x64_w4_s8_g8_k4"),
         (192, "64x64x64_w4_s8_g8_k4"),
+        (192, "128x64x64_w4_s4_g8_k3"),
         (192, "128x64x64_w4_s4_g8"),
     ],
 )
@@ -226,6 +244,11 @@ def test_results_are_the_same_in_every_call_beside_other_work(m, config):
         (256, 8192, "256x128x64_w8_s4_g8_k2"),
         (300, 2048, "256x64x64_w4_s4_g8_k2"),
         (20, 4096, "32x64x128_w4_s4_g8_k4"),
+        (33, 4096, "64x128x128_w8_s4_g8_k3"),  # five of eight strips have a row, three slices
+        (128, 5120, "128x128x64_w8_s8_g8_k3"),
+        (150, 2048, "256x128x64_w8_s4_g8_k5"),
+        (64, 1280, "64x64x128_w4_s4_g8_k5"),
+        (256, 1280, "256x64x64_w4_s4_g8_k6"),
     ],
 )
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel", "awq"])

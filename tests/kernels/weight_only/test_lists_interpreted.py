@@ -41,10 +41,16 @@ ACT_ORDER = formats.FORMATS["act_order"]
         # stages that are filled four times, tiles that CTAs share
         (Case("act_order", 50, 64, 1024, f16), "64x64x64_w4_s4_g8"),
         (Case("act_order", 100, 256, 256, f16), "128x128x64_w8_s4_g8"),
+        # scales and zero points that all columns of a tile share, and of two iterations at a time
+        (Case("groups_of_n", 20, 256, 512), "32x64x128_w4_s4_g8"),
+        (Case("groups_of_n", 40, 192, 512, f16), "64x64x64_w4_s8_g8"),
+        (Case("groups_of_n", 33, 128, 320, bias=True), "64x64x64_w4_s4_g8"),
+        (Case("groups_of_n", 20, 256, 1024), "32x64x64_w4_s8_g8_k2"),
     ],
     ids=str,
 )
-def test_products_are_close_to_fp64(case, config):
+def test_products_are_close_to_fp64(case, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64 if case.name == "groups_of_n" else formats.GROUP)
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)

@@ -15,7 +15,7 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor
-from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_parts
+from inductor_quant.kernels.weight_only.digit_tiles import loads_scales, plan_of, words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed
 from inductor_quant.ops import weight_only
@@ -192,7 +192,9 @@ def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, la
     ("m", "n", "split_k", "changes", "slices"),
     [
         (64, 4096, 4, {}, 4),  # 32 tiles
-        (64, 4096, 3, {}, 0),
+        (64, 4096, 3, {}, 3),
+        (64, 2048, 6, {}, 6),
+        (64, 2048, 7, {}, 0),
         (64, 4224, 4, {}, 4),  # 33 tiles
         (64, 4352, 4, {}, 0),  # 34 tiles: more CTAs than SMs
         (256, 4096, 2, {}, 0),  # as many tiles, of 64 rows
@@ -211,6 +213,39 @@ def test_slices_exchange_sums_if_all_ctas_run_at_once(m, n, split_k, changes, sl
     if slices:  # parts of sums, and a signal of 8 bytes for each warp and peer
         tiles = n // 128
         assert WEIGHT_ONLY_MM_SM90.scratch(*gemm) == tiles * slices * (64 * 128 + slices * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "tile", "ctas"),
+    [
+        ("nibble_pairs", (64, 64, 128, 4, 4), 2),
+        ("nf4", (64, 64, 128, 4, 4), 1),  # two tables of 32 KB: a few hundred bytes too much
+        ("nf4", (64, 64, 64, 4, 8), 1),
+        ("nf4", (64, 128, 64, 4, 4), 2),
+    ],
+)
+def test_an_sm_runs_as_many_ctas_as_have_shared_memory(name, tile, ctas, large_groups):
+    case = Case(name, 64, 4096, 4096, bf16)
+    spec, problem = aligned(case)
+    config, card = GemmConfig(*tile), device(90)
+    found = WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, card)
+    assert found["NUM_CTAS"] == ctas * card.num_sms
+    generated = generate_case(case, f"{WEIGHT_ONLY_MM_SM90.name} {config}")
+    named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
+    # Beside what Triton counts: the table, warps' barriers, and what each CTA reserves.
+    beside = (pair_lookup.MEMORY if name == "nf4" else 0) + 1024 + 1024
+    memory = simulate.compile_kernel(*named).shared_bytes + beside
+    assert (2 * memory <= card.shared_memory + 1024) == (ctas == 2)
+
+
+def test_the_relay_computes_what_columns_share(monkeypatch):
+    """Scales and zero points of each k: of tiles with one group of columns."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    spec, problem = aligned(Case("groups_of_n", 64, 4096, 4096, bf16))
+    narrow, wide = GemmConfig(64, 64, 64, 4, 8), GemmConfig(64, 128, 64, 8, 8)
+    assert WEIGHT_ONLY_MM_SM90.codegen(spec, problem, narrow).lists == 2
+    assert not loads_scales(problem.weight, narrow)
+    assert loads_scales(problem.weight, wide)
 
 
 def test_few_sms_exchange_nothing():

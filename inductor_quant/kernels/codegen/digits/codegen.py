@@ -8,6 +8,7 @@ apart.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_columns import Gluon
 from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.runs import run_of
-from inductor_quant.spec.weight_format import AffineIndex, Field
+from inductor_quant.kernels.codegen.unpack_ptx import PLACES
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 BYTE_TYPES = (torch.uint8, torch.int8)
 TABLE = 16  # entries of a table that lanes hold, one each
@@ -39,12 +41,13 @@ class DigitCodegen(Codegen):
     digit of n chooses a column of a pair, of which one is stored.
 
     looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` is called
+    is_in_fp32      W is not dequantized in 16 bits
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
                     constants would copy one of them to a register each time
     """
 
     unknown_zero = ""
-    looks_up_pairs = False
+    looks_up_pairs = is_in_fp32 = False
 
     def __init__(
         self,
@@ -105,7 +108,7 @@ class DigitCodegen(Codegen):
 
     @property
     def stored_m(self) -> int:
-        """The rows of a tile that a CTA stores."""
+        """The rows of a tile that a CTA stores at once."""
         return self.block_m
 
     @property
@@ -116,6 +119,15 @@ class DigitCodegen(Codegen):
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
         """Whether ``load`` of ``slot`` leaves the field to the template."""
         return False
+
+    def is_exact_product(self, ops: Sequence[DequantOp]) -> bool:
+        """Whether ``ops`` subtract and then multiply by floats of 16 bits: fp32 has products of
+        these, and of the scale with a field, exactly."""
+        fields = [op.operand for op in ops[:2] if isinstance(op.operand, Field)]
+        is_plain = all(not field.width and not field.float8 for field in fields)
+        dtypes = {self.dtypes[field.source] for field in fields}
+        kinds = [op.kind for op in ops[:2]]
+        return kinds == ["sub", "mul"] and len(fields) == 2 and is_plain and dtypes <= set(PLACES)
 
     def is_in_16_bits(self) -> bool:
         """Whether W is dequantized in 16 bits: about half as many instructions."""

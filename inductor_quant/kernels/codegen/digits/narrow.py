@@ -31,7 +31,7 @@ def in_16_bits(out: Any) -> str:
     """
     codegen, field = out.codegen, out.format.element
     ops, x_dtype = list(codegen.loop_ops), codegen.x_dtype
-    if not (codegen.is_paired and is_in_place(field, 8)):
+    if codegen.is_in_fp32 or not (codegen.is_paired and is_in_place(field, 8)):
         return ""
     sign = 1 << field.width - 1 if field.signed else 0
     less = sign - field.add

@@ -14,7 +14,7 @@ from inductor_quant.kernels.codegen.digits import joined, narrow, pair_lookup, t
 from inductor_quant.kernels.codegen.digits.narrow import is_in_place, power
 from inductor_quant.kernels.codegen.digits.words import BYTES
 from inductor_quant.kernels.codegen.statements import MAGIC_BITS, Statements, Value
-from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, PLACES, float8_pair
+from inductor_quant.kernels.codegen.unpack_ptx import MASK_AND_FLIP, float8_pair
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 MAX_ZERO = 1 << 12  # small beside 2**23 / 2**15
@@ -186,21 +186,16 @@ class Uses(DigitStatements):
             base, ops = self.assign("z", f"{base} + {subtrahend}"), ops[1:]
         code = f"bits.to(gl.float32, bitcast=True) * {power(f'127 - ({at})')} - {base}"
         value = Value(self.assign("f", code), 1, 1, is_float=True)
-        if self.is_exact_product(ops):  # then a multiply-add rounds once, as the two ops do
-            zero, scale = (self.operand(op).code for op in ops[:2])
-            product = self.assign("f", f"{zero} * {scale}")
+        if self.codegen.is_exact_product(ops):  # then a multiply-add rounds once, as the two ops do
+            product, scale = self.exact_product(ops[:2]), self.operand(ops[1]).code
             code = self.assign("f", f"{value.code} * {scale} - {product}")
             value, ops = dataclasses.replace(value, code=code), ops[2:]
         return self.apply(value, ops)
 
-    def is_exact_product(self, ops: Sequence[DequantOp]) -> bool:
-        """Whether ``ops`` subtract and then multiply by floats of 16 bits: fp32 has products of
-        these, and of the scale with a field, exactly."""
-        fields = [op.operand for op in ops[:2] if isinstance(op.operand, Field)]
-        is_plain = all(not field.width and not field.float8 for field in fields)
-        dtypes = {self.codegen.dtypes[field.source] for field in fields}
-        kinds = [op.kind for op in ops[:2]]
-        return kinds == ["sub", "mul"] and len(fields) == 2 and is_plain and dtypes <= set(PLACES)
+    def exact_product(self, ops: Sequence[DequantOp]) -> str:
+        """Of the operands of two ops."""
+        zero, scale = (self.operand(op).code for op in ops)
+        return self.assign("f", f"{zero} * {scale}")
 
     def integer_within(self, op: DequantOp, low: int, high: int) -> str:
         """The operand of a ``sub``, an integer from ``low`` to ``high``, as fp32; else ""."""

@@ -29,7 +29,14 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import (
     grid,
     tile_misfit,
 )
-from inductor_quant.kernels.weight_only.mm_sm90.loop import UNROLLED, WARPGROUP, boxed, turns_of
+from inductor_quant.kernels.weight_only.mm_sm90.loop import (
+    BARRIERS,
+    UNROLLED,
+    WARPGROUP,
+    boxed,
+    stage_bytes,
+    turns_of,
+)
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import WGMMA_ARCHS, bad_blocks, no_kernel
 from inductor_quant.ops.w4a8 import INT8
@@ -121,10 +128,10 @@ class W4A8MMSm90(rules.W4A8Kernel):
         weight = rules.weight_of(problem)
         plan = rules.quad_plan(weight, config)
         found = boxed(weight, config, plan) if plan is not None else None
+        of_stage = stage_bytes(weight, config, found[1], x_bytes=1) if found else 0
         return tile_misfit(
             *(problem, config, device, found),
-            x_bytes=1,
-            ctas=_ctas_per_sm(spec, config),
+            memory=_ctas_per_sm(spec, config) * (config.num_stages * of_stage + BARRIERS),
             sums=_sums(spec),
             offered=_unrolls(spec, config),
         )

@@ -80,7 +80,7 @@ _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 ROWS = (8, 16)  # of a tile
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
 MAX_M, MAX_SIZE = 512, 2**24
-ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # if x takes the way of shared memory
+ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # of x, if it takes the way of shared memory
 TILES_MEDIUM = ((16, 64), (32, 64), (32, 32), (16, 32))
 WARPS_MEDIUM, SPLITS_MEDIUM = (4, 8, 16), (1, 2)
 MOST_SUMS = 8192  # of all warps of a CTA: more would spill, or leave one CTA an SM
@@ -206,7 +206,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             plan = plan_of(words_in_order(rules.weight_of(problem))[0], config, own=True)
             assert plan is not None
             x_is_shared = shares_x(plan, block_m)
-            if x_is_shared and block_m > MAX_ROWS_SHARED:
+            if x_is_shared and problem.m > MAX_ROWS_SHARED:
                 continue
             costs[config] = cost.cycles(problem, config, device, x_is_shared=x_is_shared)
         most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)

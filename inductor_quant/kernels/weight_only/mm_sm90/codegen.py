@@ -6,12 +6,14 @@ do if values of a word are far apart along K.
 
 If a tensor lists the group of each k, the relay leaves in shared memory where in their tensors the
 scales and zero points of each k are. A thread loads them for its columns of a k at once, when it
-uses them: a strip of columns has few, which the L1 cache keeps.
+uses them: a strip of columns has few, which the L1 cache keeps. Scales and zero points of each k
+that all columns of a tile share it leaves there itself.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +27,14 @@ from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Li
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
+from inductor_quant.kernels.codegen.statements import Value
 from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
 from inductor_quant.kernels.problem import Weight
+from inductor_quant.kernels.weight_only.digit_tiles import relayed, varying
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
-from inductor_quant.spec.weight_format import AffineIndex, Field
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 
 T: Dim = ("t", 4)
 LANES = 32
@@ -51,6 +55,12 @@ def listed_positions(weight: Weight) -> dict[tuple[AffineIndex, int | None], tup
     }
 
 
+def most_lists(weight: Weight) -> int:
+    """Numbers that the relay leaves in a stage for each k, at most."""
+    fields = [each for each in varying(weight.format) if not is_listed(weight.format, each)]
+    return len(fields) + len(listed_positions(weight))
+
+
 class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
     is not that of x, which is then read in parts."""
@@ -67,10 +77,10 @@ class MMSm90Codegen(DigitCodegen):
         *,
         k_order: Order | None = None,
         is_gated: bool = False,
-        slices: int = 1,
+        strips: int = 1,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
-        self.slices = slices
+        self.strips = strips
         self.row_boxes = RowBoxes(self.block_m)
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
@@ -83,6 +93,10 @@ class MMSm90Codegen(DigitCodegen):
         self.packed_bytes = box.count * box.rows * box.columns * itemsize
         self.tensors = tile.weight.tensors
         self.positions = listed_positions(tile.weight)
+        # Operands that each k has, the same for all columns of a tile: in fp32.
+        of_k = relayed(self.format, self.n_digits)
+        self.relayed = tuple(op for op in self.loop_ops if op.operand in of_k)
+        self.is_in_fp32 = bool(self.relayed)
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
@@ -92,12 +106,12 @@ class MMSm90Codegen(DigitCodegen):
         self.sum_dims = (*self.mma_dims, *m)
         within = (*rows[:3:-1], *rows[2::-1], T, rows[3], PAIR_OF_M)
         self.exchanged_dims = (m[0], *within)
-        self.part_dims, self.stored_sum_dims = (stored_m[0], *within), (*self.mma_dims, *stored_m)
+        self.strip_dims, self.stored_sum_dims = (stored_m[0], *within), (*self.mma_dims, *stored_m)
         self.layouts |= {
             "STORED": layout((stored_m, self.column_dims), **placed),
             **({"GATED": layout((stored_m, self.stored_dims), **placed)} if is_gated else {}),
             "EXCHANGED": layout((self.exchanged_dims,), **placed),
-            **({"PART": layout((self.part_dims,), **placed)} if slices > 1 else {}),
+            **({"STRIP": layout((self.strip_dims,), **placed)} if strips > 1 else {}),
             "MMA": "gl.NVMMADistributedLayout("
             f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
@@ -107,7 +121,7 @@ class MMSm90Codegen(DigitCodegen):
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }
-        if self.positions:
+        if self.lists:
             each = self.block_k // LANES
             self.layouts |= {
                 "OF_RELAY": f"gl.BlockedLayout([{each}], [{LANES}], [1], [0])",
@@ -172,8 +186,16 @@ class MMSm90Codegen(DigitCodegen):
         is_word = self.view.dim is not None
         return f"{source}.to(gl.pointer_type(gl.int32), bitcast=True)" if is_word else source
 
+    @property
+    def lists(self) -> int:
+        """How many numbers the relay leaves in a stage for each k."""
+        return len(self.positions) + len(self.relayed)
+
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
-        return field == self.format.code or any(field in each.nested for each in self.listed)
+        is_list = any(field in each.nested for each in self.listed)
+        return (
+            is_list or field == self.format.code or any(field == op.operand for op in self.relayed)
+        )
 
     def first_word(self) -> str:
         """The position of a tile's first word."""
@@ -255,33 +277,49 @@ class MMSm90Codegen(DigitCodegen):
         words = f"gl.join({', '.join(boxes)})" if box.count > 1 else boxes[0]
         lines = [f"words = {words}", f"{name} = {code}"]
         shape = [digit.inner if digit.digit[0] == "k" else 1 for digit in digits]
-        for i in range(len(self.positions)):
+        for i in range(self.lists):
             read = f"list_stages.index({self.stage_of_list(stage, i)}).load(LIST_READ)"
-            lines.append(f"{_position(i, slot)} = gl.reshape({read}, {shape})")
+            lines.append(f"{of_list(i, slot)} = gl.reshape({read}, {shape})")
         return "\n".join(lines)
 
     def stage_of_list(self, stage: str, i: int) -> str:
-        """The stage of the ``i``-th of ``positions``."""
-        return stage if len(self.positions) == 1 else f"({stage}) * {len(self.positions)} + {i}"
+        """The stage of the ``i``-th of ``lists``."""
+        return stage if self.lists == 1 else f"({stage}) * {self.lists} + {i}"
 
-    def load_lists(self, tile: str, stride: Hook, size: Hook) -> str:
-        """Statements of the relay that load the lists of a K iteration, number ``tile``."""
-        out = DigitStatements(self, stride, size, "r", self._digits_of("k", "k"))
-        lists = dict.fromkeys(each for field in self.listed for each in field.nested)
-        for field in lists:
+    def digits_of_lists(self) -> dict[str, list[str]]:
+        """The terms of the digits, for each ``k`` and for all columns of a tile."""
+        return self._digits_of("k", "k") | {
+            digit.name: [f"first_{digit.name}"] if digit.outer > 1 else []
+            for digit in self.n_digits
+        }
+
+    def load_lists(self, tile: str, stride: Hook, size: Hook, slot: int = 0) -> str:
+        """Statements of the relay that load what the lists of a K iteration, number ``tile``, are
+        computed from."""
+        out = DigitStatements(self, stride, size, f"l{slot}_", self.digits_of_lists())
+        lists = [each for field in self.listed for each in field.nested]
+        operands = [op.operand for op in self.relayed if isinstance(op.operand, Field)]
+        for field in dict.fromkeys([*lists, *operands]):
             pointer, _, _ = out.pointer(field)
-            out.lines.append(f"{self.used(self.loaded.index(field), 0)} = gl.load({pointer})")
+            out.lines.append(f"{self.used(self.loaded.index(field), slot)} = gl.load({pointer})")
         return "\n".join([f"k = {tile} * BLOCK_K + gl.arange(0, BLOCK_K, OF_RELAY)", *out.lines])
 
-    def store_positions(self, stage: str, barrier: str, stride: Hook, size: Hook) -> str:
-        """Statements of the relay that leave in a stage the ``positions`` of what ``load_lists``
-        loaded: each thread of the consumers would compute them again."""
-        out = _OfRelay(self, stride, size, "r", {})
-        for i, ((index, _), (source, dim)) in enumerate(self.positions.items()):
+    def store_lists(self, stage: str, barrier: str, stride: Hook, size: Hook, slot: int = 0) -> str:
+        """Statements of the relay that leave in a stage the ``positions``, and the operands of
+        ``relayed``, of what ``load_lists`` loaded: each thread of the consumers would compute them
+        again. Of a zero point and its scale that is their product, if it is exact."""
+        out = _OfRelay(self, stride, size, slot)
+        found = []
+        for (index, _), (source, dim) in self.positions.items():
             position = out.assign("i", out.index(index))
-            inside = out.inside(position, index, self.sources[source], dim)
+            found.append(f"{out.inside(position, index, self.sources[source], dim)}.to(gl.int32)")
+        operands = [out.operand(op).code for op in self.relayed]
+        if self.is_exact_product(self.relayed):
+            operands[0] = out.assign("f", f"{operands[0]} * {operands[1]}")
+        found += [f"{code}.to(gl.int32, bitcast=True)" for code in operands]
+        for i, code in enumerate(found):
             to = f"list_stages.index({self.stage_of_list(stage, i)})"
-            out.lines.append(f"warps.store_early({to}, {inside}.to(gl.int32), {barrier})")
+            out.lines.append(f"warps.store_early({to}, {code}, {barrier})")
         return "\n".join(out.lines)
 
     def pointer_of_listed(self, out: Listed, field: Field) -> str:
@@ -292,7 +330,7 @@ class MMSm90Codegen(DigitCodegen):
             if not index.is_data:
                 continue
             i, moved = [*self.positions].index((index, tensor.shape[dim])), f"moved{number}_{dim}"
-            read = f"gl.convert_layout({_position(i, out.slot)}, LISTED, assert_trivial=True)"
+            read = f"gl.convert_layout({of_list(i, out.slot)}, LISTED, assert_trivial=True)"
             apart = f"gl.to_tensor({out.stride(source, dim)} * {itemsize}).to(gl.int32)"
             # With the sum it is one instruction.
             arguments = [out.assign("w", read), apart]
@@ -316,7 +354,7 @@ class MMSm90Codegen(DigitCodegen):
 
     def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
         """Statements that leave in ``w`` the first operand, of what was loaded."""
-        out = Uses(self, stride, size, slot)
+        out = _OfConsumer(self, stride, size, slot)
         code = self.w_operand(out.dequantized())
         return "\n".join([*out.lines, f"w = {code}"])
 
@@ -351,12 +389,11 @@ class MMSm90Codegen(DigitCodegen):
             sums, self.sum_dims, self.exchanged_dims, "[BLOCK_N * BLOCK_M]"
         )
 
-    def parts_of_sums(self, sums: str) -> str:
-        """Statements that split ``exchanged`` sums into ``part<i>``, of as many rows, one for each
-        slice of K."""
+    def strips_of_sums(self, sums: str) -> str:
+        """Statements that split ``exchanged`` sums into ``strip<i>``, of equally many rows."""
         size = self.block_n * self.block_m
         lines, names = [f"whole = {sums}"], ["whole"]
-        while len(names) < self.slices:
+        while len(names) < self.strips:
             size //= 2
             halves = [f"{name}_{i}" for name in names for i in range(2)]
             for name, low, high in zip(names, halves[::2], halves[1::2], strict=True):
@@ -364,20 +401,20 @@ class MMSm90Codegen(DigitCodegen):
                 lines.append(f"{low}, {high} = gl.split({code})")
             names = halves
         lines += [
-            f"part{i} = gl.convert_layout({name}, PART, assert_trivial=True)"
+            f"strip{i} = gl.convert_layout({name}, STRIP, assert_trivial=True)"
             for i, name in enumerate(names)
         ]
         return "\n".join(lines)
 
     def received(self, sums: str) -> str:
-        """The inverse of ``exchanged``, of the rows that a CTA stores."""
+        """The inverse of ``exchanged``, of the rows of a strip."""
         return self.dialect.reordered(
-            sums, self.part_dims, self.stored_sum_dims, f"[BLOCK_N, {self.stored_m}]"
+            sums, self.strip_dims, self.stored_sum_dims, f"[BLOCK_N, {self.stored_m}]"
         )
 
     @property
     def stored_m(self) -> int:
-        return self.block_m // self.slices
+        return self.block_m // self.strips
 
     def is_looked_up_in_16_bits(self) -> bool:
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
@@ -386,10 +423,36 @@ class MMSm90Codegen(DigitCodegen):
 
 
 class _OfRelay(DigitStatements):
+    """Computes what it leaves in a stage, of the fields loaded into a ``slot``."""
+
+    def __init__(self, codegen: Any, stride: Hook, size: Hook, slot: int) -> None:
+        super().__init__(codegen, stride, size, f"r{slot}_", codegen.digits_of_lists())
+        self.slot = slot
+
     def read(self, field: Field) -> tuple[str, int, int]:
-        return self.codegen.used(self.codegen.loaded.index(field), 0), 1, 1
+        return self.codegen.used(self.codegen.loaded.index(field), self.slot), 1, 1
 
 
-def _position(i: int, slot: int) -> str:
-    """The variable with the ``i``-th of ``positions`` in a K iteration."""
+class _OfConsumer(Uses):
+    """Reads the operands that the relay has left in a stage."""
+
+    def operand(self, op: DequantOp) -> Value:
+        codegen = self.codegen
+        if op not in codegen.relayed:
+            return super().operand(op)
+        i = len(codegen.positions) + codegen.relayed.index(op)
+        code = f"gl.convert_layout({of_list(i, self.slot)}, TILE, assert_trivial=True)"
+        code = self.assign("f", f"{code}.to(gl.float32, bitcast=True)")
+        return Value(code, 1, 1, is_float=True)
+
+    def integer_within(self, op: DequantOp, low: int, high: int) -> str:
+        return "" if op in self.codegen.relayed else super().integer_within(op, low, high)
+
+    def exact_product(self, ops: Sequence[DequantOp]) -> str:
+        is_relayed = tuple(ops) == self.codegen.relayed
+        return self.operand(ops[0]).code if is_relayed else super().exact_product(ops)
+
+
+def of_list(i: int, slot: int) -> str:
+    """The variable with the ``i``-th of ``lists`` in a K iteration."""
     return f"listed{slot}_at{i}"

@@ -8,11 +8,16 @@ import math
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import has_lists, varying
+from inductor_quant.kernels.weight_only.digit_tiles import (
+    columns_in_a_row,
+    has_lists,
+    loads_scales,
+)
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
     ctas_per_sm,
     exchanged_slices,
+    strips_of,
     turns_of,
     unrolls,
 )
@@ -47,7 +52,7 @@ LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
-VARYING = 2.0  # and if each value of a tile has a scale of its own
+VARYING = 2.0  # and if threads load a scale for each value of a tile
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.
 LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
@@ -57,6 +62,9 @@ LONG_M, SLOWED, SLOWED_NARROW = 4 * MEDIUM_M, 1.08, 1.1
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
 # If x is larger than the L2 cache, of CTAs that share tiles: they do not read it at the same time.
 CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
+# Runs of neighbours that the GPU stores, where a tile's columns are far apart, as those that share
+# the scales of each k.
+RUNS_PER_CYCLE, SECTOR = 32, 16
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
 START_CYCLES = 3250  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
@@ -65,7 +73,8 @@ SPLIT_CYCLES = 1300  # of partials, beside what grows with them
 # iteration takes longer in a square tile, and the more x it reads: CTAs that read the same x or W
 # do so at different times.
 SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4300, 10.4, 0.06
-EXCHANGE_CYCLES = 2000  # of slices of K, beside what grows with the sums
+# Of slices of K whose CTAs exchange sums, beside what grows with these; for each further strip.
+EXCHANGE_CYCLES, STRIP_CYCLES = 2000, 400
 
 
 def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
@@ -97,7 +106,7 @@ class Costs:
         format = rules.weight_of(self.problem).format
         factor = self.looked_up if format.element != format.code else 1
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
-        factor *= VARYING if varying(format) and not has_lists(format) else 1
+        factor *= VARYING if loads_scales(rules.weight_of(self.problem), config) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS
         if self.problem.m > LONG_M:
@@ -123,25 +132,35 @@ class Costs:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
+    def _of_runs(self, config: GemmConfig) -> float:
+        """Cycles that stores take if neighbours in memory are columns of other tiles."""
+        run = columns_in_a_row(rules.weight_of(self.problem), config)
+        sums = self.problem.m * self.problem.n
+        return sums / run / RUNS_PER_CYCLE if run < SECTOR else 0
+
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
-        split, most = config.split_k, ctas_per_sm(config)
+        split, most = config.split_k, ctas_per_sm(self.problem, config, self.device)
         turn, turns = turns_of(self.problem, config, unrolls(self.problem, config))
         k_iters = turn * math.ceil(turns / split)
         alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
-        loop = pairs * (paired if most > 1 else alone) + rest * alone
+        loop = pairs * (paired if most > 1 else alone) + rest * alone + self._of_runs(config)
         if split > 1 and exchanged_slices(self.problem, config, self.device):
-            sums = config.block_m * config.block_n * (split - 1) / split
-            return START_CYCLES + loop + EXCHANGE_CYCLES + 2 * sums / SUMS_PER_CYCLE
+            # What most CTAs of a tile leave the others, and what one reads.
+            strips = strips_of(split)
+            most, strip = math.ceil(strips / split), config.block_m * config.block_n / strips
+            sums = strip * (strips - strips // split + most * (split - 1))
+            exchange = EXCHANGE_CYCLES + STRIP_CYCLES * (most - 1) + sums / SUMS_PER_CYCLE
+            return START_CYCLES + loop + exchange
         partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
         return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
 
     def shared(self, config: GemmConfig) -> float:
         """If all CTAs have the same number of K iterations: of tiles of their own, and of those
         that they share."""
-        most = ctas_per_sm(config)
+        most = ctas_per_sm(self.problem, config, self.device)
         tiles, ctas = int(self.tiles(config)), most * self.device.num_sms
         whole = max(tiles // ctas - 1, 0)
         shared_tiles = tiles - whole * ctas
@@ -156,7 +175,7 @@ class Costs:
         loop += whole * (turn * of_a_tile * cycles + _of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
-        return START_CYCLES + loop + _of_tile(config) + shared
+        return START_CYCLES + loop + _of_tile(config) + shared + self._of_runs(config)
 
 
 def _of_tile(config: GemmConfig) -> float:

@@ -15,12 +15,12 @@ evenly among the CTAs, which add what others leave them (stream-K).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
@@ -30,14 +30,17 @@ from inductor_quant.kernels.shared.grids import tile_grid
 from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     has_lists,
+    loads_scales,
     n_order,
     operand_rejection,
     pair_of,
-    varying,
     words_in_parts,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox
-from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen, listed_positions
+from inductor_quant.kernels.weight_only.mm_sm90.codegen import (
+    MMSm90Codegen,
+    listed_positions,
+)
 from inductor_quant.kernels.weight_only.mm_sm90.cost import (
     BLOCKS,
     LOOKED_UP,
@@ -55,7 +58,10 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     exchanged_slices,
     is_crowded,
     loaded_together,
+    memory_of_cta,
+    most_ctas,
     padded,
+    strips_of,
     unrolls,
 )
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
@@ -63,13 +69,12 @@ from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-INT32 = 4
-BARRIERS = 1024  # bytes of shared memory beside the stages
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
-# If each value of a tile has a scale of its own: values of a tile, and M up to which it is faster
+# If threads load a scale for each value of a tile: values of a tile, and M up to which it is faster
 # than W written once.
 MAX_VARYING, MAX_VARYING_M = 4096, 128
-SPLITS = (1, 2, 3, 4, 6)
+NARROW = BLOCKS[0][0]  # a tile
+SPLITS = (1, 2, 3, 4, 5, 6)
 MIN_K_ITERS = 8  # of a split
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
@@ -102,7 +107,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         refused = operand_rejection(spec, problem, device, lists=self.takes_lists)
         if refused is not None:
             return refused
-        if varying(rules.weight_of(problem).format) and problem.m > MAX_VARYING_M:
+        is_loaded = loads_scales(rules.weight_of(problem), GemmConfig(*NARROW))
+        if problem.m > MAX_VARYING_M and (is_loaded or has_lists(rules.weight_of(problem).format)):
             return no_kernel("a scale for each weight of a tile is loaded")
         if any(
             index.linear or index.tables for index, _ in listed_positions(rules.weight_of(problem))
@@ -111,7 +117,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return None
 
     def codegen(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, slices: int = 1
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, strips: int = 1
     ) -> MMSm90Codegen:
         found = boxed(rules.weight_of(problem), config)
         assert found is not None
@@ -121,7 +127,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             *(tile, view, found[0], n_order(view.weight.format)),
             k_order=k_order,
             is_gated=problem.is_gated,
-            slices=slices,
+            strips=strips,
         )
         codegen.load_in(RowBoxes.of(problem, config.block_m))
         return codegen
@@ -132,15 +138,17 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         found = super().constants(spec, problem, config, device)
         found["SHARES_TILES"] = self.shares_tiles(spec, problem, config, device)
         if slices := exchanged_slices(problem, config, device):
+            strips = strips_of(slices)
             found |= {
-                "CODEGEN": self.codegen(spec, problem, config, slices),
+                "CODEGEN": self.codegen(spec, problem, config, strips),
                 "EXCHANGED_SLICES": slices,
+                "STRIPS": strips,
                 "SPLIT_K": 1,
             }
         return {**found, "COPIED": count_copied(problem, config, found)}
 
     def own_constants(self, problem: Problem, config: GemmConfig, device: Device) -> dict[str, Any]:
-        ctas, together = ctas_per_sm(config), loaded_together(problem, config)
+        ctas, together = ctas_per_sm(problem, config, device), loaded_together(problem, config)
         offered = unrolls(problem, config)
         return constants_of(problem, config, device, ctas, offered, together=together)
 
@@ -152,7 +160,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
             return tiles * slices * (sums + slices * signals)
         if self.shares_tiles(spec, problem, config, device):
-            return ctas_per_sm(config) * device.num_sms * (sums + signals)
+            return ctas_per_sm(problem, config, device) * device.num_sms * (sums + signals)
         return 0
 
     def shares_tiles(
@@ -183,16 +191,10 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         weight = rules.weight_of(problem)
-        found, ctas = boxed(weight, config), ctas_per_sm(config)
-        view, _ = words_in_parts(weight, config.block_k)
-        is_looked_up = found and pair_lookup.places_of(view.weight, found[0])
-        table = pair_lookup.MEMORY if is_looked_up else 0
-        lists = config.num_stages * config.block_k * INT32 * len(listed_positions(weight))
         return tile_misfit(
-            *(problem, config, device, found),
-            x_bytes=2,
-            ctas=ctas,
-            beside=table + lists,
+            *(problem, config, device, boxed(weight, config)),
+            memory=most_ctas(config)
+            * memory_of_cta(weight, dataclasses.replace(config, split_k=1)),
             offered=unrolls(problem, config),
         )
 
@@ -218,8 +220,6 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, device: Device
     ) -> dict[GemmConfig, float]:
         """Cycles of each legal configuration."""
-        format = rules.weight_of(problem).format
-        is_varying = bool(varying(format)) and not has_lists(format)
         legal = []
         blocks = blocks_for(rules.weight_of(problem))
         for block, split in itertools.product((block for block, *_ in blocks), SPLITS):
@@ -228,11 +228,12 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
                 continue
             if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
                 continue
-            if is_varying and (split > 1 or config.block_n * config.block_k > MAX_VARYING):
-                continue
             if is_crowded(problem, config):
                 continue
-            if self.config_rejection(spec, problem, config, device) is None:
+            if self.config_rejection(spec, problem, config, device) is not None:
+                continue
+            is_large = split > 1 or config.block_n * config.block_k > MAX_VARYING
+            if not (is_large and loads_scales(rules.weight_of(problem), config)):
                 legal.append(config)
         if not legal:
             return {}
@@ -247,15 +248,13 @@ def tile_misfit(
     device: Device,
     found: tuple[TilePlan, WordBox] | None,
     *,
-    x_bytes: int,
-    ctas: int,
+    memory: int,
     sums: int = 1,
-    beside: int = 0,
     offered: Sequence[int] = UNROLLED,
 ) -> Rejection | None:
-    """Why ``config``, whose tiles are ``found``, cannot run with ``ctas`` an SM; ``sums``:
-    accumulators for each output; ``beside``: bytes of shared memory for a table and for lists;
-    ``offered``: K iterations in the loop's body."""
+    """Why ``config``, whose tiles are ``found``, cannot run; ``memory``: bytes of shared memory of
+    the CTAs of an SM; ``sums``: accumulators for each output; ``offered``: K iterations in the
+    loop's body."""
     if not padded(problem, config, offered):
         return bad_blocks(f"{config} does not divide K={problem.k}")
     refused = split_k.reject_if_unbounded(problem, config)
@@ -266,16 +265,9 @@ def tile_misfit(
         return bad_blocks(f"{config} is no tile of wgmma")
     if found is None or config.num_stages < 3:
         return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
-    words = found[1].count * found[1].rows * found[1].columns
-    view = as_words(rules.weight_of(problem)).weight
-    packed = words * view.tensors[view.format.code.source].dtype.itemsize
-    stage = x_bytes * config.block_m * config.block_k + packed
     most = MAX_ACCUMULATORS // sums
     return rules.reject_if_too_many_accumulators(config, most) or tile_rejection(
-        config,
-        device,
-        element_bytes=2,
-        shared_bytes=ctas * (config.num_stages * stage + BARRIERS + beside),
+        config, device, element_bytes=2, shared_bytes=memory
     )
 
 
@@ -293,6 +285,7 @@ def constants_of(
         "TOGETHER": together,
         "NUM_CTAS": ctas * device.num_sms,
         "EXCHANGED_SLICES": 0,
+        "STRIPS": 1,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
     }
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import RESERVED_SHARED_MEMORY, GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import has_lists, plan_of, words_in_parts
+from inductor_quant.kernels.weight_only.digit_tiles import (
+    has_lists,
+    plan_of,
+    varying,
+    words_in_parts,
+)
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.kernels.weight_only.mm_sm90.codegen import most_lists
 from inductor_quant.spec.weight_format import DequantOp, Field
 
+INT32 = 4
+# Bytes of shared memory of barriers, and of Gluon's barriers and of what starts warps.
+BARRIERS, BESIDE = 1024, 512
 MAX_ACCUMULATORS = 128  # per thread
 WARPGROUP = 4
 UNROLLED = (4, 2)  # K iterations in the loop's body
@@ -26,9 +38,10 @@ MAX_VALUES = 64  # of W a thread, with which four K iterations are unrolled
 # Pairs of stages that are filled at different times, at least; fewer if a tile has few rows of x.
 PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 64, 3
 COPIED_K = 256  # of K, that the consumers copy while the other warps start
-# Slices of K whose CTAs exchange sums, of parts of so many rows at least. A GPU runs up to 128
-# grids at a time: with as many SMs, not all have a CTA that waits for one that has none.
-EXCHANGED, LEAST_ROWS, MAX_GRIDS = (2, 4), 8, 128
+# Slices of K whose CTAs exchange sums, by strips of so many rows at least, of which a tile has
+# ``STRIPS`` if it has more of them than slices. A GPU runs up to 128 grids at a time: with as many
+# SMs, not all have a CTA that waits for one that has none.
+EXCHANGED, LEAST_ROWS, STRIPS, MAX_GRIDS = (2, 3, 4, 5, 6), 8, 8, 128
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
@@ -66,10 +79,10 @@ def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     table's values, and if K is in parts. What each k has of its own takes much code."""
     format = rules.weight_of(problem).format
     values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
-    if has_lists(format) or values > MAX_VALUES:
+    is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
+    if has_lists(format) or values > MAX_VALUES or (is_full and varying(format)):
         return UNROLLED[-1:]
     groups = _groups(problem, config).values()
-    is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
     if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:
         return UNROLLED[-1:]
     _, in_parts = words_in_parts(rules.weight_of(problem), config.block_k)
@@ -92,8 +105,36 @@ def is_crowded(problem: Problem, config: GemmConfig) -> bool:
     return any(op.kind == "sub" for op in groups) and max(groups.values()) > 2
 
 
-def ctas_per_sm(config: GemmConfig) -> int:
+def most_ctas(config: GemmConfig) -> int:
+    """Of an SM, for which there are registers."""
     return 2 if config.num_warps == WARPGROUP and config.block_m <= 128 else 1
+
+
+def ctas_per_sm(problem: Problem, config: GemmConfig, device: Device) -> int:
+    """Of those as many as run at a time: the tables of two may be just too much."""
+    one = memory_of_cta(rules.weight_of(problem), dataclasses.replace(config, split_k=1))
+    one += BESIDE + RESERVED_SHARED_MEMORY
+    of_sm = device.shared_memory + RESERVED_SHARED_MEMORY
+    return most_ctas(config) if 2 * one <= of_sm else 1
+
+
+@functools.lru_cache(maxsize=1024)
+def memory_of_cta(weight: Weight, config: GemmConfig) -> int:
+    """Bytes of shared memory; 0: a tile is no box."""
+    found = boxed(weight, config)
+    if found is None:
+        return 0
+    view, _ = words_in_parts(weight, config.block_k)
+    table = pair_lookup.MEMORY if pair_lookup.places_of(view.weight, found[0]) else 0
+    lists = config.num_stages * config.block_k * INT32 * most_lists(weight)
+    stages = config.num_stages * stage_bytes(weight, config, found[1])
+    return stages + table + lists + BARRIERS
+
+
+def stage_bytes(weight: Weight, config: GemmConfig, box: WordBox, x_bytes: int = 2) -> int:
+    words, view = box.count * box.rows * box.columns, as_words(weight).weight
+    itemsize = view.tensors[view.format.code.source].dtype.itemsize
+    return x_bytes * config.block_m * config.block_k + words * itemsize
 
 
 def boxed(
@@ -111,11 +152,18 @@ def exchanged_slices(problem: Problem, config: GemmConfig, device: Device) -> in
     """Of so many slices of K the CTAs exchange their sums. 0: of none; partials are stored if K is
     split. As they wait for each other, all must run at a time."""
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
-    runs_at_once = tiles * config.split_k <= ctas_per_sm(config) * device.num_sms
-    has_rows = config.block_m >= LEAST_ROWS * config.split_k
+    ctas = ctas_per_sm(problem, config, device) * device.num_sms
+    runs_at_once = tiles * config.split_k <= ctas
+    has_rows = config.block_m >= LEAST_ROWS * strips_of(config.split_k)
     is_offered = config.split_k in EXCHANGED and device.num_sms >= MAX_GRIDS
     is_taken = is_offered and problem.m_is_static and runs_at_once and has_rows
     return config.split_k if is_taken else 0
+
+
+def strips_of(slices: int) -> int:
+    """Strips of the rows of a tile, a power of two, that the CTAs of so many slices of K store in
+    turn; 0 slices: their partials are stored."""
+    return STRIPS if slices & (slices - 1) else max(slices, 1)
 
 
 def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]) -> int:

@@ -91,9 +91,9 @@ def test_numbers_of_several_fields_have_no_other_kernel_at_any_size(name):
     assert chosen(Case(name, 512, 28672, 4096, bf16)) is None  # W is written once
 
 
-def test_x_in_shared_memory_takes_tiles_of_32_rows():
-    for name, rows in (("awq", {32}), ("hqq", {32, 64})):
-        spec, problem = aligned(Case(name, 64, 1024, 1024, f16))
+def test_x_in_shared_memory_has_up_to_32_rows():
+    for name, m, rows in (("awq", 32, {32}), ("awq", 64, set()), ("hqq", 64, {32, 64})):
+        spec, problem = aligned(Case(name, m, 1024, 1024, f16))
         found = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
         assert {config.block_m for config in found} == rows
 
