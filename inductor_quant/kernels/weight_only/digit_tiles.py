@@ -66,13 +66,13 @@ def relayed(format: WeightFormat, n_digits: Sequence[TileDigit]) -> list[Field]:
 def loads_scales(weight: Weight, config: GemmConfig) -> bool:
     """Whether a tile has scales or zero points of each k and of several columns, and no list of
     where they are."""
-    format, n_digits = _columns(weight, config)
+    format, n_digits = columns_of(weight, config)
     return len(relayed(format, n_digits)) < len(varying(format)) and not has_lists(format)
 
 
 def columns_in_a_row(weight: Weight, config: GemmConfig) -> int:
     """How many columns of a tile are neighbours."""
-    format, n_digits = _columns(weight, config)
+    format, n_digits = columns_of(weight, config)
     inner, run = {digit.name: digit.inner for digit in n_digits}, 1
     for name in reversed(format.digits("n")):
         run *= inner.get(name, 1)
@@ -81,7 +81,7 @@ def columns_in_a_row(weight: Weight, config: GemmConfig) -> int:
     return run
 
 
-def _columns(weight: Weight, config: GemmConfig) -> tuple[WeightFormat, Sequence[TileDigit]]:
+def columns_of(weight: Weight, config: GemmConfig) -> tuple[WeightFormat, Sequence[TileDigit]]:
     """The format, and the digits of n of a tile."""
     format = words_in_parts(weight, config.block_k)[0].weight.format
     return format, tile_digits(format, "n", config.block_n, n_order(format)) or ()

@@ -22,7 +22,8 @@ from .floats import Array, decode, encode
 
 Registers = dict[str, Array]
 _SHARED = np.zeros(1 << 14, np.uint32)  # from address 0
-_LOADS = ("ld.shared.b32", "ld.shared.v2.b32")
+_LOADS = ("ld.shared.b32", "ld.shared.v2.b32", "ld.shared.v4.b32")
+_STORES = ("st.shared.b32", "st.shared.v4.b32")
 
 
 def run(
@@ -50,10 +51,11 @@ def run(
             places = _words(registers, address, len(targets))
             registers.update((to, _SHARED[at]) for to, at in zip(targets, places, strict=True))
             continue
-        if name == "st.shared.b32":
-            address, source = parts
-            [at] = _words(registers, address, 1)
-            _SHARED[at] = _operand(registers, source)
+        if name in _STORES:
+            address, *stored = parts
+            places = _words(registers, address, len(stored))
+            for at, source in zip(places, stored, strict=True):
+                _SHARED[at] = _operand(registers, source)
             continue
         target, *sources = parts
         run_one = _INSTRUCTIONS.get(name)
@@ -91,7 +93,7 @@ def _pack(bits: Array) -> Array:
 
 
 _OF_LANE_0 = {"%laneid": 0, "%lanemask_eq": 1, "%lanemask_lt": 0}
-_SYMBOLS = {"entries": 0}  # addresses
+_SYMBOLS = {"entries": 0, "listed": 0}  # addresses
 
 
 def _operand(registers: Registers, text: str) -> Array:

@@ -195,6 +195,28 @@ def compiled_in(case, config):
 @pytest.mark.parametrize(
     ("m", "n", "k", "dtype", "config"),
     [
+        (20, 1024, 4096, f16, "32x128x64_w4_s8_g8_k2"),
+        (64, 10240, 8192, f16, "64x128x64_w4_s4_g8"),  # tiles that CTAs share
+        (100, 4096, 4096, bf16, "128x128x64_w4_s4_g8_k4"),
+        (128, 40960, 2048, f16, "128x64x64_w4_s4_g8"),  # several tiles a CTA
+        (256, 2048, 4096, f16, "256x64x64_w4_s6_g8_k2"),
+        (300, 14336, 4096, f16, "256x128x64_w8_s4_g8"),
+        (64, 2056, 4096, f16, "64x128x64_w4_s4_g8"),  # a tile ends beyond N
+        (64, 2048, 32768, f16, "64x64x64_w4_s8_g8"),  # too many rows for shared memory
+    ],
+)
+def test_listed_scales_are_read_from_shared_memory(m, n, k, dtype, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+    case = Case("act_order", m, n, k, dtype, bias=True)
+    inputs = make_inputs(case, "cuda")
+    compiled = compiled_in(case, config)
+    for _ in range(3):
+        assert_right(compiled(*inputs), case, inputs)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "dtype", "config"),
+    [
         (33, 2048, 4096, bf16, "64x64x128_w4_s4_g8_k4"),
         (128, 4096, 8192, bf16, "128x64x64_w4_s4_g8"),
         (100, 2112, 7168, f16, "64x64x64_w4_s8_g8"),  # two iterations at a time

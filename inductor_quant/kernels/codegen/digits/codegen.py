@@ -41,6 +41,7 @@ class DigitCodegen(Codegen):
     digit of n chooses a column of a pair, of which one is stored.
 
     looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` is called
+    raised          listed zero points that are read with what wraps around already added
     is_in_fp32      W is not dequantized in 16 bits
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
                     constants would copy one of them to a register each time
@@ -48,6 +49,7 @@ class DigitCodegen(Codegen):
 
     unknown_zero = ""
     looks_up_pairs = is_in_fp32 = False
+    raised: tuple[Field, ...] = ()
 
     def __init__(
         self,
@@ -259,9 +261,9 @@ class DigitCodegen(Codegen):
         """The variable that ``Uses`` reads the ``i``-th field from."""
         return kept(i, slot)
 
-    def pointer_of_listed(self, out: Listed, field: Field) -> str:
-        """The addresses of a field of which a tensor lists where each k has its value."""
-        return out.pointer(field)[0]
+    def load_listed(self, out: Listed, field: Field) -> str:
+        """A field of which a tensor lists where each k has its value."""
+        return f"gl.load({out.pointer(field)[0]})"
 
     def varies(self, field: Field) -> bool:
         """Whether a tile has several values of the field."""

@@ -41,7 +41,7 @@ def in_16_bits(out: Any) -> str:
     most = MAX_IN_PARTS if is_in_parts else MAX_DIFFERENCE
     # what may be subtracted from 0, and from the largest field, and leave no more
     low, high = (1 << field.width) - 1 - most - less, most - less
-    listed = _listed_zero(codegen, ops)
+    listed = listed_zero(codegen, ops)
     # Nothing is loaded for ``added`` below: the compiler would know it.
     is_number = bool(listed) or not (has_zero and isinstance(ops[0].operand, Field))
     if listed:
@@ -113,8 +113,10 @@ def in_16_bits(out: Any) -> str:
         offset = out.index(listed.offset)
         selector, at = f"({offset}) >> 3", f"(({offset}) & 7)"
         powers = f"({place.power} - {at}) << {place.mantissa} | {1 << 15}"
+        word = out.read(listed)[0]
+        word = word if listed in codegen.raised else raised(word, listed)
         arguments += [
-            f"{_raised(out, listed)} + d_{pair.name} * 0",
+            f"{out.assign('w', word)} + d_{pair.name} * 0",
             f"({selector}) | (({selector}) + 4 << 8)",
             f"({(1 << listed.width) - 1} << {at}) * {0x10001}",
             str(place.exponent * 0x10001),
@@ -146,7 +148,7 @@ def _base(place: Any, offset: str) -> str:
     return f"{place.base} * {power(f'127 - (({offset}) & 7)')}" if place.base else "0.0"
 
 
-def _listed_zero(codegen: Any, ops: Sequence[DequantOp]) -> Field | None:
+def listed_zero(codegen: Any, ops: Sequence[DequantOp]) -> Field | None:
     """The zero point, if each k has its own from a list, within a byte of a word."""
     field = ops[0].operand if ops and ops[0].kind == "sub" else None
     if not isinstance(field, Field) or field not in codegen.listed or field.signed:
@@ -157,17 +159,15 @@ def _listed_zero(codegen: Any, ops: Sequence[DequantOp]) -> Field | None:
     return field if is_word and is_whole and is_in_place(within, 8) else None
 
 
-def _raised(out: Any, field: Field) -> str:
+def raised(word: str, field: Field) -> str:
     """The words of a field; if it wraps around, ``add`` is added to each field of them."""
-    word = out.read(field)[0]
     if not field.wrap:
-        return str(word)
+        return word
     each = ((1 << 32) - 1) // ((1 << field.width) - 1)
     high = each << field.width - 1
     added = each * (field.add & (1 << field.width) - 1)
     low, carry, flip = (int32(bits) for bits in (~high, added & ~high, added & high))
-    code = f"(({word} & {low}) + {carry}) ^ (({word} & {int32(high)}) ^ {flip})"
-    return str(out.assign("w", code))
+    return f"((({word} & {low}) + {carry}) ^ (({word} & {int32(high)}) ^ {flip}))"
 
 
 def int32(bits: int) -> int:

@@ -108,10 +108,10 @@ class Uses(DigitStatements):
             code = word if is_scalar else f"gl.convert_layout({word}, TILE, assert_trivial=True)"
             return self.assign("w", code), 1, 1
         if field in self.codegen.listed:
-            pointer = self.codegen.pointer_of_listed(self.listed, field)
+            loaded = self.codegen.load_listed(self.listed, field)
             self.lines += self.listed.lines
             self.listed.lines.clear()
-            code = f"gl.convert_layout(gl.load({pointer}), TILE, assert_trivial=True)"
+            code = f"gl.convert_layout({loaded}, TILE, assert_trivial=True)"
             return self.assign("w", code), 1, 1
         # An entry of the table in registers, for each element of the tile.
         codegen, (index,) = self.codegen, field.index

@@ -20,7 +20,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import UNKNOWN_ZERO, Dim
-from inductor_quant.kernels.codegen.digits import pair_lookup
+from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed, Uses
@@ -32,6 +32,7 @@ from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.digit_tiles import relayed, varying
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import RowStatements, listed_rows
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
@@ -121,6 +122,10 @@ class MMSm90Codegen(DigitCodegen):
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }
+        listed = listed_rows(tile.weight, plan, self.n_digits, self.warps)
+        self.rows = RowStatements(self, listed) if listed else None
+        if self.rows is not None:
+            self.layouts["COPIED_ROWS"] = self.rows.layout
         if self.lists:
             each = self.block_k // LANES
             self.layouts |= {
@@ -128,6 +133,9 @@ class MMSm90Codegen(DigitCodegen):
                 "LIST_SHARED": "gl.SwizzledSharedLayout(1, 1, 1, [0])",
                 "LIST_READ": plan.of_k(),
             }
+        zero = narrow.listed_zero(self, self.loop_ops)
+        if zero is not None and self.rows is not None and self.is_in_16_bits():
+            self.raised = (zero,)
 
     def load_in(self, boxes: RowBoxes) -> None:
         """x is loaded in ``boxes``. In shared memory the rows of one are neighbours within the
@@ -149,7 +157,12 @@ class MMSm90Codegen(DigitCodegen):
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = f"{self.unknown_zero} = {UNKNOWN_ZERO}.to(gl.float32)"
-        return "\n".join([zero, super().start(stride, size), *self._start_of_lists(stride, size)])
+        of_lists = self.rows.start if self.rows else self._start_of_lists
+        return "\n".join([zero, super().start(stride, size), *of_lists(stride, size)])
+
+    def store_rows(self, stride: Hook, size: Hook) -> str:
+        """Statements after ``start`` and the first copies."""
+        return "\n".join(self.rows.stored(stride, size)) if self.rows else ""
 
     def _start_of_lists(self, stride: Hook, size: Hook) -> list[str]:
         """Statements that leave in ``listed<i>`` the addresses of the ``i``-th field of ``listed``
@@ -209,6 +222,12 @@ class MMSm90Codegen(DigitCodegen):
         first = self.k_order.place_of_block(k_iter, self.block_k)
         within = self.k_order.place_within(str(part * self.part_k), self.block_k)
         return f"gl.where({k_iter} < K // BLOCK_K, {first} + {within}, K)"
+
+    def start_of_cta(self, stride: Hook) -> str:
+        lines = [super().start_of_cta(stride)]
+        if self.rows is not None:
+            lines += self.rows.allocated()
+        return "\n".join(lines)
 
     def start_copies(self, first_row: str, end_row: str, stride: Hook) -> str:
         """Statements before ``copies``: where a CTA's first tiles of x and of words are."""
@@ -322,7 +341,13 @@ class MMSm90Codegen(DigitCodegen):
             out.lines.append(f"warps.store_early({to}, {code}, {barrier})")
         return "\n".join(out.lines)
 
-    def pointer_of_listed(self, out: Listed, field: Field) -> str:
+    def load_listed(self, out: Listed, field: Field) -> str:
+        if self.rows is None:
+            return f"gl.load({self._pointer_of_listed(out, field)})"
+        position = f"gl.convert_layout({of_list(0, out.slot)}, LISTED, assert_trivial=True)"
+        return self.rows.read(out, field, out.assign("w", position))
+
+    def _pointer_of_listed(self, out: Listed, field: Field) -> str:
         number, tensor = self.listed.index(field), self.tensors[field.source]
         source, itemsize = self.sources[field.source], tensor.dtype.itemsize
         address = f"listed{number}"

@@ -17,6 +17,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
     ctas_per_sm,
     exchanged_slices,
+    rows_of,
     strips_of,
     turns_of,
     unrolls,
@@ -56,6 +57,8 @@ VARYING = 2.0  # and if threads load a scale for each value of a tile
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.
 LISTED, LISTED_K, LISTED_WIDE = 6.0, 22.0, 6.3
+# The same if they are read from shared memory, and of a tile what it takes to copy them there.
+COPIED, COPIED_K, ROWS_CYCLES, ROWS_PER_CYCLE = 1.4, 11.0, 150, 25
 # So many above this M, where power limits the clock; and in tiles of 64 columns, which read all of
 # x twice as often as those of 128.
 LONG_M, SLOWED, SLOWED_NARROW = 4 * MEDIUM_M, 1.08, 1.1
@@ -118,7 +121,11 @@ class Costs:
     def _of_lists(self, config: GemmConfig) -> float:
         """Cycles of a K iteration that a list of groups takes, of a CTA alone on its SM."""
         columns = config.block_n / (8 * config.num_warps)  # of a thread
-        each = LISTED + LISTED_K / columns + (0 if self.is_x_dtype else LISTED_WIDE)
+        wide = 0 if self.is_x_dtype else LISTED_WIDE
+        if rows_of(rules.weight_of(self.problem), config):
+            each = COPIED + COPIED_K / columns + wide
+        else:
+            each = LISTED + LISTED_K / columns + wide
         return config.block_n * config.block_k / 128 * each
 
     def _lacks_registers(self, config: GemmConfig) -> bool:
@@ -132,6 +139,16 @@ class Costs:
         rows, columns = self.problem.m / config.block_m, self.problem.n / config.block_n
         return math.ceil(rows) * math.ceil(columns)
 
+    def _of_tile(self, config: GemmConfig) -> float:
+        """Cycles of a tile beside its K iterations."""
+        rows = rows_of(rules.weight_of(self.problem), config) if self.has_lists else None
+        copied = ROWS_CYCLES + rows.memory / ROWS_PER_CYCLE if rows else 0
+        return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n + copied
+
+    @property
+    def has_lists(self) -> bool:
+        return has_lists(rules.weight_of(self.problem).format)
+
     def _of_runs(self, config: GemmConfig) -> float:
         """Cycles that stores take if neighbours in memory are columns of other tiles."""
         run = columns_in_a_row(rules.weight_of(self.problem), config)
@@ -143,7 +160,7 @@ class Costs:
         split, most = config.split_k, ctas_per_sm(self.problem, config, self.device)
         turn, turns = turns_of(self.problem, config, unrolls(self.problem, config))
         k_iters = turn * math.ceil(turns / split)
-        alone, paired = (k_iters * each + _of_tile(config) for each in self._cycles(config))
+        alone, paired = (k_iters * each + self._of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
         loop = pairs * (paired if most > 1 else alone) + rest * alone + self._of_runs(config)
@@ -172,12 +189,7 @@ class Costs:
         apart = 1 + APART * config.block_m / config.block_n
         apart *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
         loop = turn * math.ceil(turns / ctas) * cycles * apart
-        loop += whole * (turn * of_a_tile * cycles + _of_tile(config))
+        loop += whole * (turn * of_a_tile * cycles + self._of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
-        return START_CYCLES + loop + _of_tile(config) + shared + self._of_runs(config)
-
-
-def _of_tile(config: GemmConfig) -> float:
-    """Cycles of a tile beside its K iterations."""
-    return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n
+        return START_CYCLES + loop + self._of_tile(config) + shared + self._of_runs(config)

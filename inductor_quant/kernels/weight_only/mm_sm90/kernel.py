@@ -61,6 +61,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     memory_of_cta,
     most_ctas,
     padded,
+    rows_of,
     strips_of,
     unrolls,
 )
@@ -107,8 +108,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         refused = operand_rejection(spec, problem, device, lists=self.takes_lists)
         if refused is not None:
             return refused
-        is_loaded = loads_scales(rules.weight_of(problem), GemmConfig(*NARROW))
-        if problem.m > MAX_VARYING_M and (is_loaded or has_lists(rules.weight_of(problem).format)):
+        weight, narrow = rules.weight_of(problem), GemmConfig(*NARROW)
+        is_loaded = loads_scales(weight, narrow) or has_lists(weight.format)
+        if problem.m > MAX_VARYING_M and is_loaded and not rows_of(weight, narrow):
             return no_kernel("a scale for each weight of a tile is loaded")
         if any(
             index.linear or index.tables for index, _ in listed_positions(rules.weight_of(problem))

@@ -16,6 +16,7 @@ from inductor_quant.kernels.config import RESERVED_SHARED_MEMORY, GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
+    columns_of,
     has_lists,
     plan_of,
     varying,
@@ -23,6 +24,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.codegen import most_lists
+from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import ListedRows, listed_rows
 from inductor_quant.spec.weight_format import DequantOp, Field
 
 INT32 = 4
@@ -127,8 +129,16 @@ def memory_of_cta(weight: Weight, config: GemmConfig) -> int:
     view, _ = words_in_parts(weight, config.block_k)
     table = pair_lookup.MEMORY if pair_lookup.places_of(view.weight, found[0]) else 0
     lists = config.num_stages * config.block_k * INT32 * most_lists(weight)
+    rows = rows_of(weight, config)
     stages = config.num_stages * stage_bytes(weight, config, found[1])
-    return stages + table + lists + BARRIERS
+    return stages + table + lists + (rows.memory if rows else 0) + BARRIERS
+
+
+def rows_of(weight: Weight, config: GemmConfig) -> ListedRows | None:
+    """What a tensor lists for each k, if that is in shared memory."""
+    found, (_, n_digits) = boxed(weight, config), columns_of(weight, config)
+    view, _ = words_in_parts(weight, config.block_k)
+    return listed_rows(view.weight, found[0], n_digits, config.num_warps) if found else None
 
 
 def stage_bytes(weight: Weight, config: GemmConfig, box: WordBox, x_bytes: int = 2) -> int:

@@ -317,13 +317,12 @@ def test_listed_groups_are_those_of_neighbouring_columns():
 
 
 def test_listed_groups_have_few_rows_or_small_layers():
-    """Above 128 rows W is written once, as it is without us."""
     for m, n, kernel in (
         (1, 14336, WEIGHT_ONLY_DIRECT),
         (64, 1024, WEIGHT_ONLY_DIRECT),
         (64, 14336, WEIGHT_ONLY_MM_SM90),
-        (128, 14336, WEIGHT_ONLY_MM_SM90),
-        (256, 14336, None),
+        (256, 14336, WEIGHT_ONLY_MM_SM90),
+        (2048, 14336, None),  # W is written once, as it is without us
     ):
         assert chosen(Case("act_order", m, n, 4096, f16)) is kernel
 
