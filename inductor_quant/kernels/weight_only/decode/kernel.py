@@ -41,6 +41,7 @@ MAX_CTAS_PER_SM = 4
 # So it does where a horizontal launch needs partials.
 RESIDENT_K = 1024
 MAX_SPLIT = 4
+LONG_K = 4096
 
 
 def is_resident(problem: Problem, config: GemmConfig) -> bool:
@@ -82,6 +83,9 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         weight, layout = rules.packed_weight_of(problem)
         if contiguous_axis(weight, layout) != "n" and problem.has_aligned_rows:
             return no_kernel("weight_only_direct is faster where words are contiguous along K")
+        is_idle = 2 * problem.n // COLUMNS <= device.num_sms and problem.k >= LONG_K
+        if is_idle and problem.has_aligned_rows and device.arch in rules.WGMMA_ARCHS:
+            return no_kernel("weight_only_direct is faster where few tiles have a long K, in parts")
         return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DecodeCodegen:

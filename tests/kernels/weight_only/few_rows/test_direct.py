@@ -60,7 +60,15 @@ def aligned(case):
 )
 def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
     for m in (1, 16):
-        assert (chosen(Case(name, m, 1024, 4096, bf16)) is WEIGHT_ONLY_DIRECT) == is_taken
+        assert (chosen(Case(name, m, 4096, 4096, bf16)) is WEIGHT_ONLY_DIRECT) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "is_taken"), [(2112, 7168, True), (2048, 2048, False), (3072, 8192, False)]
+)
+def test_gptq_words_of_few_tiles_and_a_long_k_are_split(n, k, is_taken, large_groups):
+    for m in (1, 16):
+        assert (chosen(Case("gptq", m, n, k, f16)) is WEIGHT_ONLY_DIRECT) == is_taken
 
 
 def test_whole_bytes_of_a_k_that_64_does_not_divide_have_another_kernel():
