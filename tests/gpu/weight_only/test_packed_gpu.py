@@ -104,7 +104,7 @@ def test_every_configuration_gives_the_weight_bit_for_bit(name, kernel, m):
 @pytest.mark.parametrize(
     ("kernel", "m", "n", "dtype"),
     [
-        *((WEIGHT_ONLY_DECODE, 1, n, f16) for n in (1024, 8192)),
+        *((WEIGHT_ONLY_DECODE, 1, n, f16) for n in (3072, 8192)),
         *((WEIGHT_ONLY_DECODE, m, n, bf16) for m, n in ((7, 16384), (13, 6144))),
         *((WEIGHT_ONLY_SMALL_M_SM90, m, 22016, dtype) for m, dtype in ((9, f16), (16, bf16))),
         *((WEIGHT_ONLY_SMALL_M_SM90, m, 22016, dtype) for m, dtype in ((19, bf16), (32, f16))),
