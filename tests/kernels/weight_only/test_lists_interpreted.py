@@ -180,3 +180,40 @@ def test_fields_of_two_lists_have_positions_of_their_own(monkeypatch):
     config = "32x128x64_w4_s4_g8"
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+def other_ops(sub, mul):
+    """Ops beside those of HQQ, of which the relay's product is no part."""
+    half = DequantOp("mul", 0.5)
+    return {
+        "product": (sub, mul),
+        "twice": (sub, mul, mul),
+        "number_first": (DequantOp("sub", 0.5), sub, mul),
+        "scaled_first": (half, sub, mul),
+        "between": (sub, half, mul),
+        "wraps": (sub, mul),
+    }
+
+
+@pytest.mark.parametrize("ops", other_ops(None, None))
+def test_zero_points_that_columns_share_are_used_as_they_are_relayed(ops, monkeypatch):
+    groups_of_n = formats.FORMATS["groups_of_n"]
+
+    def build(k, n):
+        packed = groups_of_n(k, n)
+        format, element = packed.format, packed.format.element
+        if ops == "wraps":  # then it is in no place of a word
+            element = dataclasses.replace(element, wrap=True, add=3)
+        changed = other_ops(*format.dequant_ops)[ops]
+        format = dataclasses.replace(format, dequant_ops=changed, element=element)
+        return dataclasses.replace(packed, format=format)
+
+    monkeypatch.setattr(formats, "GROUP", 64)
+    monkeypatch.setitem(formats.FORMATS, "groups_of_n", build)
+    case = Case("groups_of_n", 20, 128, 256)
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    config = "32x64x64_w4_s4_g8"
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    got, want = simulate.interpret(generated, inputs).double(), gemm(case)(*inputs).double()
+    assert (got - want).norm() < 6e-3 * want.norm()

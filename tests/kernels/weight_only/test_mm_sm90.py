@@ -17,7 +17,7 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.digit_tiles import loads_scales, plan_of, words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
-from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed
+from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed, rows_of
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support import in_flight
@@ -443,6 +443,29 @@ def test_listed_groups_of_neighbouring_columns_are_loaded_at_once(
     assert sum("LDG.E.64" in each for each in loop) == (ks if columns == 4 else 0)
     assert 2 * ks <= sum("IMAD" in each for each in loop) < 3.3 * ks
     assert len(loop) < (7.5 if columns == 4 else 10) * ks * columns
+
+
+def test_listed_rows_that_threads_cannot_read_so_are_not_copied(large_groups):
+    config = GemmConfig(64, 128, 64, 4, 4)
+    _, problem = aligned(Case("act_order", 64, 4096, 4096, f16))
+    weight, format = problem.weight, problem.weight.format
+    sub, mul = format.dequant_ops
+    assert rows_of(weight, config) is not None
+
+    def changed(scale, dtype=None):
+        tensors = list(weight.tensors)
+        if dtype is not None:
+            at = sub.operand.source
+            tensors[at] = dataclasses.replace(tensors[at], dtype=dtype)
+        ops = (sub, dataclasses.replace(mul, operand=scale))
+        new = dataclasses.replace(format, dequant_ops=ops)
+        return dataclasses.replace(weight, format=new, tensors=tuple(tensors))
+
+    rows, columns = mul.operand.index
+    shifted = dataclasses.replace(mul.operand, index=(rows, dataclasses.replace(columns, const=1)))
+    assert rows_of(changed(mul.operand), config) is not None
+    assert rows_of(changed(shifted), config) is None  # no multiple of 16 bytes
+    assert rows_of(changed(mul.operand, torch.int64), config) is None
 
 
 def test_the_stages_of_shared_tiles_are_in_uniform_registers(large_groups):

@@ -98,6 +98,15 @@ class MMSm90Codegen(DigitCodegen):
         of_k = relayed(self.format, self.n_digits)
         self.relayed = tuple(op for op in self.loop_ops if op.operand in of_k)
         self.is_in_fp32 = bool(self.relayed)
+        # Of a zero point and a scale that are applied first, their product instead of the zero
+        # point: then ``exact_product`` is all that takes it.
+        self.relays_product = (
+            len(self.relayed) == 2
+            and self.relayed == tuple(self.loop_ops[:2])
+            and self.is_exact_product(self.relayed)
+            and narrow.is_in_place(self.format.element)
+            and not self.format.element.float8
+        )
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
         m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
@@ -326,14 +335,14 @@ class MMSm90Codegen(DigitCodegen):
     def store_lists(self, stage: str, barrier: str, stride: Hook, size: Hook, slot: int = 0) -> str:
         """Statements of the relay that leave in a stage the ``positions``, and the operands of
         ``relayed``, of what ``load_lists`` loaded: each thread of the consumers would compute them
-        again. Of a zero point and its scale that is their product, if it is exact."""
+        again."""
         out = _OfRelay(self, stride, size, slot)
         found = []
         for (index, _), (source, dim) in self.positions.items():
             position = out.assign("i", out.index(index))
             found.append(f"{out.inside(position, index, self.sources[source], dim)}.to(gl.int32)")
         operands = [out.operand(op).code for op in self.relayed]
-        if self.is_exact_product(self.relayed):
+        if self.relays_product:
             operands[0] = out.assign("f", f"{operands[0]} * {operands[1]}")
         found += [f"{code}.to(gl.int32, bitcast=True)" for code in operands]
         for i, code in enumerate(found):
@@ -474,8 +483,8 @@ class _OfConsumer(Uses):
         return "" if op in self.codegen.relayed else super().integer_within(op, low, high)
 
     def exact_product(self, ops: Sequence[DequantOp]) -> str:
-        is_relayed = tuple(ops) == self.codegen.relayed
-        return self.operand(ops[0]).code if is_relayed else super().exact_product(ops)
+        is_there = self.codegen.relays_product
+        return self.operand(ops[0]).code if is_there else super().exact_product(ops)
 
 
 def of_list(i: int, slot: int) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook
 from inductor_quant.kernels.codegen.dialect import Dim
-from inductor_quant.kernels.codegen.digits import narrow
+from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed
 from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan, is_listed, word_strides
 from inductor_quant.kernels.codegen.unpack_ptx import Assembly, assembly
@@ -91,11 +91,13 @@ def listed_rows(
         itemsize, places = tensor.dtype.itemsize, _places(weight, field, n_digits)
         if len(dims) > 1 or count is None or apart is None or not places:
             return None
+        if not _is_aligned(weight, field, n_digits):
+            return None
         columns = _neighbours(plan, min(places, key=places.__getitem__))
-        if columns * itemsize not in (WORD, 2 * WORD, 4 * WORD):
+        if itemsize > WORD or columns * itemsize not in (WORD, 2 * WORD, 4 * WORD):
             return None
         size = itemsize * math.prod(d.inner for d in n_digits if d.name in places)
-        if not tensor.is_aligned or size % ALIGNMENT or apart * itemsize % ALIGNMENT:
+        if size % ALIGNMENT or apart * itemsize % ALIGNMENT:
             return None
         pitch = size + APART
         copies = math.ceil(count * size / at_once)
@@ -105,7 +107,8 @@ def listed_rows(
         first += (copies * at_once // size + 1) * pitch
     (_, count), *others = lists
     memory = -(-first // MULTIPLE) * MULTIPLE
-    return None if others or memory > MOST else ListedRows(count, tuple(found), memory)
+    most = MOST - (pair_lookup.MEMORY if pair_lookup.places_of(weight, plan) else 0)
+    return None if others or memory > most else ListedRows(count, tuple(found), memory)
 
 
 def _places(weight: Weight, field: Field, n_digits: Sequence[TileDigit]) -> dict[str, int] | None:
@@ -121,13 +124,23 @@ def _places(weight: Weight, field: Field, n_digits: Sequence[TileDigit]) -> dict
     return found
 
 
+def _is_aligned(weight: Weight, field: Field, n_digits: Sequence[TileDigit]) -> bool:
+    """Whether the first word of every tile is at a multiple of 16 bytes of a row."""
+    tensor, strides = weight.tensors[field.source], word_strides(weight, field)
+    apart = [strides.get(digit.name, 0) * digit.inner for digit in n_digits if digit.outer > 1]
+    is_shifted = any(index.const for index in field.index if not index.is_data)
+    is_even = all(step * tensor.dtype.itemsize % ALIGNMENT == 0 for step in apart)
+    return tensor.is_aligned and is_even and not is_shifted
+
+
 def _neighbours(plan: TilePlan, last: str) -> int:
-    """How many neighbours along a digit of n a thread has."""
+    """How many neighbours along a digit of n a thread has in its first registers, in order."""
     [axis] = [axis for axis, digit in enumerate(plan.digits) if digit.name == last]
     count = 1
     for basis in plan.along_n().registers:
-        if basis[axis] == count:
-            count *= 2
+        if basis != tuple(count if other == axis else 0 for other in range(plan.rank)):
+            break
+        count *= 2
     return count
 
 
