@@ -3,7 +3,7 @@
 Straight-line code on 32-bit registers, with results of 64 bits: ``prmt``, shifts, ``sub``, ``and``,
 ``xor``, ``lop3``, ``mov``, ``mul``, ``mad``, arithmetic on pairs of 16-bit floats and in fp32,
 rounding to a signed byte, pairs of e4m3 to fp16, loads and stores of shared memory, of which there
-is one allocation. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
+are two allocations. Every lane has number 0. As in ``tl.inline_asm_elementwise``, a call takes
 ``pack`` elements at a time, narrow ones packed into a register. Triton leaves open which elements
 those are; here they are neighbours.
 """
@@ -21,7 +21,7 @@ import triton.language as tl
 from .floats import Array, decode, encode
 
 Registers = dict[str, Array]
-_SHARED = np.zeros(1 << 14, np.uint32)  # from address 0
+_SHARED = np.zeros(1 << 15, np.uint32)  # from address 0
 _LOADS = ("ld.shared.b32", "ld.shared.v2.b32", "ld.shared.v4.b32")
 _STORES = ("st.shared.b32", "st.shared.v4.b32")
 
@@ -93,7 +93,7 @@ def _pack(bits: Array) -> Array:
 
 
 _OF_LANE_0 = {"%laneid": 0, "%lanemask_eq": 1, "%lanemask_lt": 0}
-_SYMBOLS = {"entries": 0, "listed": 0}  # addresses
+_SYMBOLS = {"entries": 0, "listed": 1 << 15}  # addresses
 
 
 def _operand(registers: Registers, text: str) -> Array:

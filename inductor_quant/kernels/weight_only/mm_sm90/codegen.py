@@ -5,9 +5,9 @@ words and dequantize different values of them, so x stays in the order of memory
 do if values of a word are far apart along K.
 
 If a tensor lists the group of each k, the relay leaves in shared memory where in their tensors the
-scales and zero points of each k are. A thread loads them for its columns of a k at once, when it
-uses them: a strip of columns has few, which the L1 cache keeps. Scales and zero points of each k
-that all columns of a tile share it leaves there itself.
+scales and zero points of each k are. A thread reads them for its columns of a k at once, when it
+uses them: from the rows that are copied to shared memory (``listed_rows``), or from memory. Scales
+and zero points of each k that all columns of a tile share the relay leaves there itself.
 """
 
 from __future__ import annotations
