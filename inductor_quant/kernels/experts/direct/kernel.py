@@ -25,7 +25,6 @@ from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectC
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
     FLOAT8,
-    TILES,
     WeightOnlyDirect,
     cheapest_of_each,
     scales_sums,
@@ -38,6 +37,11 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
 # tiles of 8 rows.
 MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 8, 5
+# (columns, k) of a warp's tile, best first: up to 4 bits, and above.
+TILES = (
+    ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
+    ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
+)
 WARPS = (4, 2, 8)  # best first, if they waste no more than this share of K
 MAX_WASTE = 0.1
 # Of rows in any order whose CTAs run in so many rounds, what is idle in the last one counts: tiles

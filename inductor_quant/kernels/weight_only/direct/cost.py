@@ -15,16 +15,18 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py.
 # Up to 16 rows: the launch; partials of K, and each 1000 of them; the bytes of W that the GPU reads
-# in one. Of an iteration, what the SM does for each value of W, and for 64 rows of it; its wait,
-# and for each value of a thread. A warp, and each 1024 sums of it.
-FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2380, 1875, 0.85, 2660
-FEW_VALUE, FEW_PRODUCT, FEW_WAIT, FEW_WAIT_VALUE = 0.0078, 0.075, 272, 6.4
-FEW_WARP, FEW_SUMS = 53, 250
+# in one. Of an iteration, what the SM does for each value of W, for 64 rows of it, and for each
+# value of x; its wait, and for each value of W and of x of a thread. A warp, and each 1024 sums.
+# Times as many cycles for x if it takes the way of shared memory.
+FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2500, 2020, 1.64, 2590
+FEW_VALUE, FEW_PRODUCT, FEW_X = 0.0123, 0.0526, 0.0114
+FEW_WAIT, FEW_WAIT_VALUE, FEW_WAIT_X = 322, 2.92, 4.17
+FEW_WARP, FEW_SUMS, FEW_X_SHARED = 41, 108, 1.7
 # Times as many cycles for W: for values above 4 bits, from a table, from one whose entries are
 # computed, and of several fields (whatever the rows).
-FEW_WIDE, FEW_LOOKED_UP, FEW_COMPUTED, JOINED = 1.25, 2.3, 1.5, 3.0
+FEW_WIDE, FEW_LOOKED_UP, FEW_COMPUTED, JOINED = 1.16, 2.0, 1.5, 3.0
 # If scales and zero points of groups are applied to sums: by columns and k of a warp's tile.
-SUMMED_COLUMNS, SUMMED_K = 11.2, 84.0
+SUMMED_COLUMNS, SUMMED_K = 6.5, 24.5
 # Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
 # row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
@@ -44,9 +46,14 @@ UNEVEN = 1.35
 
 
 def of_few_rows(
-    problem: Problem, config: GemmConfig, device: Device, *, scales_sums: bool = False
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    *,
+    scales_sums: bool = False,
+    x_is_shared: bool = False,
 ) -> float:
-    """Of at most 16 rows; ``scales_sums``: instead of W."""
+    """Of at most 16 rows; ``scales_sums``: instead of W; ``x_is_shared``: as below."""
     weight = rules.weight_of(problem)
     format = weight.format
     width = format.code.total_width or 8
@@ -61,8 +68,9 @@ def of_few_rows(
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
     factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if scales_sums else 1.0
-    busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64)
-    wait = FEW_WAIT + FEW_WAIT_VALUE * values / 32 * factor
+    x_values = config.block_m * slice_k * (FEW_X_SHARED if x_is_shared else 1)
+    busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64) + FEW_X * x_values
+    wait = FEW_WAIT + (FEW_WAIT_VALUE * values * factor + FEW_WAIT_X * x_values) / 32
     loop = iterations * (warps * busy + waves * wait)
     reading = problem.n * problem.k * width / 8 / BYTES_PER_CYCLE
     sums = FEW_SUMS * warps * config.block_m * config.block_n / 1024

@@ -63,15 +63,19 @@ WARP_SIZE = 32
 # If scales are applied to the sums of a warp's tile: bits of a value; sums of a thread, with more
 # tiles were slower; k, with less columns are scaled too often.
 MAX_WIDTH, MAX_SUMS, LEAST_K = 4, 16, 64
-# (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups.
+# (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups. The
+# first two have tiles of less than ``SLICE`` of K only where that does not divide K.
+SLICE = 64
 TILES = (
-    ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
-    ((32, 64), (16, 128), (64, 32), (64, 64), (128, 16), (128, 32)),
+    ((32, 128), (16, 128), (32, 64), (16, 64), (64, 32), (128, 32)),
+    ((32, 64), (16, 128), (16, 64), (64, 32), (128, 16), (128, 32)),
     ((32, 64), (16, 64), (16, 128), (64, 32)),
     ((64, 32), (32, 64), (32, 32)),
 )
-# Of words along N with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
+TILE_SCALED = (64, 64)  # too, if scales are applied to sums
+# Of words along N; with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
+TILES_ALONG_N = ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32))
 MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 # Of several fields: slices of K have the same bytes, which warps of a CTA read together; with 16
 # rows, whose words are neighbours along n; in tiles of 32 rows.
@@ -150,19 +154,30 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
         tiles, most_warps = list(TILES[kind]), MAX_WARPS
         is_of_columns = are_words_of_columns(weight)
-        if is_of_columns and problem.m > ROWS[0]:
-            tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
-            most_warps = MAX_WARPS_ALONG_N
+        if kind <= 1 and problem.k % SLICE == 0:
+            tiles = [tile for tile in tiles if tile[1] >= SLICE]
+        if is_of_columns:
+            tiles = list(TILES_ALONG_N) if kind == 0 else tiles
+            if problem.m > ROWS[0]:
+                tiles = [tile for tile in tiles if tile[0] <= MAX_COLUMNS]
+                most_warps = MAX_WARPS_ALONG_N
         if is_joined and is_along_n(weight) and problem.m > ROWS[0]:
             tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
         block_m = rows_of(problem)
         scaling = [
-            tile for tile in tiles if scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
+            tile
+            for tile in (TILE_SCALED, *tiles)
+            if scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
         ]
 
         def cost_of(config: GemmConfig) -> float:
-            return cost.of_few_rows(problem, config, device, scales_sums=bool(scaling))
+            plan = plan_of(words_in_order(weight)[0], config, own=True)
+            return cost.of_few_rows(
+                *(problem, config, device),
+                scales_sums=bool(scaling),
+                x_is_shared=plan is not None and shares_x(plan, block_m),
+            )
 
         found = cheapest_of_each(
             problem,
@@ -344,7 +359,7 @@ def cheapest_of_each(
 def _is_for_bytes(spec: QuantGemmSpec, problem: Problem) -> bool:
     """Whether the tiles of ``weight_only_bytes``, which may end beyond K, are better: of whole
     bytes, where those of 32 columns do not divide K."""
-    if problem.m > DECODE_M or problem.k % TILES[1][0][1] == 0:
+    if problem.m > DECODE_M or problem.k % SLICE == 0:
         return False
     weight = rules.weight_of(problem)
     found = byte_layout_of(weight)

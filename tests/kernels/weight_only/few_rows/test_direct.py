@@ -121,6 +121,23 @@ def test_a_tile_is_planned_once(monkeypatch):
     assert set(planned.values()) == {1}
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "tile"),
+    [
+        ("nibble_pairs", 1, 2048, 2048, (16, 128)),  # as many CTAs as SMs
+        ("nibble_pairs", 16, 3840, 1280, (16, 64)),
+        ("nibble_pairs", 16, 28672, 4096, (32, 128)),  # x is read by fewer CTAs
+        ("int8_folded", 1, 2048, 2048, (16, 128)),
+        ("int8_channel", 1, 2048, 2080, (64, 32)),  # slices of 64 do not divide K
+        ("awq", 1, 2048, 2048, (64, 64)),
+    ],
+)
+def test_small_layers_have_tiles_of_few_columns(name, m, n, k, tile):
+    spec, problem = aligned(Case(name, m, n, k, f16))
+    config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    assert (config.block_n, config.block_k // config.num_warps) == tile
+
+
 def test_k_need_not_be_a_multiple_of_what_the_warps_share():
     spec, problem = aligned(Case("nibble_pairs", 4, 4096, 11008, bf16))
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
