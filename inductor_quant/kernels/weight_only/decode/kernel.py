@@ -41,7 +41,7 @@ MAX_CTAS_PER_SM = 4
 # So it does where a horizontal launch needs partials.
 RESIDENT_K = 1024
 MAX_SPLIT = 4
-LONG_K = 4096
+MAX_IDLE = 0.2  # of the slices that the warps of a CTA could have in the time that they take
 
 
 def is_resident(problem: Problem, config: GemmConfig) -> bool:
@@ -83,9 +83,12 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         weight, layout = rules.packed_weight_of(problem)
         if contiguous_axis(weight, layout) != "n" and problem.has_aligned_rows:
             return no_kernel("weight_only_direct is faster where words are contiguous along K")
-        is_idle = 2 * problem.n // COLUMNS <= device.num_sms and problem.k >= LONG_K
-        if is_idle and problem.has_aligned_rows and device.arch in rules.WGMMA_ARCHS:
-            return no_kernel("weight_only_direct is faster where few tiles have a long K, in parts")
+        if not problem.has_aligned_rows or device.arch not in rules.WGMMA_ARCHS:
+            return None
+        if 2 * problem.n // COLUMNS <= device.num_sms:
+            return no_kernel("weight_only_direct is faster for few tiles: its own are smaller")
+        if _idle(problem, device) > MAX_IDLE:
+            return no_kernel("weight_only_direct is faster where warps have nothing of the last K")
         return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DecodeCodegen:
@@ -119,8 +122,7 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        block_m = 8 if problem.m <= 8 else 16
-        is_wide = block_m == 8 and problem.n >= WIDE_N and problem.k <= MAX_SPLIT * RESIDENT_K
+        block_m, is_wide = _rows(problem), _is_wide(problem)
         needs_partials = horizontal.reject_if_no_gain(problem) is not None
         listed = [_resident(problem, block_m)] if is_wide or needs_partials else []
         listed += _one_tile(problem, block_m, device, min_split=2 if needs_partials else 1)
@@ -130,6 +132,25 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
             if self.config_rejection(spec, problem, config, device) is None
         ]
         return split_k.same_split(found)
+
+
+def _rows(problem: Problem) -> int:
+    return 8 if problem.m <= 8 else DECODE_M
+
+
+def _is_wide(problem: Problem) -> bool:
+    """Whether CTAs keep their x."""
+    is_short = problem.k <= MAX_SPLIT * RESIDENT_K
+    return _rows(problem) == 8 and problem.n >= WIDE_N and is_short
+
+
+def _idle(problem: Problem, device: Device) -> float:
+    """The share of the slices of K that the warps of a CTA do not have, as K ends before."""
+    if _is_wide(problem):
+        return 0.0
+    config = next(_one_tile(problem, _rows(problem), device, min_split=1))
+    slices = problem.k / SLICE / config.split_k
+    return 1 - slices / (math.ceil(slices / config.num_warps) * config.num_warps)
 
 
 def _resident(problem: Problem, block_m: int) -> GemmConfig:

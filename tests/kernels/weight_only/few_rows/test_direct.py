@@ -64,9 +64,16 @@ def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "is_taken"), [(2112, 7168, True), (2048, 2048, False), (3072, 8192, False)]
+    ("n", "k", "is_taken"),
+    [
+        (2112, 7168, True),  # few tiles
+        (2048, 2048, True),
+        (5120, 1280, True),  # ten slices of K for eight warps
+        (3072, 8192, False),
+        (4096, 4096, False),
+    ],
 )
-def test_gptq_words_of_few_tiles_and_a_long_k_are_split(n, k, is_taken, large_groups):
+def test_gptq_words_that_leave_sms_or_warps_idle_are_taken(n, k, is_taken, large_groups):
     for m in (1, 16):
         assert (chosen(Case("gptq", m, n, k, f16)) is WEIGHT_ONLY_DIRECT) == is_taken
 
