@@ -64,7 +64,7 @@ WARP_SIZE = 32
 # tiles were slower; k, with less columns are scaled too often.
 MAX_WIDTH, MAX_SUMS, LEAST_K = 4, 16, 64
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups. The
-# first two have tiles of less than ``SLICE`` of K only where that does not divide K.
+# first two have tiles of less than ``SLICE`` of K only where no others fit.
 SLICE = 64
 TILES = (
     ((32, 128), (16, 128), (32, 64), (16, 64), (64, 32), (128, 32)),
@@ -154,8 +154,6 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
         tiles, most_warps = list(TILES[kind]), MAX_WARPS
         is_of_columns = are_words_of_columns(weight)
-        if kind <= 1 and problem.k % SLICE == 0:
-            tiles = [tile for tile in tiles if tile[1] >= SLICE]
         if is_of_columns:
             tiles = list(TILES_ALONG_N) if kind == 0 else tiles
             if problem.m > ROWS[0]:
@@ -179,17 +177,22 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 x_is_shared=plan is not None and shares_x(plan, block_m),
             )
 
-        found = cheapest_of_each(
-            problem,
-            scaling or tiles,
-            cost_of,
-            lambda config: (
-                (not scaling and has_many_zeros(weight, config))
-                or self.config_rejection(spec, problem, config, device) is not None
-            ),
-            most_warps,
-            LEAST_WARPS_JOINED if is_joined else 1,
-        )
+        def cheapest(tiles: Sequence[tuple[int, int]]) -> list[GemmConfig]:
+            return cheapest_of_each(
+                problem,
+                tiles,
+                cost_of,
+                lambda config: (
+                    (not scaling and has_many_zeros(weight, config))
+                    or self.config_rejection(spec, problem, config, device) is not None
+                ),
+                most_warps,
+                LEAST_WARPS_JOINED if is_joined else 1,
+            )
+
+        is_any = kind > 1 or is_of_columns
+        long = tiles if is_any else [tile for tile in tiles if tile[1] >= SLICE]
+        found = cheapest(scaling or long) or cheapest(tiles)
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
         return split_k.same_split(found)
