@@ -12,6 +12,7 @@ import dataclasses
 import math
 
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
+from inductor_quant.kernels.experts.direct import cost
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
@@ -20,7 +21,6 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     operand_rejection,
     pair_of,
 )
-from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
@@ -107,7 +107,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         beside = dataclasses.replace(problem, m=1, n=problem.n * problem.m)
 
         def cost_of(config: GemmConfig) -> float:
-            return cost.of_few_rows(beside, config, device)
+            return cost.cycles(beside, config, device)
 
         found = cheapest_of_each(
             beside,

@@ -29,6 +29,7 @@ from inductor_quant.kernels.weight_only.decode.codegen import (
     SLICE,
     DecodeCodegen,
 )
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.rules import WIDE_N, bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -83,7 +84,9 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         weight, layout = rules.packed_weight_of(problem)
         if contiguous_axis(weight, layout) != "n" and problem.has_aligned_rows:
             return no_kernel("weight_only_direct is faster where words are contiguous along K")
-        if not problem.has_aligned_rows or device.arch not in rules.WGMMA_ARCHS:
+        if device.arch not in rules.WGMMA_ARCHS:
+            return None
+        if WEIGHT_ONLY_DIRECT.rejection(spec, problem, device) is not None:
             return None
         if 2 * problem.n // COLUMNS <= device.num_sms:
             return no_kernel("weight_only_direct is faster for few tiles: its own are smaller")

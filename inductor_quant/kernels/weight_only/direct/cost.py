@@ -64,7 +64,7 @@ def of_few_rows(
     warps, values = of_one_sm * config.num_warps, config.block_n * slice_k
     factor = FEW_WIDE if width > 4 else 1.0
     if format.element != format.code:
-        factor *= FEW_COMPUTED if _is_computed(weight) else FEW_LOOKED_UP
+        factor *= FEW_COMPUTED if is_computed(weight) else FEW_LOOKED_UP
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
     factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if scales_sums else 1.0
@@ -103,7 +103,7 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     return total * (UNEVEN if is_uneven else 1)
 
 
-def _is_computed(weight: Weight) -> bool:
+def is_computed(weight: Weight) -> bool:
     """Whether the entries of a table are computed: not if scales of groups are in fp32."""
     format = weight.format
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
@@ -125,7 +125,7 @@ def _factor(weight: Weight, config: GemmConfig) -> float:
     factor *= JOINED if format.code.high else 1
     if format.element == format.code:
         return factor
-    if _is_computed(weight):
+    if is_computed(weight):
         return factor * COMPUTED
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     is_small = any(0 < format.block(field)[0] <= SMALL_GROUP for field in operands)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -163,33 +163,36 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             tiles = [tile for tile in tiles if tile[0] >= LEAST_COLUMNS_JOINED]
 
         block_m = rows_of(problem)
-        scaling = [
-            tile
-            for tile in (TILE_SCALED, *tiles)
-            if scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
-        ]
+
+        def is_scaling(config: GemmConfig) -> bool:
+            return scales_sums(spec, weight, config)
 
         def cost_of(config: GemmConfig) -> float:
             plan = plan_of(words_in_order(weight)[0], config, own=True)
             return cost.of_few_rows(
                 *(problem, config, device),
-                scales_sums=bool(scaling),
+                scales_sums=is_scaling(config),
                 x_is_shared=plan is not None and shares_x(plan, block_m),
             )
 
-        def cheapest(tiles: Sequence[tuple[int, int]]) -> list[GemmConfig]:
+        def cheapest(tiles: Iterable[tuple[int, int]]) -> list[GemmConfig]:
             return cheapest_of_each(
                 problem,
-                tiles,
+                [*tiles],
                 cost_of,
                 lambda config: (
-                    (not scaling and has_many_zeros(weight, config))
+                    (not is_scaling(config) and has_many_zeros(weight, config))
                     or self.config_rejection(spec, problem, config, device) is not None
                 ),
                 most_warps,
                 LEAST_WARPS_JOINED if is_joined else 1,
             )
 
+        scaling = [
+            tile
+            for tile in dict.fromkeys((TILE_SCALED, *tiles))
+            if is_scaling(GemmConfig(block_m, *tile, 1, 1))
+        ]
         is_any = kind > 1 or is_of_columns
         long = tiles if is_any else [tile for tile in tiles if tile[1] >= SLICE]
         found = cheapest(scaling or long) or cheapest(tiles)

@@ -145,6 +145,14 @@ def test_small_layers_have_tiles_of_few_columns(name, m, n, k, tile):
     assert (config.block_n, config.block_k // config.num_warps) == tile
 
 
+def test_w_is_dequantized_where_no_tile_whose_sums_are_scaled_fits(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    spec, problem = aligned(Case("hqq", 1, 1024, 64, bf16))
+    found = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    assert found
+    assert not any(scales_sums(spec, problem.weight, each) for each in found)
+
+
 def test_k_need_not_be_a_multiple_of_what_the_warps_share():
     spec, problem = aligned(Case("nibble_pairs", 4, 4096, 11008, bf16))
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
