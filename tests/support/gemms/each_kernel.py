@@ -34,7 +34,7 @@ GEMMS: dict[str, Any] = {
     "w4a8_mm_sm90": w4a8.Case("nibble_pairs", 61, 4100, 1280),
     "w4a8_mm": w4a8.Case("nibble_pairs", 13, 2051, 1152, to_int8="round", layout="every_second"),
     "weight_only_small_m_sm90": weight_only.Case("gptq", 15, 28736, 4096),
-    "weight_only_decode": weight_only.Case("gptq", 3, 4160, 1152),
+    "weight_only_decode": weight_only.Case("gptq", 3, 4160, 3968),
     "weight_only_direct": weight_only.Case("awq", 3, 4104, 1152, HALF),
     "weight_only_small_m": weight_only.Case("nibble_pairs", 7, 4160, 4096, layout="every_second"),
     "weight_only_mm_sm90": weight_only.Case("awq", 61, 4160, 1152, HALF),

@@ -42,6 +42,7 @@ MAX_CTAS_PER_SM = 4
 # So it does where a horizontal launch needs partials.
 RESIDENT_K = 1024
 MAX_SPLIT = 4
+TIMED_ARCH = 90  # where weight_only_direct was timed beside it
 MAX_IDLE = 0.2  # of the slices that the warps of a CTA could have in the time that they take
 
 
@@ -84,14 +85,6 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         weight, layout = rules.packed_weight_of(problem)
         if contiguous_axis(weight, layout) != "n" and problem.has_aligned_rows:
             return no_kernel("weight_only_direct is faster where words are contiguous along K")
-        if device.arch not in rules.WGMMA_ARCHS:
-            return None
-        if WEIGHT_ONLY_DIRECT.rejection(spec, problem, device) is not None:
-            return None
-        if 2 * problem.n // COLUMNS <= device.num_sms:
-            return no_kernel("weight_only_direct is faster for few tiles: its own are smaller")
-        if _idle(problem, device) > MAX_IDLE:
-            return no_kernel("weight_only_direct is faster where warps have nothing of the last K")
         return None
 
     def codegen(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> DecodeCodegen:
@@ -125,6 +118,8 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
         )
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
+        if _is_for_direct(spec, problem, device):
+            return []
         block_m, is_wide = _rows(problem), _is_wide(problem)
         needs_partials = horizontal.reject_if_no_gain(problem) is not None
         listed = [_resident(problem, block_m)] if is_wide or needs_partials else []
@@ -135,6 +130,16 @@ class WeightOnlyDecode(rules.WeightOnlyKernel):
             if self.config_rejection(spec, problem, config, device) is None
         ]
         return split_k.same_split(found)
+
+
+def _is_for_direct(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+    """Whether ``weight_only_direct``, whose tiles are smaller, is faster: for few tiles, or where
+    warps have nothing of the last K."""
+    if problem.members or device.arch != TIMED_ARCH:
+        return False
+    if WEIGHT_ONLY_DIRECT.rejection(spec, problem, device) is not None:
+        return False
+    return 2 * problem.n // COLUMNS <= device.num_sms or _idle(problem, device) > MAX_IDLE
 
 
 def _rows(problem: Problem) -> int:
