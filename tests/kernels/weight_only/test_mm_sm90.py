@@ -23,22 +23,12 @@ from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, hardest
-from tests.support.gemms.weight_only import Case, described, generate_case
+from tests.support.gemms.weight_only import Case, described, generate_case, loadable
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 bf16, f16 = torch.bfloat16, torch.float16
 BESIDE_LOOP = 8  # bytes that may be spilled there
-
-
-@pytest.fixture
-def large_groups(monkeypatch):
-    monkeypatch.setattr(formats, "GROUP", 128)
-
-
-def aligned(case):
-    spec, problem = described(case)
-    return spec, dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
 
 
 @pytest.mark.one_in(2)
@@ -66,7 +56,7 @@ def aligned(case):
 def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, large_groups):
     taken = []
     for m in (1, 16, 17, 64, 128, 256, 512, 1024, 4096):
-        spec, problem = aligned(Case(name, m, 11008, 4096, f16 if name == "awq" else bf16))
+        spec, problem = loadable(Case(name, m, 11008, 4096, f16 if name == "awq" else bf16))
         if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is not None:
             continue
         if WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)):
@@ -84,7 +74,7 @@ def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, la
     ],
 )
 def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
-    spec, problem = aligned(Case(name, 2048, n, k, f16 if name == "awq" else bf16))
+    spec, problem = loadable(Case(name, 2048, n, k, f16 if name == "awq" else bf16))
     configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     assert bool(configs) == is_taken
 
@@ -92,7 +82,7 @@ def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
 def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():
     """512 x 1536 x 1536: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
     for m, chosen in ((128, ["weight_only_mm_sm90"]), (512, [])):
-        spec, problem = aligned(Case("int8_channel", m, 1536, 1536, bf16))
+        spec, problem = loadable(Case("int8_channel", m, 1536, 1536, bf16))
         found = candidates("weight_only", spec, problem, device(90))
         assert [kernel.name for kernel, _ in found][:1] == chosen
     rejected = []
@@ -157,7 +147,7 @@ def test_values_of_a_table_are_looked_up_in_pairs_if_both_are_in_one_byte(is_pai
 
 
 def test_rows_of_x_must_be_aligned_and_the_card_sm90():
-    spec, problem = aligned(Case("hqq", 80, 1024, 4096))
+    spec, problem = loadable(Case("hqq", 80, 1024, 4096))
     unaligned = dataclasses.replace(problem, has_aligned_rows=False)
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is None
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, unaligned, device(90)) is not None
@@ -166,7 +156,7 @@ def test_rows_of_x_must_be_aligned_and_the_card_sm90():
 
 @pytest.mark.parametrize("n", [2048, 4096])
 def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
-    spec, problem = aligned(Case("awq", 64, n, 8192, f16))
+    spec, problem = loadable(Case("awq", 64, n, 8192, f16))
     config, *_ = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     ctas = -(-n // config.block_n) * -(-64 // config.block_m) * config.split_k
     is_shared = WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0
@@ -183,7 +173,7 @@ def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
     ],
 )
 def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, large_groups):
-    spec, problem = aligned(Case("nibble_pairs", m, n, k))
+    spec, problem = loadable(Case("nibble_pairs", m, n, k))
     config = GemmConfig(256, 128, 64, 8, 4)
     assert (WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0) == is_shared
 
@@ -203,7 +193,7 @@ def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, la
     ],
 )
 def test_slices_exchange_sums_if_all_ctas_run_at_once(m, n, split_k, changes, slices):
-    spec, problem = aligned(Case("nibble_pairs", m, n, 4096))
+    spec, problem = loadable(Case("nibble_pairs", m, n, 4096))
     problem = dataclasses.replace(problem, **changes)
     config = GemmConfig(64, 128, 128, 8, 4, split_k=split_k)
     gemm = spec, problem, config, device(90)
@@ -226,7 +216,7 @@ def test_slices_exchange_sums_if_all_ctas_run_at_once(m, n, split_k, changes, sl
 )
 def test_an_sm_runs_as_many_ctas_as_have_shared_memory(name, tile, ctas, large_groups):
     case = Case(name, 64, 4096, 4096, bf16)
-    spec, problem = aligned(case)
+    spec, problem = loadable(case)
     config, card = GemmConfig(*tile), device(90)
     found = WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, card)
     assert found["NUM_CTAS"] == ctas * card.num_sms
@@ -241,7 +231,7 @@ def test_an_sm_runs_as_many_ctas_as_have_shared_memory(name, tile, ctas, large_g
 def test_the_relay_computes_what_columns_share(monkeypatch):
     """Scales and zero points of each k: of tiles with one group of columns."""
     monkeypatch.setattr(formats, "GROUP", 64)
-    spec, problem = aligned(Case("groups_of_n", 64, 4096, 4096, bf16))
+    spec, problem = loadable(Case("groups_of_n", 64, 4096, 4096, bf16))
     narrow, wide = GemmConfig(64, 64, 64, 4, 8), GemmConfig(64, 128, 64, 8, 8)
     assert WEIGHT_ONLY_MM_SM90.codegen(spec, problem, narrow).lists == 2
     assert not loads_scales(problem.weight, narrow)
@@ -249,7 +239,7 @@ def test_the_relay_computes_what_columns_share(monkeypatch):
 
 
 def test_few_sms_exchange_nothing():
-    spec, problem = aligned(Case("nibble_pairs", 64, 1024, 4096))
+    spec, problem = loadable(Case("nibble_pairs", 64, 1024, 4096))
     config = GemmConfig(64, 128, 128, 8, 4, split_k=4)
     card = dataclasses.replace(device(90), num_sms=114)
     assert WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, card)["EXCHANGED_SLICES"] == 0
@@ -265,7 +255,7 @@ def test_few_sms_exchange_nothing():
     ],
 )
 def test_each_cta_copies_what_its_first_part_has(n, k, split_k, copied):
-    spec, problem = aligned(Case("int8_channel", 64, n, k))
+    spec, problem = loadable(Case("int8_channel", 64, n, k))
     config = GemmConfig(64, 128, 64, 8, 4, split_k=split_k)
     assert WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, device(90))["COPIED"] == copied
 
@@ -357,7 +347,7 @@ def test_bytes_read_as_words_are_the_same_weight(name):
 )
 def test_tiles_of_128_of_k_have_zero_points_of_two_groups(name, group, is_offered, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
-    spec, problem = aligned(Case(name, 128, 28672, 4096, f16 if name == "gptq" else bf16))
+    spec, problem = loadable(Case(name, 128, 28672, 4096, f16 if name == "gptq" else bf16))
     configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     tiles = {(config.block_m, config.block_k) for config in configs}
     assert ((128, 128) in tiles) == is_offered
@@ -394,7 +384,7 @@ def test_a_turn_is_short_if_its_iterations_have_groups_of_many_parts(
 )
 def test_no_configuration_spills_or_waits_for_its_products(name, m, dtype, large_groups):
     case = Case(name, m, 4096, 4096, dtype)
-    spec, problem = aligned(case)
+    spec, problem = loadable(case)
     assert choose_name(spec, problem) == WEIGHT_ONLY_MM_SM90.name
     for config in hardest(WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90)), 1):
         generated = generate_case(case, f"{WEIGHT_ONLY_MM_SM90.name} {config}")

@@ -15,22 +15,12 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import rows_of
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device
-from tests.support.gemms.weight_only import Case, described, generate_case
+from tests.support.gemms.weight_only import Case, generate_case, loadable
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 bf16, f16 = torch.bfloat16, torch.float16
 BESIDE_LOOP = 8  # bytes that may be spilled there
-
-
-@pytest.fixture
-def large_groups(monkeypatch):
-    monkeypatch.setattr(formats, "GROUP", 128)
-
-
-def aligned(case):
-    spec, problem = described(case)
-    return spec, dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +65,7 @@ def test_listed_groups_of_neighbouring_columns_are_loaded_at_once(
 
 def test_listed_rows_that_threads_cannot_read_so_are_not_copied(large_groups):
     config = GemmConfig(64, 128, 64, 4, 4)
-    _, problem = aligned(Case("act_order", 64, 4096, 4096, f16))
+    _, problem = loadable(Case("act_order", 64, 4096, 4096, f16))
     weight, format = problem.weight, problem.weight.format
     sub, mul = format.dequant_ops
     assert rows_of(weight, config) is not None
@@ -98,7 +88,7 @@ def test_listed_rows_that_threads_cannot_read_so_are_not_copied(large_groups):
 
 def test_a_position_that_depends_on_n_too_is_left_to_others(large_groups):
     """The groups of a column after those of the one before."""
-    spec, problem = aligned(Case("act_order", 64, 1024, 1024, f16))
+    spec, problem = loadable(Case("act_order", 64, 1024, 1024, f16))
     assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is None
     sub, mul = problem.weight.format.dequant_ops
     group, column = mul.operand.index
@@ -115,6 +105,6 @@ def test_a_position_that_depends_on_n_too_is_left_to_others(large_groups):
     [("64x128x64_w4_s4_g8", True), ("128x128x64_w4_s4_g8", False), ("128x128x64_w8_s8_g8", True)],
 )
 def test_tiles_of_listed_groups_that_lack_registers_are_not_shared(tile, is_shared, large_groups):
-    spec, problem = aligned(Case("act_order", 128, 11008, 4096, f16))
+    spec, problem = loadable(Case("act_order", 128, 11008, 4096, f16))
     config = parse_config(tile)
     assert (WEIGHT_ONLY_MM_SM90.scratch(spec, problem, config, device(90)) > 0) == is_shared

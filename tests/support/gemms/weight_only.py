@@ -182,3 +182,9 @@ def assert_right(
         assert_close(got, exact(case, inputs), slack * wide)
     except AssertionError:
         assert_close(got, reference(case, inputs), slack)
+
+
+def loadable(case: Case) -> tuple[QuantGemmSpec, Problem]:
+    """``described``, of operands that TMA can load."""
+    spec, problem = described(case)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True, has_weight_descriptors=True)

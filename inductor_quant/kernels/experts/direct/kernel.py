@@ -12,7 +12,6 @@ import dataclasses
 import math
 
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
-from inductor_quant.kernels.experts.direct import cost
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
 from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
@@ -21,6 +20,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     operand_rejection,
     pair_of,
 )
+from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
@@ -47,6 +47,20 @@ MAX_WASTE = 0.1
 # Of rows in any order whose CTAs run in so many rounds, what is idle in the last one counts: tiles
 # are chosen by their cost.
 MAX_ROUNDS = 2
+ROWS_APART = cost.FewRows(
+    launch=2380,
+    split=1875,
+    partials=0.85,
+    bytes_per_cycle=2660,
+    value=0.0078,
+    product=0.075,
+    wait=272,
+    wait_value=6.4,
+    warp=53,
+    sums=250,
+    wide=1.25,
+    looked_up=2.3,
+)
 # Of W that a thread dequantizes at once, where it has many stored zero points: with more it spills.
 MAX_VALUES_ZEROS = 64
 
@@ -107,7 +121,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         beside = dataclasses.replace(problem, m=1, n=problem.n * problem.m)
 
         def cost_of(config: GemmConfig) -> float:
-            return cost.cycles(beside, config, device)
+            return cost.of_few_rows(beside, config, device, costs=ROWS_APART)
 
         found = cheapest_of_each(
             beside,

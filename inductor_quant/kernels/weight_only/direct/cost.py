@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -13,22 +14,63 @@ from inductor_quant.kernels.weight_only.digit_tiles import has_lists, varying, w
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, warps_at_once
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
-# In cycles, of which 1755 are a microsecond, as in mm_sm90/kernel.py.
-# Up to 16 rows: the launch; partials of K, and each 1000 of them; the bytes of W that the GPU reads
-# in one. Of an iteration, what the SM does for each value of W, for 64 rows of it, and for each
-# value of x; its wait, and for each value of W and of x of a thread. A warp, and each 1024 sums.
-# Times as many cycles for x if it takes the way of shared memory.
-FEW_LAUNCH, FEW_SPLIT, FEW_PARTIALS, BYTES_PER_CYCLE = 2500, 2020, 1.64, 2590
-FEW_VALUE, FEW_PRODUCT, FEW_X = 0.0123, 0.0526, 0.0114
-FEW_WAIT, FEW_WAIT_VALUE, FEW_WAIT_X = 322, 2.92, 4.17
-FEW_WARP, FEW_SUMS, FEW_X_SHARED = 41, 108, 1.7
-# Times as many cycles for W: for values above 4 bits, from a table, from one whose entries are
-# computed, and of several fields (whatever the rows).
-FEW_WIDE, FEW_LOOKED_UP, FEW_COMPUTED, JOINED = 1.16, 2.0, 1.5, 3.0
+
+@dataclasses.dataclass(frozen=True)
+class FewRows:
+    """What a tile of at most 16 rows costs, in cycles of which 1755 are a microsecond.
+
+    launch           the launch
+    split, partials  of K that is split; each 1000 partials
+    bytes_per_cycle  of W that the GPU reads
+    value, product   of an iteration, what the SM does for each value of W, and for 64 rows of it
+    x                and for each value of x
+    wait, wait_value, wait_x
+                     of an iteration, its wait; for each value of W and of x of a thread
+    warp, sums       a warp, and each 1024 sums of it
+    wide, looked_up, computed
+                     times as many cycles for W: for values above 4 bits, from a table, from one
+                     whose entries are computed
+    """
+
+    launch: float
+    split: float
+    partials: float
+    bytes_per_cycle: float
+    value: float
+    product: float
+    wait: float
+    wait_value: float
+    warp: float
+    sums: float
+    wide: float
+    looked_up: float
+    computed: float = 1.5
+    x: float = 0.0
+    wait_x: float = 0.0
+
+
+LAYER = FewRows(
+    launch=2500,
+    split=2020,
+    partials=1.64,
+    bytes_per_cycle=2590,
+    value=0.0123,
+    product=0.0526,
+    wait=322,
+    wait_value=2.92,
+    warp=41,
+    sums=108,
+    wide=1.16,
+    looked_up=2.0,
+    x=0.0114,
+    wait_x=4.17,
+)
+FEW_X_SHARED = 1.7  # times as many cycles for x if it takes the way of shared memory
+JOINED = 3.0  # and for W of several fields (whatever the rows)
 # If scales and zero points of groups are applied to sums: by columns and k of a warp's tile.
 SUMMED_COLUMNS, SUMMED_K = 6.5, 24.5
-# Above, the launch; partials of K. Of an iteration, what the SM does for each k of a warp: for a
-# row of x, for a column, for 64 of both.
+# From 17 rows on, in the same cycles: the launch; partials of K. Of an iteration, what the SM does
+# for each k of a warp: for a row of x, for a column, for 64 of both.
 LAUNCH_CYCLES, SPLIT_CYCLES = 2050, 1835
 ROW_CYCLES, COLUMN_CYCLES, PRODUCT_CYCLES = 0.0127, 0.0281, 0.0022
 # Its wait: for memory, for 32 values of W, for 64 of x. And each 1024 sums of a warp.
@@ -52,6 +94,7 @@ def of_few_rows(
     *,
     scales_sums: bool = False,
     x_is_shared: bool = False,
+    costs: FewRows = LAYER,
 ) -> float:
     """Of at most 16 rows; ``scales_sums``: instead of W; ``x_is_shared``: as below."""
     weight = rules.weight_of(problem)
@@ -62,23 +105,23 @@ def of_few_rows(
     of_one_sm = math.ceil(math.ceil(problem.n / config.block_n) * config.split_k / device.num_sms)
     waves = math.ceil(of_one_sm / (MAX_WARPS // config.num_warps))
     warps, values = of_one_sm * config.num_warps, config.block_n * slice_k
-    factor = FEW_WIDE if width > 4 else 1.0
+    x_values = config.block_m * slice_k * (FEW_X_SHARED if x_is_shared else 1)
+    factor = costs.wide if width > 4 else 1.0
     if format.element != format.code:
-        factor *= FEW_COMPUTED if is_computed(weight) else FEW_LOOKED_UP
+        factor *= costs.computed if _is_computed(weight) else costs.looked_up
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
     factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if scales_sums else 1.0
-    x_values = config.block_m * slice_k * (FEW_X_SHARED if x_is_shared else 1)
-    busy = values * (FEW_VALUE * factor + FEW_PRODUCT * config.block_m / 64) + FEW_X * x_values
-    wait = FEW_WAIT + (FEW_WAIT_VALUE * values * factor + FEW_WAIT_X * x_values) / 32
+    busy = values * (costs.value * factor + costs.product * config.block_m / 64)
+    busy += costs.x * x_values
+    wait = costs.wait + (costs.wait_value * values * factor + costs.wait_x * x_values) / 32
     loop = iterations * (warps * busy + waves * wait)
-    reading = problem.n * problem.k * width / 8 / BYTES_PER_CYCLE
-    sums = FEW_SUMS * warps * config.block_m * config.block_n / 1024
-    partials = FEW_PARTIALS * config.split_k * problem.m * problem.n / 1000
-    split = FEW_SPLIT + partials if config.split_k > 1 else 0
-    return (
-        FEW_LAUNCH + math.hypot(loop, reading) + sums + FEW_WARP * config.num_warps * waves + split
-    )
+    reading = problem.n * problem.k * width / 8 / costs.bytes_per_cycle
+    sums = costs.sums * warps * config.block_m * config.block_n / 1024
+    partials = costs.partials * config.split_k * problem.m * problem.n / 1000
+    total = costs.launch + math.hypot(loop, reading) + sums
+    total += costs.warp * config.num_warps * waves
+    return total + (costs.split + partials if config.split_k > 1 else 0)
 
 
 def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared: bool) -> float:
@@ -103,7 +146,7 @@ def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared:
     return total * (UNEVEN if is_uneven else 1)
 
 
-def is_computed(weight: Weight) -> bool:
+def _is_computed(weight: Weight) -> bool:
     """Whether the entries of a table are computed: not if scales of groups are in fp32."""
     format = weight.format
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
@@ -125,7 +168,7 @@ def _factor(weight: Weight, config: GemmConfig) -> float:
     factor *= JOINED if format.code.high else 1
     if format.element == format.code:
         return factor
-    if is_computed(weight):
+    if _is_computed(weight):
         return factor * COMPUTED
     operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
     is_small = any(0 < format.block(field)[0] <= SMALL_GROUP for field in operands)

@@ -13,8 +13,10 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.packed_layout import PackedLayout
 from inductor_quant.kernels.codegen.unpack_ptx import SUBNORMALS, unpack_pair_shifted
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.shared.horizontal import together
 from inductor_quant.kernels.weight_only.decode.kernel import WEIGHT_ONLY_DECODE, num_ctas
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.rules import INT4_OFFSETS
 from inductor_quant.simulate.interpreter import ptx
 from inductor_quant.spec.decisions import RejectionCode
@@ -52,6 +54,19 @@ def test_m_must_be_static():
     assert WEIGHT_ONLY_DECODE.rejection(spec, problem, device(90)) is None
     problem = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
     assert WEIGHT_ONLY_DECODE.rejection(spec, problem, device(90)) is not None
+
+
+def test_what_direct_computes_faster_is_left_to_it_unless_it_refuses_or_a_pin_says_so():
+    spec, problem = described(Case("gptq", 1, 2048, 2048, bf16))
+    aligned = dataclasses.replace(problem, has_aligned_rows=True)
+
+    def chosen(problem, *pins):
+        found = candidates("weight_only", spec, problem, device(90), pinned=pins)
+        return next(found)[0]
+
+    assert chosen(aligned) is WEIGHT_ONLY_DIRECT
+    assert chosen(problem) is WEIGHT_ONLY_DECODE  # direct takes no such rows
+    assert chosen(aligned, "weight_only_decode 8x32x1024_w8_s1_g8") is WEIGHT_ONLY_DECODE
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16])
