@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from abc import ABC, abstractmethod
 from importlib import resources
@@ -16,6 +17,15 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 _INCLUDE = re.compile(r"\{#- include ([\w/]+) -#\}")
 
 
+@dataclasses.dataclass(frozen=True)
+class ColumnOrder:
+    """Of columns that are counted by digits: the ``sizes`` of these as columns are stored, and the
+    ``places`` among them of the digits of n, the first one first."""
+
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+
+
 class Kernel(ABC):
     """One Triton or Gluon template. ``kernels/README.md`` says how a kernel is chosen and added.
 
@@ -26,8 +36,8 @@ class Kernel(ABC):
     is_horizontal  can compute several GEMMs of one activation in one launch
     quantizes      quantizes its activation, and takes no quantized one
 
-    With ``split_k`` above 1 the output is fp32 partials [split_k, M, N]. The lowering adds them and
-    applies what follows (scales, bias).
+    With ``split_k`` above 1, or a ``column_order``, the output is fp32 partials [split_k, M, N].
+    The lowering adds them and applies what follows (scales, bias).
     """
 
     name: ClassVar[str]
@@ -75,6 +85,12 @@ class Kernel(ABC):
     ) -> int:
         """How many partials of the output the kernel stores; 1: the output."""
         return config.split_k
+
+    def column_order(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> ColumnOrder | None:
+        """In which partials are stored, even a single one; None: as columns are."""
+        return None
 
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device

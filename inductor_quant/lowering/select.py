@@ -14,6 +14,7 @@ from inductor_quant._compat import choice_modules, gluon, kernel_names
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import Kernel, dispatch
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.kernel import ColumnOrder
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device, Problem
 from inductor_quant.lowering.autotune_timing import time_in_graph
 from inductor_quant.lowering.fusion_lookahead import is_narrowed
@@ -21,6 +22,7 @@ from inductor_quant.options import Options
 from inductor_quant.report import events
 from inductor_quant.spec.gemm import QuantGemmSpec
 
+aten = torch.ops.aten
 _INTERPRETER = Device(arch=INTERPRETER_ARCH, num_sms=132, shared_memory=232448)
 _templates: dict[str, Any] = {}
 _templates_lock = threading.Lock()
@@ -96,19 +98,21 @@ def lower_gemm(
     limit = options.max_choices if compat.uses_max_autotune() else 1
     choices: list[Any] = []
     offered: list[str] = []
-    whole, count = layout, 1
+    whole = layout
+    stored: tuple[int, ColumnOrder | None] = 1, None
     for kernel, config in dispatch.candidates(
         family, spec, problem, device, pinned=options.configs, has_gluon=has_gluon()
     ):
         if len(choices) == limit:
             break
         partials = kernel.partials(spec, problem, config, device)
-        if choices and partials != count:
+        order = kernel.column_order(spec, problem, config, device)
+        if choices and (partials, order) != stored:
             continue  # all choices of one selection have outputs of the same shape
-        if partials != count:  # the previous candidate could not be generated
-            count, layout = partials, whole
-            if count > 1:
-                sizes = [count, *whole.size]
+        if (partials, order) != stored:  # the previous candidate could not be generated
+            stored, layout = (partials, order), whole
+            if partials > 1 or order is not None:
+                sizes = [partials, *whole.size]
                 layout = compat.FixedLayout(whole.device, torch.float32, sizes)
         extra = kernel.constants(spec, problem, config, device) | constants
         if options.numerics == "strict":
@@ -144,7 +148,16 @@ def lower_gemm(
             times_us=times_us,
             is_horizontal=bool(problem.members),
         )
-    return result
+    _, order = stored
+    return result if order is None else _in_order(result, order)
+
+
+def _in_order(partials: Any, order: ColumnOrder) -> Any:
+    """Partials [split_k, M, N] with their columns in order."""
+    *sizes, n = partials.get_size()
+    view, permute = lowering_of(aten.view.default), lowering_of(aten.permute.default)
+    places = [0, 1, *(2 + place for place in order.places)]
+    return view(permute(view(partials, [*sizes, *order.sizes]), places), [*sizes, n])
 
 
 def _example_of_route(problem: Problem, route: Any) -> torch.Tensor:
@@ -229,7 +242,7 @@ def _append_choice(
     scratch: int = 0,
 ) -> bool:
     if scratch:
-        empty = lowering_of(torch.ops.aten.empty.memory_format)
+        empty = lowering_of(aten.empty.memory_format)
         memory = empty([scratch], dtype=torch.float32, device=layout.device)
         inputs = [*inputs, compat.realize(memory)]
     with choice_modules.not_imported():

@@ -9,6 +9,7 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.weight_only.mm_sm90 import cost
 from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
 from tests.kernels.weight_only.test_digits_interpreted import DIRECT, MM, generated_by
 from tests.support.gemms import formats
@@ -54,6 +55,26 @@ def test_products_are_close_to_fp64(case, config, monkeypatch):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case("groups_of_n", 40, 192, 512, bias=True), "64x64x64_w4_s8_g8"),
+        (Case("groups_of_n", 20, 256, 1024, f16), "32x64x64_w4_s8_g8_k2"),  # CTAs exchange sums
+        (Case("groups_of_n", 20, 128, 1024, column_scale="channel"), "32x64x64_w4_s8_g8_k8"),
+        (Case("groups_of_n", 100, 320, 256), "64x64x64_w4_s8_g8"),  # two tiles of rows
+    ],
+    ids=str,
+)
+def test_tiles_of_columns_that_are_far_apart_are_stored_in_their_order(case, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    monkeypatch.setattr(cost, "TILE_ORDER_CYCLES", 0)  # else of larger outputs
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert len(generated.kernels) == 2
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 

@@ -14,6 +14,7 @@ from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.kernel import ColumnOrder
 from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.digit_tiles import loads_scales, plan_of, words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
@@ -236,6 +237,32 @@ def test_the_relay_computes_what_columns_share(monkeypatch):
     assert WEIGHT_ONLY_MM_SM90.codegen(spec, problem, narrow).lists == 2
     assert not loads_scales(problem.weight, narrow)
     assert loads_scales(problem.weight, wide)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "is_stored_in_order"),
+    [
+        ("groups_of_n", 64, 4096, True),  # columns of a tile are 64 apart
+        ("groups_of_n", 33, 2048, False),  # a launch for the sum takes longer
+        ("nibble_pairs", 512, 4096, False),
+    ],
+)
+def test_outputs_whose_stores_are_slow_are_stored_in_the_order_of_tiles(
+    name, m, n, is_stored_in_order, monkeypatch
+):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    spec, problem = loadable(Case(name, m, n, 4096, bf16))
+    config, card = GemmConfig(64, 64, 64, 4, 8), device(90)
+    order = WEIGHT_ONLY_MM_SM90.column_order(spec, problem, config, card)
+    assert (order is not None) == is_stored_in_order
+    assert (
+        WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, card)["TILE_ORDER"]
+        == is_stored_in_order
+    )
+    if order is not None:  # a tile has 32 x 2 columns, 64 and 2048 apart
+        assert order == ColumnOrder((64, 32, 2), (2, 1, 0))
+    unbounded = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
+    assert WEIGHT_ONLY_MM_SM90.column_order(spec, unbounded, config, card) is None
 
 
 def test_few_sms_exchange_nothing():

@@ -66,9 +66,11 @@ OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several co
 # If x is larger than the L2 cache, of CTAs that share tiles: they do not read it at the same time.
 CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 # Runs of neighbours that the GPU stores, where a tile's columns are far apart, as those that share
-# the scales of each k.
+# the scales of each k; with longer ones it stores as fast as in order.
 RUNS_PER_CYCLE, SECTOR = 32, 16
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
+# Of partials in the order of tiles, whose neighbours that kernel reads far apart.
+TILE_ORDER_CYCLES, TILE_ORDER_PER_CYCLE = 2600, 80
 START_CYCLES = 3250  # of the launch
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
 SPLIT_CYCLES = 1300  # of partials, beside what grows with them
@@ -78,6 +80,26 @@ SPLIT_CYCLES = 1300  # of partials, beside what grows with them
 SHARED_CYCLES, SUMS_PER_CYCLE, APART = 4300, 10.4, 0.06
 # Of slices of K whose CTAs exchange sums, beside what grows with these; for each further strip.
 EXCHANGE_CYCLES, STRIP_CYCLES = 2000, 400
+
+
+def stores_tiles(problem: Problem, config: GemmConfig) -> bool:
+    """Whether a tile's columns are so far apart that it is stored as a partial, in its order."""
+    if problem.groups is not None or not problem.m_is_bounded:
+        return False
+    return _of_runs(problem, config) > _in_tile_order(problem, 1)
+
+
+def _of_runs(problem: Problem, config: GemmConfig) -> float:
+    run = columns_in_a_row(rules.weight_of(problem), config)
+    return problem.m * problem.n / run / RUNS_PER_CYCLE if run < SECTOR else 0
+
+
+def _of_partials(problem: Problem, count: int) -> float:
+    return SPLIT_CYCLES + count * problem.m * problem.n / PARTIALS_PER_CYCLE
+
+
+def _in_tile_order(problem: Problem, count: int) -> float:
+    return TILE_ORDER_CYCLES + count * problem.m * problem.n / TILE_ORDER_PER_CYCLE
 
 
 def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
@@ -149,11 +171,13 @@ class Costs:
     def has_lists(self) -> bool:
         return has_lists(rules.weight_of(self.problem).format)
 
-    def _of_runs(self, config: GemmConfig) -> float:
-        """Cycles that stores take if neighbours in memory are columns of other tiles."""
-        run = columns_in_a_row(rules.weight_of(self.problem), config)
-        sums = self.problem.m * self.problem.n
-        return sums / run / RUNS_PER_CYCLE if run < SECTOR else 0
+    def _of_output(self, config: GemmConfig, partials: int = 0) -> float:
+        """Cycles of ``partials``, or of stores whose neighbours in memory are columns of other
+        tiles."""
+        if stores_tiles(self.problem, config):
+            return _in_tile_order(self.problem, max(partials, 1))
+        of_partials = _of_partials(self.problem, partials) if partials else 0
+        return _of_runs(self.problem, config) + of_partials
 
     def whole(self, config: GemmConfig) -> float:
         """If a CTA computes whole tiles, or slices of K of ``split_k``."""
@@ -163,16 +187,15 @@ class Costs:
         alone, paired = (k_iters * each + self._of_tile(config) for each in self._cycles(config))
         each_sm = math.ceil(self.tiles(config) * split / self.device.num_sms)
         pairs, rest = divmod(each_sm, most)
-        loop = pairs * (paired if most > 1 else alone) + rest * alone + self._of_runs(config)
+        loop = pairs * (paired if most > 1 else alone) + rest * alone
         if split > 1 and exchanged_slices(self.problem, config, self.device):
             # What most CTAs of a tile leave the others, and what one reads.
             strips = strips_of(split)
             most, strip = math.ceil(strips / split), config.block_m * config.block_n / strips
             sums = strip * (strips - strips // split + most * (split - 1))
             exchange = EXCHANGE_CYCLES + STRIP_CYCLES * (most - 1) + sums / SUMS_PER_CYCLE
-            return START_CYCLES + loop + exchange
-        partials = split * self.problem.m * self.problem.n / PARTIALS_PER_CYCLE
-        return START_CYCLES + loop + (SPLIT_CYCLES + partials if split > 1 else 0)
+            return START_CYCLES + loop + exchange + self._of_output(config)
+        return START_CYCLES + loop + self._of_output(config, split if split > 1 else 0)
 
     def shared(self, config: GemmConfig) -> float:
         """If all CTAs have the same number of K iterations: of tiles of their own, and of those
@@ -192,4 +215,4 @@ class Costs:
         loop += whole * (turn * of_a_tile * cycles + self._of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
         shared = SHARED_CYCLES + sums / SUMS_PER_CYCLE
-        return START_CYCLES + loop + self._of_tile(config) + shared + self._of_runs(config)
+        return START_CYCLES + loop + self._of_tile(config) + shared + self._of_output(config)

@@ -24,11 +24,13 @@ from typing import Any, ClassVar
 from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
+from inductor_quant.kernels.kernel import ColumnOrder
 from inductor_quant.kernels.problem import DECODE_M, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
 from inductor_quant.kernels.shared.grids import tile_grid
 from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
+    columns_of,
     has_lists,
     loads_scales,
     n_order,
@@ -47,6 +49,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.cost import (
     LOOKED_UP_IN_PAIRS,
     Costs,
     blocks_for,
+    stores_tiles,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
@@ -139,6 +142,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     ) -> dict[str, Any]:
         found = super().constants(spec, problem, config, device)
         found["SHARES_TILES"] = self.shares_tiles(spec, problem, config, device)
+        found["TILE_ORDER"] = self.column_order(spec, problem, config, device) is not None
         if slices := exchanged_slices(problem, config, device):
             strips = strips_of(slices)
             found |= {
@@ -176,6 +180,17 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:
         return 1 if exchanged_slices(problem, config, device) else config.split_k
+
+    def column_order(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> ColumnOrder | None:
+        if not stores_tiles(problem, config):
+            return None
+        format, n_digits = columns_of(rules.weight_of(problem), config)
+        names = [digit.name for digit in n_digits]
+        return ColumnOrder(
+            tuple(map(format.radix, names)), tuple(map(names.index, format.digits("n")))
+        )
 
     def _costs(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -288,6 +303,7 @@ def constants_of(
         "NUM_CTAS": ctas * device.num_sms,
         "EXCHANGED_SLICES": 0,
         "STRIPS": 1,
+        "TILE_ORDER": False,
         "MAX_REGISTERS": REGISTERS // (ctas * THREADS) if ctas > 1 else 0,
     }
 
