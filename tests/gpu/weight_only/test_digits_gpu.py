@@ -73,7 +73,7 @@ def configs_of(case):
         *(("nvfp4", m, bf16) for m in (2, 13, 64)),
         *(("halves_of_k", m, bf16) for m in (1, 16, 33, 100, 250)),
         *(("crossing", m, f16) for m in (1, 13)),
-        ("groups_of_n", 16, bf16),
+        *(("groups_of_n", m, bf16) for m in (16, 64, 100)),
         *(("shards", m, bf16) for m in (1, 16)),
         *(("act_order", m, dtype) for m in (1, 7, 16) for dtype in (bf16, f16)),
         ("int8_channel", 50, bf16),
