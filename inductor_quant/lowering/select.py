@@ -85,7 +85,8 @@ def lower_gemm(
 ) -> Any | None:
     """The output of the best kernel for the GEMM, as IR that the scheduler may fuse into.
 
-    With split-K it is the fp32 partials [split_k, M, N], see ``Kernel``.
+    With split-K or a ``column_order`` it is the fp32 partials [split_k, M, N], see ``Kernel``, with
+    their columns in order.
 
     Takes one configuration, the best guess; under max-autotune it times up to
     ``Options.max_choices``. None: no kernel supports this spec on this device; the caller then

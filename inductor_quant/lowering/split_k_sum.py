@@ -1,4 +1,4 @@
-"""Adding up the fp32 partials of a split-K kernel, inside whatever kernel reads the result."""
+"""Adding up the fp32 partials of a kernel, inside whatever kernel reads the result."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ def sum_partials(partials: Any, finish: Callable[[Any], Any]) -> Any:
 
     Inductor would materialize a sum of more than four partials that has two readers, such as rotary
     embedding: q and k would take two launches each instead of one.
+
+    Partials with a ``column_order`` are a view, whose neighbours are far apart in memory: they are
+    read once, by a kernel that readers are still fused with, or a reduction would be split in two.
     """
     count = compat.known_int(partials.get_size()[0])
     assert count is not None
     each = [lowering_of(aten.select.int)(partials, 0, i) for i in range(count)]
     result = finish(functools.reduce(lowering_of(aten.add.Tensor), each))
+    if compat.is_view(partials):
+        result.realize()
+        return result
     sizes = [compat.limit(size) for size in partials.get_size()]
     if None not in sizes and 4 * math.prod(filter(None, sizes)) <= MAX_BYTES_REREAD:
         compat.compute_at_each_reader(result)

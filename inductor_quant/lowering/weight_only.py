@@ -86,8 +86,7 @@ class WeightOnlyCall:
         return Gemm(spec, problem, shared=inputs[:1], own=inputs[1:], constants=constants)
 
     def finished(self, result: Any) -> Any:
-        """The op's value from a kernel's output: that output, or the sum of its split-K partials,
-        scaled."""
+        """The op's value from a kernel's output: that, or the sum of its partials, scaled."""
         if len(result.get_size()) == 2:
             return result
         element = self.weight[self.parsed.element.source]

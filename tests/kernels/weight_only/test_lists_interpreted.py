@@ -78,6 +78,27 @@ def test_tiles_of_columns_that_are_far_apart_are_stored_in_their_order(case, con
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+def test_a_residual_and_a_norm_of_tiles_in_their_order(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    monkeypatch.setattr(cost, "TILE_ORDER_CYCLES", 0)
+    case = Case("groups_of_n", 64, 256, 512)
+
+    def make(device):
+        residual = torch.ones(case.m, case.n, dtype=bf16, device=device)
+        return residual, *make_inputs(case, device)
+
+    def fn(residual, *inputs):
+        hidden = gemm(case)(*inputs) + residual
+        return torch.nn.functional.rms_norm(hidden, (case.n,)), hidden
+
+    torch.manual_seed(0)
+    inputs = make("cpu")
+    generated = generated_by(MM, fn, make, "64x64x64_w4_s8_g8")
+    assert len(generated.kernels) == 2
+    for got, want in zip(simulate.interpret(generated, inputs), fn(*inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
 GROUPS = 8
 
 

@@ -23,8 +23,15 @@ from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support import in_flight
 from tests.support.gemms import formats
-from tests.support.gemms.generated import device, hardest
-from tests.support.gemms.weight_only import Case, described, generate_case, loadable
+from tests.support.gemms.generated import device, generate, hardest
+from tests.support.gemms.weight_only import (
+    Case,
+    described,
+    gemm,
+    generate_case,
+    loadable,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
@@ -263,6 +270,21 @@ def test_outputs_whose_stores_are_slow_are_stored_in_the_order_of_tiles(
         assert order == ColumnOrder((64, 32, 2), (2, 1, 0))
     unbounded = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
     assert WEIGHT_ONLY_MM_SM90.column_order(spec, unbounded, config, card) is None
+
+
+def test_tiles_in_their_order_are_read_once_by_a_residual_and_a_norm(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    case = Case("groups_of_n", 64, 4096, 4096, bf16)
+
+    def make(device):
+        residual = torch.empty(case.m, case.n, dtype=bf16, device=device)
+        return residual, *make_inputs(case, device)
+
+    def fn(residual, *inputs):
+        hidden = gemm(case)(*inputs) + residual
+        return torch.nn.functional.rms_norm(hidden, (case.n,))
+
+    assert len(generate(fn, make).kernels) == 2  # one more if each reads the partial
 
 
 def test_few_sms_exchange_nothing():
