@@ -365,11 +365,6 @@ def is_in_memory(box: Any, *, reduces: bool) -> bool:
     )
 
 
-def is_view(box: Any) -> bool:
-    """Whether neighbours in ``box`` may be far apart in memory."""
-    return isinstance(box.data, symbol("torch._inductor.ir:BaseView"))
-
-
 def compute_at_each_reader(box: Any) -> None:
     """Inline the pointwise ``box`` into every reader, where Inductor would materialize it because
     it has two users or reads many values. A reader that needs it in memory still stores it."""

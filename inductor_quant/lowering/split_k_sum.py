@@ -25,14 +25,15 @@ def sum_partials(partials: Any, finish: Callable[[Any], Any]) -> Any:
     Inductor would materialize a sum of more than four partials that has two readers, such as rotary
     embedding: q and k would take two launches each instead of one.
 
-    Partials with a ``column_order`` are a view, whose neighbours are far apart in memory: they are
-    read once, by a kernel that readers are still fused with, or a reduction would be split in two.
+    A single partial is stored because of its ``column_order``: its neighbours are far apart in
+    memory, so it is read once, by a kernel that readers are still fused with, or a reduction would
+    be split in two.
     """
     count = compat.known_int(partials.get_size()[0])
     assert count is not None
     each = [lowering_of(aten.select.int)(partials, 0, i) for i in range(count)]
     result = finish(functools.reduce(lowering_of(aten.add.Tensor), each))
-    if compat.is_view(partials):
+    if count == 1:
         result.realize()
         return result
     sizes = [compat.limit(size) for size in partials.get_size()]
