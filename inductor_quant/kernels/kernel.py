@@ -89,7 +89,7 @@ class Kernel(ABC):
     def column_order(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> ColumnOrder | None:
-        """In which partials are stored, even a single one; None: as columns are."""
+        """The order in which partials, or a single one, have the columns; None: that of n."""
         return None
 
     def scratch(

@@ -29,6 +29,7 @@ pytestmark = [
 
 bf16, f16 = torch.bfloat16, torch.float16
 ACT_ORDER = formats.FORMATS["act_order"]
+IN_TILE_ORDER = "TILE_ORDER : tl.constexpr = True"
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_tiles_of_columns_that_are_far_apart_are_stored_in_their_order(case, con
     inputs = make_inputs(case, "cpu")
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
     assert len(generated.kernels) == 2
+    assert any(IN_TILE_ORDER in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
@@ -95,6 +97,7 @@ def test_a_residual_and_a_norm_of_tiles_in_their_order(monkeypatch):
     inputs = make("cpu")
     generated = generated_by(MM, fn, make, "64x64x64_w4_s8_g8")
     assert len(generated.kernels) == 2
+    assert any(IN_TILE_ORDER in source for source in generated.kernels.values())
     for got, want in zip(simulate.interpret(generated, inputs), fn(*inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
 
