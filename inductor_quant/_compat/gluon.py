@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import re
 from typing import Any
 
@@ -39,7 +40,7 @@ _SYMBOLS = {
 _NAMES = (
     *_SYMBOLS,
     *("tile_load", "tile_store", "tile_round", "tile_exp", "tile_over"),
-    *("limit_registers", "parts_of_tiles", "warps"),
+    *("limit_registers", "parts_of_tiles", "sums_of_tiles", "warps"),
 )
 
 
@@ -71,6 +72,7 @@ def runtime() -> dict[str, Any]:
     mine = {
         "limit_registers": _limit_registers(),
         "parts_of_tiles": _parts_of_tiles(),
+        "sums_of_tiles": _sums_of_tiles(),
         "warps": importlib.import_module("inductor_quant._compat.gluon_barriers"),
     }
     return names | _tile_access() | _fast_math_functions() | mine
@@ -389,3 +391,18 @@ def _parts_of_tiles() -> Any:
         return reinterpret(buffers, buffers.dtype, shape, buffers.layout, _semantic=_semantic)
 
     return parts_of_tiles
+
+
+def _sums_of_tiles() -> Any:
+    core = symbol(f"{_LANGUAGE}._core:")
+    reinterpret = symbol(f"{_LANGUAGE}._core:shared_memory_descriptor.reinterpret")
+
+    @core.builtin
+    def sums_of_tiles(buffers: Any, count: Any, layout: Any, *, _semantic: Any) -> Any:
+        """A ring of tiles as one of ``count`` arrays of fp32."""
+        count, layout = core._unwrap_if_constexpr(count), core._unwrap_if_constexpr(layout)
+        bits = math.prod(buffers.shape) * buffers.dtype.primitive_bitwidth
+        shape = [count, bits // core.float32.primitive_bitwidth // count]
+        return reinterpret(buffers, core.float32, shape, layout, _semantic=_semantic)
+
+    return sums_of_tiles

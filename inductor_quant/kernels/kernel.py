@@ -63,6 +63,10 @@ class Kernel(ABC):
         """The template's constants, other than the tile sizes."""
         return {}
 
+    def launched_warps(self, config: GemmConfig) -> int:
+        """Warps of a launch, without those that Gluon adds for other partitions."""
+        return config.num_warps
+
     @abstractmethod
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Legal configurations, best guess first; they all have the ``split_k`` of the first.

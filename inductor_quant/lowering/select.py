@@ -252,7 +252,7 @@ def _append_choice(
             input_nodes=tuple(inputs),
             layout=layout,
             num_stages=config.num_stages,
-            num_warps=config.num_warps,
+            num_warps=kernel.launched_warps(config),
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             BLOCK_K=config.block_k,

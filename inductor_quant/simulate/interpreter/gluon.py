@@ -53,6 +53,7 @@ def names() -> dict[str, Any]:
         "parts_of_tiles": lambda buffers, across, down: _PartsOfTiles(
             buffers, _integer(across), _integer(down)
         ),
+        "sums_of_tiles": lambda buffers, count, layout: buffers.sums(_integer(count)),
         "mma_v2": lambda a, b, acc: tl.dot(a, b, acc, out_dtype=acc.dtype),
         "mbarrier": types.SimpleNamespace(
             **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),
@@ -158,10 +159,6 @@ def _of_rows(data: Any, count: int) -> Any:
     return np.concatenate([data, garbage.view(data.dtype)])
 
 
-def _joined(tiles: Sequence[Any], axis: int = 0) -> Any:
-    return _tensor(np.concatenate([tile.handle.data for tile in tiles], axis), tiles[0].dtype)
-
-
 def _rows(tile: Any, first: int, size: int) -> Any:
     return _tensor(tile.handle.data[first : first + size], tile.dtype)
 
@@ -170,29 +167,20 @@ def _tensor(data: Any, scalar: Any) -> Any:
     return tl.tensor(TensorHandle(data, scalar), tl.block_type(scalar, list(data.shape)))
 
 
-@dataclasses.dataclass
-class _Parts:
-    """Tiles, one for each K slice of a partition's warps."""
-
-    tiles: Sequence[Any]
-
-    def permute(self, order: Any) -> _Parts:
-        return _Parts([tile.permute(order) for tile in self.tiles])
-
-
 class _Buffers:
     """A ring of tiles, or of barriers."""
 
     def __init__(self, count: int) -> None:
         self._buffers = [_Buffer() for _ in range(count)]
+        self._sums: _Buffers | None = None
 
     def index(self, index: Any) -> _Buffer:
         return self._buffers[_integer(index)]
 
-    def parts(self, index: Any, parts: Any) -> _Buffer | _Parts:
-        first, count = _integer(index) * _integer(parts), _integer(parts)
-        tiles = self._buffers[first : first + count]
-        return tiles[0] if count == 1 else _Parts(tiles)
+    def sums(self, count: int) -> _Buffers:
+        """The same memory as so many arrays, in which partitions leave their sums."""
+        self._sums = self._sums or _Buffers(count)
+        return self._sums
 
     def begin(self) -> None:
         """A partition starts: it has waited for no barrier yet."""
@@ -256,18 +244,7 @@ def _wait(barrier: _Buffer, phase: Any, pred: Any = True) -> None:
 
 def _multiply(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = False) -> Any:
     first = a if isinstance(a, tl.tensor) else a.load(None)
-    if isinstance(b, _Parts):  # each part of the rows of a with its own tile
-        return _multiply_parts(first, b.tiles, acc)
     return tl.dot(first, b, acc if _integer(use_acc) else None, out_dtype=acc.dtype)
-
-
-def _multiply_parts(a: Any, tiles: Sequence[Any], acc: Any) -> Any:
-    size = a.shape[0] // len(tiles)
-    products = []
-    for part, tile in enumerate(tiles):
-        rows, sums = (_rows(whole, part * size, size) for whole in (a, acc))
-        products.append(tl.dot(rows, tile, sums, out_dtype=acc.dtype))
-    return _joined(products)
 
 
 def _copy(buffer: _Buffer | _Part, pointer: Any, mask: Any = None) -> None:

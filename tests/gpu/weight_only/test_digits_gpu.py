@@ -246,6 +246,8 @@ def test_columns_share_the_scales_of_each_k(m, n, k, dtype, config, monkeypatch)
         (192, "64x64x64_w4_s8_g8_k4"),
         (192, "128x64x64_w4_s4_g8_k3"),
         (192, "128x64x64_w4_s4_g8"),
+        (96, "128x64x64_w8_s8_g8_k2"),
+        (64, "64x64x64_w8_s8_g8_k3"),
     ],
 )
 def test_results_are_the_same_in_every_call_beside_other_work(m, config):
@@ -277,6 +279,8 @@ def test_results_are_the_same_in_every_call_beside_other_work(m, config):
         (150, 2048, "256x128x64_w8_s4_g8_k5"),
         (64, 1280, "64x64x128_w4_s4_g8_k5"),
         (256, 1280, "256x64x64_w4_s4_g8_k6"),
+        (120, 2048, "128x64x64_w8_s8_g8_k4"),  # two consumers
+        (64, 1536, "64x64x64_w8_s8_g8_k5"),
     ],
 )
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel", "awq"])
@@ -303,3 +307,25 @@ def test_ctas_exchange_the_sums_of_slices_of_k(name, m, n, config, monkeypatch):
                 graph.replay()
     torch.cuda.synchronize()
     assert all(torch.equal(out, first) for out in outputs)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (128, 4096, 1024, "128x64x64_w8_s8_g8"),
+        (100, 4096, 1152, "128x64x64_w8_s8_g8"),  # nine turns: the first consumer has five
+        (33, 2048, 2176, "64x64x64_w8_s8_g8"),  # the last turn ends beyond K
+        (250, 4096, 256, "128x64x64_w8_s8_g8"),  # one turn of each
+        (500, 1600, 4096, "128x64x64_w8_s8_g8"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("nibble_pairs", f16), ("int8_channel", bf16), ("awq", bf16), ("gptq", f16), ("hqq", bf16)],
+)
+def test_two_consumers_take_turns_along_k(name, dtype, m, n, k, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 128)
+    case = Case(name, m, n, k, dtype, column_scale="channel", bias=True)
+    inputs = make_inputs(case, "cuda")
+    compiled = compiled_in(case, config)
+    assert_right(compiled(*inputs), case, inputs)

@@ -245,6 +245,26 @@ def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatc
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("name", "m", "k", "config"),
+    [
+        ("gptq", 40, 1024, "64x64x64_w8_s8_g8"),
+        ("nibble_pairs", 120, 1152, "128x64x64_w8_s8_g8"),  # nine turns
+        ("awq", 120, 1536, "128x64x64_w8_s8_g8_k2"),  # CTAs exchange sums
+        ("nibble_pairs", 40, 1536, "64x64x64_w8_s8_g8_k3"),
+        ("int8_group", 33, 1088, "64x64x64_w8_s8_g8"),  # the last turn ends beyond K
+        ("awq", 33, 256, "64x64x64_w8_s8_g8"),  # one turn of each
+    ],
+)
+def test_two_consumers_take_turns_along_k(name, m, k, config):
+    torch.manual_seed(0)
+    case = Case(name, m, 128, k, f16, bias=True)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
 @pytest.mark.parametrize(
     ("kernel", "config", "dtypes"),
     [

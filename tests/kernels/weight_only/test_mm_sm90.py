@@ -88,9 +88,9 @@ def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
 
 
 def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():
-    """512 x 1536 x 1536: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
+    """512 x 1152 x 1152: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
     for m, chosen in ((128, ["weight_only_mm_sm90"]), (512, [])):
-        spec, problem = loadable(Case("int8_channel", m, 1536, 1536, bf16))
+        spec, problem = loadable(Case("int8_channel", m, 1152, 1152, bf16))
         found = candidates("weight_only", spec, problem, device(90))
         assert [kernel.name for kernel, _ in found][:1] == chosen
     rejected = []
@@ -211,6 +211,31 @@ def test_slices_exchange_sums_if_all_ctas_run_at_once(m, n, split_k, changes, sl
     if slices:  # parts of sums, and a signal of 8 bytes for each warp and peer
         tiles = n // 128
         assert WEIGHT_ONLY_MM_SM90.scratch(*gemm) == tiles * slices * (64 * 128 + slices * 8 * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "split_k", "changes", "reason"),
+    [
+        ("nibble_pairs", 128, 4096, 4096, 2, {}, ""),
+        ("nibble_pairs", 128, 4224, 4096, 2, {}, ""),  # 66 tiles
+        ("nibble_pairs", 128, 4288, 4096, 2, {}, "several tiles"),
+        ("nibble_pairs", 512, 2048, 256, 1, {}, ""),
+        ("nibble_pairs", 128, 2048, 256, 2, {}, "takes more of K"),
+        ("nibble_pairs", 128, 4096, 4096, 2, {"m_is_static": False}, "several tiles"),
+        ("nf4", 128, 4096, 4096, 2, {}, "a table"),
+        ("groups_of_n", 128, 4096, 4096, 2, {}, "what each k has"),
+    ],
+)
+def test_consumers_take_turns_if_a_cta_has_one_tile(name, m, n, k, split_k, changes, reason):
+    spec, problem = loadable(Case(name, m, n, k))
+    problem = dataclasses.replace(problem, **changes)
+    config = GemmConfig(128, 64, 64, 8, 8, split_k=split_k)
+    refused = WEIGHT_ONLY_MM_SM90.config_rejection(spec, problem, config, device(90))
+    assert reason in refused.detail if reason else refused is None
+    if refused is None:
+        found = WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, device(90))
+        assert (found["CONSUMERS"], found["UNROLLED"], found["SHARES_TILES"]) == (2, 2, False)
+        assert WEIGHT_ONLY_MM_SM90.launched_warps(config) == 4
 
 
 @pytest.mark.parametrize(

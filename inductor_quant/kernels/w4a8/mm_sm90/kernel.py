@@ -106,7 +106,7 @@ class W4A8MMSm90(rules.W4A8Kernel):
         shared = _ctas_per_sm(spec, config), _unrolls(spec, config)
         own = constants_of(problem, config, device, *shared)
         shares = self.scratch(spec, problem, config, device) > 0
-        own |= {"SHARES_TILES": shares, "COPIED": 0}
+        own |= {"SHARES_TILES": shares, "COPIED": 0, "CONSUMERS": 1}
         return super().constants(spec, problem, config, device) | own
 
     def scratch(

@@ -128,6 +128,7 @@ class MMSm90Codegen(DigitCodegen):
             "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
+            "SUMS_SHARED": "gl.SwizzledSharedLayout(1, 1, 1, [0])",
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }
@@ -421,6 +422,12 @@ class MMSm90Codegen(DigitCodegen):
         """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""
         return self.dialect.reordered(
             sums, self.sum_dims, self.exchanged_dims, "[BLOCK_N * BLOCK_M]"
+        )
+
+    def merged(self, sums: str) -> str:
+        """The inverse of ``exchanged``."""
+        return self.dialect.reordered(
+            sums, self.exchanged_dims, self.sum_dims, "[BLOCK_N, BLOCK_M]"
         )
 
     def strips_of_sums(self, sums: str) -> str:

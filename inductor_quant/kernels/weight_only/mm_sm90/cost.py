@@ -15,6 +15,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
+    consumers,
     ctas_per_sm,
     exchanged_slices,
     rows_of,
@@ -45,6 +46,10 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
+# With two consumers, of single layers alone; cycles of a K iteration, which one of both has.
+TWO_CONSUMERS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+    ((128, 64, 64, 8, 8), (370, 0), (445, 0)),
+)
 # If a tensor lists the group of each k, this too: a thread has four columns of each k, whose scales
 # and zero points it loads at once. Cycles without what the lists take.
 LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
@@ -72,6 +77,7 @@ PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
 # Of partials in the order of tiles, whose neighbours that kernel reads far apart.
 TILE_ORDER_CYCLES, TILE_ORDER_PER_CYCLE = 2400, 80
 START_CYCLES = 3250  # of the launch
+ADD_CYCLES = 1330  # of two consumers, which begin later, and add their sums
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
 SPLIT_CYCLES = 1300  # of partials, beside what grows with them
 # Of a launch whose CTAs share tiles; the sums that they exchange in a cycle; by how much a K
@@ -103,7 +109,7 @@ def _in_tile_order(problem: Problem, count: int) -> float:
 
 
 def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
-    return (*BLOCKS, *LISTED_BLOCKS) if has_lists(weight.format) else BLOCKS
+    return (*BLOCKS, *(LISTED_BLOCKS if has_lists(weight.format) else TWO_CONSUMERS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +171,9 @@ class Costs:
         """Cycles of a tile beside its K iterations."""
         rows = rows_of(rules.weight_of(self.problem), config) if self.has_lists else None
         copied = ROWS_CYCLES + rows.memory / ROWS_PER_CYCLE if rows else 0
-        return TILE_CYCLES + SUM_CYCLES * config.block_m * config.block_n + copied
+        sums = config.block_m * config.block_n
+        added = ADD_CYCLES if consumers(config) > 1 else 0
+        return TILE_CYCLES + SUM_CYCLES * sums + copied + added
 
     @property
     def has_lists(self) -> bool:
@@ -206,7 +214,8 @@ class Costs:
         shared_tiles = tiles - whole * ctas
         turn, of_a_tile = turns_of(self.problem, config, unrolls(self.problem, config))
         turns = shared_tiles * of_a_tile
-        if config.split_k > 1 or turns < 2 * ctas or self._lacks_registers(config):
+        is_split = config.split_k > 1 or consumers(config) > 1
+        if is_split or turns < 2 * ctas or self._lacks_registers(config):
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n

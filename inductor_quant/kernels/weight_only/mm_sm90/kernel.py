@@ -10,7 +10,8 @@ registers of wgmma's first operand and is never written.
 
 Where tiles would leave SMs idle, K is split, and the CTAs of a tile exchange their sums
 (``exchanged_slices``) or the lowering adds partials; or the K iterations of all tiles are divided
-evenly among the CTAs, which add what others leave them (stream-K).
+evenly among the CTAs, which add what others leave them (stream-K). Two consumers of a CTA may take
+turns along K (``consumers``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     UNROLLED,
     WARPGROUP,
     boxed,
+    consumers,
     count_copied,
     ctas_per_sm,
     exchanged_slices,
@@ -63,9 +65,11 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     loaded_together,
     memory_of_cta,
     most_ctas,
+    of_consumer,
     padded,
     rows_of,
     strips_of,
+    turns_misfit,
     unrolls,
 )
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
@@ -80,6 +84,7 @@ MAX_VARYING, MAX_VARYING_M = 4096, 128
 NARROW = BLOCKS[0][0]  # a tile
 SPLITS = (1, 2, 3, 4, 5, 6)
 MIN_K_ITERS = 8  # of a split
+MOST_CONSUMERS = 2
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
 
@@ -127,7 +132,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         found = boxed(rules.weight_of(problem), config)
         assert found is not None
         view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
-        tile = rules.tile_of(spec, view.weight, config)
+        tile = rules.tile_of(spec, view.weight, of_consumer(config))
         codegen = MMSm90Codegen(
             *(tile, view, found[0], n_order(view.weight.format)),
             k_order=k_order,
@@ -141,6 +146,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         found = super().constants(spec, problem, config, device)
+        found["CONSUMERS"] = consumers(config)
         found["SHARES_TILES"] = self.shares_tiles(spec, problem, config, device)
         found["TILE_ORDER"] = self.column_order(spec, problem, config, device) is not None
         if slices := exchanged_slices(problem, config, device):
@@ -161,13 +167,17 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def scratch(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> int:
-        sums, signals = config.block_m * config.block_n, config.num_warps * SIGNAL // 4
+        sums = config.block_m * config.block_n
+        signals = of_consumer(config).num_warps * SIGNAL // 4
         if slices := exchanged_slices(problem, config, device):
             tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
             return tiles * slices * (sums + slices * signals)
         if self.shares_tiles(spec, problem, config, device):
             return ctas_per_sm(problem, config, device) * device.num_sms * (sums + signals)
         return 0
+
+    def launched_warps(self, config: GemmConfig) -> int:
+        return of_consumer(config).num_warps
 
     def shares_tiles(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
@@ -208,8 +218,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         weight = rules.weight_of(problem)
+        misfit = turns_misfit(problem, config, device) if consumers(config) > 1 else ""
+        if misfit or consumers(config) > MOST_CONSUMERS:
+            return bad_blocks(f"{config}: {misfit or 'more than two consumers'}")
         return tile_misfit(
-            *(problem, config, device, boxed(weight, config)),
+            *(problem, of_consumer(config), device, boxed(weight, config)),
             memory=most_ctas(config)
             * memory_of_cta(weight, dataclasses.replace(config, split_k=1)),
             offered=unrolls(problem, config),

@@ -32,7 +32,9 @@ INT32 = 4
 BARRIERS, BESIDE = 1024, 512
 MAX_ACCUMULATORS = 128  # per thread
 WARPGROUP = 4
-UNROLLED = (4, 2)  # K iterations in the loop's body
+ROWS_OF_WARP = 16  # of the MMA: columns of W
+UNROLLED = (4, 2)  # K iterations in the loop's body, a turn
+TURNS = 2  # of a tile at least, if consumers take turns
 # Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
 # many in the largest tiles: with more it spills.
 MAX_SCALES = 8
@@ -44,6 +46,17 @@ COPIED_K = 256  # of K, that the consumers copy while the other warps start
 # ``STRIPS`` if it has more of them than slices. A GPU runs up to 128 grids at a time: with as many
 # SMs, not all have a CTA that waits for one that has none.
 EXCHANGED, LEAST_ROWS, STRIPS, MAX_GRIDS = (2, 3, 4, 5, 6), 8, 8, 128
+
+
+def consumers(config: GemmConfig) -> int:
+    """Groups of warps that dequantize and multiply, with all columns of the tile each; two take
+    turns along K."""
+    return max(1, ROWS_OF_WARP * config.num_warps // config.block_n)
+
+
+def of_consumer(config: GemmConfig) -> GemmConfig:
+    """``config`` with the warps of one of its consumers."""
+    return dataclasses.replace(config, num_warps=config.num_warps // consumers(config))
 
 
 def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
@@ -80,9 +93,11 @@ def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales and zero points of many groups take the registers that large tiles need: of a
     table's values, and if K is in parts. What each k has of its own takes much code."""
     format = rules.weight_of(problem).format
+    takes_turns, config = consumers(config) > 1, of_consumer(config)
     values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
     is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
-    if has_lists(format) or values > MAX_VALUES or (is_full and varying(format)):
+    is_long = has_lists(format) or values > MAX_VALUES or (is_full and varying(format))
+    if takes_turns or is_long:
         return UNROLLED[-1:]
     groups = _groups(problem, config).values()
     if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:
@@ -138,7 +153,8 @@ def rows_of(weight: Weight, config: GemmConfig) -> ListedRows | None:
     """What a tensor lists for each k, if that is in shared memory."""
     found, (_, n_digits) = boxed(weight, config), columns_of(weight, config)
     view, _ = words_in_parts(weight, config.block_k)
-    return listed_rows(view.weight, found[0], n_digits, config.num_warps) if found else None
+    warps = of_consumer(config).num_warps
+    return listed_rows(view.weight, found[0], n_digits, warps) if found else None
 
 
 def stage_bytes(weight: Weight, config: GemmConfig, box: WordBox, x_bytes: int = 2) -> int:
@@ -153,7 +169,7 @@ def boxed(
     """How a tile is assigned to threads, and the box of its words: for 16-bit x, or of a ``plan``
     whose tiles are neighbours along K."""
     view = as_words(weight) if plan else words_in_parts(weight, config.block_k)[0]
-    plan = plan or plan_of(view, config)
+    plan = plan or plan_of(view, of_consumer(config))
     box = word_box(view.weight, plan) if plan is not None else None
     return (plan, box) if plan is not None and box is not None else None
 
@@ -178,7 +194,8 @@ def strips_of(slices: int) -> int:
 
 def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]) -> int:
     """How many fills of its stages the consumers of a CTA copy: as many as the first part of K has
-    of each CTA. None of experts: with copies in their loop ptxas waits for each product."""
+    of each CTA, the first turn of each if they take turns. None of experts: with copies in their
+    loop ptxas waits for each product."""
     if problem.groups is not None or problem.n % config.block_n:
         return 0
     k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]
@@ -186,7 +203,26 @@ def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]
     parts = turns if constants["SHARES_TILES"] else config.split_k
     starts = [turn * (i * turns // parts) for i in range(parts + 1)]
     least = min(min(end, k_iters) - begin for begin, end in itertools.pairwise(starts))
-    return int(min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"])
+    count = min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"]
+    return int(count if consumers(config) == 1 or least >= COPIED_K // config.block_k else 0)
+
+
+def turns_misfit(problem: Problem, config: GemmConfig, device: Device) -> str:
+    """Why consumers cannot take turns; "": they can. They add their sums where the stages were, so
+    a CTA has one tile."""
+    tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
+    format = rules.weight_of(problem).format
+    if has_lists(format) or varying(format):
+        return "what each k has takes other code"
+    if format.element != format.code:
+        return "each consumer would have a table"
+    is_known = problem.groups is None and problem.m_is_static
+    if not is_known or tiles * config.split_k > device.num_sms:
+        return "a CTA would have several tiles"
+    turns = TURNS * UNROLLED[-1]
+    if problem.k < config.split_k * turns * config.block_k or config.num_stages % turns:
+        return "a turn of each takes more of K, or other stages"
+    return ""
 
 
 def row_along_k(problem: Problem, config: GemmConfig) -> int:
