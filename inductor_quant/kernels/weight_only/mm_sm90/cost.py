@@ -75,7 +75,7 @@ CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 RUNS_PER_CYCLE, SECTOR = 32, 16
 PARTIALS_PER_CYCLE = 370  # stored here and added by the lowering's kernel
 # Of partials in the order of tiles, whose neighbours that kernel reads far apart.
-TILE_ORDER_CYCLES, TILE_ORDER_PER_CYCLE = 2400, 80
+TILE_ORDER_CYCLES, TILE_ORDER_PER_CYCLE = 2400, 65
 START_CYCLES = 3250  # of the launch
 ADD_CYCLES = 1330  # of two consumers, which begin later, and add their sums
 TILE_CYCLES, SUM_CYCLES = 1100, 0.06  # of a tile, and for each sum that is stored
