@@ -396,13 +396,14 @@ def _parts_of_tiles() -> Any:
 def _sums_of_tiles() -> Any:
     core = symbol(f"{_LANGUAGE}._core:")
     reinterpret = symbol(f"{_LANGUAGE}._core:shared_memory_descriptor.reinterpret")
+    in_order = symbol(f"{_LANGUAGE}:").SwizzledSharedLayout(1, 1, 1, [0])
 
     @core.builtin
-    def sums_of_tiles(buffers: Any, count: Any, layout: Any, *, _semantic: Any) -> Any:
+    def sums_of_tiles(buffers: Any, count: Any, *, _semantic: Any) -> Any:
         """A ring of tiles as one of ``count`` arrays of fp32."""
-        count, layout = core._unwrap_if_constexpr(count), core._unwrap_if_constexpr(layout)
+        count = core._unwrap_if_constexpr(count)
         bits = math.prod(buffers.shape) * buffers.dtype.primitive_bitwidth
         shape = [count, bits // core.float32.primitive_bitwidth // count]
-        return reinterpret(buffers, core.float32, shape, layout, _semantic=_semantic)
+        return reinterpret(buffers, core.float32, shape, in_order, _semantic=_semantic)
 
     return sums_of_tiles

@@ -53,7 +53,7 @@ def names() -> dict[str, Any]:
         "parts_of_tiles": lambda buffers, across, down: _PartsOfTiles(
             buffers, _integer(across), _integer(down)
         ),
-        "sums_of_tiles": lambda buffers, count, layout: buffers.sums(_integer(count)),
+        "sums_of_tiles": lambda buffers, count: buffers.sums(_integer(count)),
         "mma_v2": lambda a, b, acc: tl.dot(a, b, acc, out_dtype=acc.dtype),
         "mbarrier": types.SimpleNamespace(
             **dict.fromkeys(("MBarrierLayout", "init", "arrive"), _nothing),

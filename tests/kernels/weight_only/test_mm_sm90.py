@@ -222,14 +222,18 @@ def test_slices_exchange_sums_if_all_ctas_run_at_once(m, n, split_k, changes, sl
         ("nibble_pairs", 512, 2048, 256, 1, {}, ""),
         ("nibble_pairs", 128, 2048, 256, 2, {}, "takes more of K"),
         ("nibble_pairs", 128, 4096, 4096, 2, {"m_is_static": False}, "several tiles"),
+        ("nibble_pairs", 256, 4096, 4096, 2, {"tile": (256, 64, 64, 8, 8)}, "registers"),
+        ("nibble_pairs", 128, 4096, 4096, 2, {"tile": (128, 128, 64, 16, 8)}, "registers"),
+        ("nibble_pairs", 128, 4096, 4096, 2, {"tile": (64, 64, 64, 16, 8)}, "two consumers"),
         ("nf4", 128, 4096, 4096, 2, {}, "a table"),
         ("groups_of_n", 128, 4096, 4096, 2, {}, "what each k has"),
     ],
 )
 def test_consumers_take_turns_if_a_cta_has_one_tile(name, m, n, k, split_k, changes, reason):
     spec, problem = loadable(Case(name, m, n, k))
+    tile = changes.pop("tile", (128, 64, 64, 8, 8))
     problem = dataclasses.replace(problem, **changes)
-    config = GemmConfig(128, 64, 64, 8, 8, split_k=split_k)
+    config = GemmConfig(*tile, split_k=split_k)
     refused = WEIGHT_ONLY_MM_SM90.config_rejection(spec, problem, config, device(90))
     assert reason in refused.detail if reason else refused is None
     if refused is None:

@@ -128,7 +128,6 @@ class MMSm90Codegen(DigitCodegen):
             "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
-            "SUMS_SHARED": "gl.SwizzledSharedLayout(1, 1, 1, [0])",
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }

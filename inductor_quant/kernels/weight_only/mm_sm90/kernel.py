@@ -84,7 +84,6 @@ MAX_VARYING, MAX_VARYING_M = 4096, 128
 NARROW = BLOCKS[0][0]  # a tile
 SPLITS = (1, 2, 3, 4, 5, 6)
 MIN_K_ITERS = 8  # of a split
-MOST_CONSUMERS = 2
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
 
@@ -218,9 +217,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
         weight = rules.weight_of(problem)
-        misfit = turns_misfit(problem, config, device) if consumers(config) > 1 else ""
-        if misfit or consumers(config) > MOST_CONSUMERS:
-            return bad_blocks(f"{config}: {misfit or 'more than two consumers'}")
+        if consumers(config) > 1 and (misfit := turns_misfit(problem, config, device)):
+            return bad_blocks(f"{config}: {misfit}")
         return tile_misfit(
             *(problem, of_consumer(config), device, boxed(weight, config)),
             memory=most_ctas(config)
