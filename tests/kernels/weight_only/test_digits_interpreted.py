@@ -13,6 +13,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.ops import weight_only
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.simulate.interpreter import gluon as interpreter
+from inductor_quant.simulate.interpreter import signals
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support.gemms import formats
 from tests.support.gemms.apart import bit_by_bit
@@ -230,7 +231,8 @@ def test_what_each_column_has_is_prefetched(kernel, config, monkeypatch):
     ("name", "ctas"), [("gptq", 2), ("gptq", 3), ("gptq", 5), ("gptq", 16), ("nf4", 2), ("nf4", 5)]
 )
 def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatch):
-    """6 tiles of 4 turns: a CTA has one or two for itself, or a tile has up to four CTAs."""
+    """6 tiles of 4 turns: a CTA has one or two for itself, or a tile has up to four CTAs. It leaves
+    its sums of its last tile before it awaits those of its first one."""
     kernel, constants = type(WEIGHT_ONLY_MM_SM90), WEIGHT_ONLY_MM_SM90.own_constants
     monkeypatch.setattr(kernel, "shares_tiles", lambda *_: True)
     monkeypatch.setattr(kernel, "scratch", lambda *_: ctas * (32 * 64 + 4 * 2))
@@ -242,7 +244,24 @@ def test_ctas_that_share_tiles_add_what_others_leave_them(name, ctas, monkeypatc
     inputs = make_inputs(case, "cpu")
     config = "32x64x64_w4_s4_g8"
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    events = []
+    for each in ("_sent", "_missing"):
+        monkeypatch.setattr(signals, each, Recorded(events, each))
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+    if ctas == 5:
+        assert events[:3] == ["_sent", "_sent", "_missing"]
+
+
+class Recorded(set):
+    """A set that appends its ``name`` to ``events`` when it is updated."""
+
+    def __init__(self, events, name):
+        super().__init__()
+        self.events, self.name = events, name
+
+    def update(self, *others):
+        self.events.append(self.name)
+        super().update(*others)
 
 
 @pytest.mark.one_in(3)
