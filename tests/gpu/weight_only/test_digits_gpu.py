@@ -192,9 +192,14 @@ def test_tiles_that_lack_rows_are_loaded_without_them(name, config, rows, is_dyn
 
 
 def compiled_in(case, config):
-    """The product in tiles of ``weight_only_mm_sm90``."""
+    """The product in tiles of ``weight_only_mm_sm90``, and in no others."""
+    spec, problem = described(case)
+    assert not WEIGHT_ONLY_MM_SM90.config_rejection(spec, problem, parse_config(config), device(90))
     torch._dynamo.reset()
-    options = {"inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",)}
+    options = {
+        "inductor_quant.configs": (f"{WEIGHT_ONLY_MM_SM90.name} {config}",),
+        "inductor_quant.on_error": "raise",
+    }
     return torch.compile(gemm(case), backend="inductor_quant", dynamic=False, options=options)
 
 
@@ -227,7 +232,6 @@ def test_listed_scales_are_read_from_shared_memory(m, n, k, dtype, config, monke
         (128, 4096, 8192, bf16, "128x64x64_w4_s4_g8"),
         (100, 2112, 7168, f16, "64x64x64_w4_s8_g8"),  # two iterations at a time
         (200, 1024, 2048, bf16, "256x64x64_w4_s6_g8"),
-        (50, 2112, 2048, bf16, "32x128x64_w4_s8_g8"),  # of two groups: each thread loads its own
     ],
 )
 def test_columns_share_the_scales_of_each_k(m, n, k, dtype, config, monkeypatch):

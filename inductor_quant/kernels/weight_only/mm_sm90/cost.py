@@ -214,8 +214,8 @@ class Costs:
         shared_tiles = tiles - whole * ctas
         turn, of_a_tile = turns_of(self.problem, config, unrolls(self.problem, config))
         turns = shared_tiles * of_a_tile
-        is_split = config.split_k > 1 or consumers(config) > 1
-        if is_split or turns < 2 * ctas or self._lacks_registers(config):
+        is_other = config.split_k > 1 or consumers(config) > 1
+        if is_other or turns < 2 * ctas or self._lacks_registers(config):
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n

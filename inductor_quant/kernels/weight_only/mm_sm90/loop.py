@@ -34,7 +34,8 @@ MAX_ACCUMULATORS = 128  # per thread
 WARPGROUP = 4
 ROWS_OF_WARP = 16  # of the MMA: columns of W
 UNROLLED = (4, 2)  # K iterations in the loop's body, a turn
-TURNS, MOST_SUMS = 2, 128 * 64  # of a tile, if consumers take turns: turns at least; sums
+# That take turns along K; sums of a tile, for which the registers of a launch suffice then.
+MOST_CONSUMERS, MOST_SUMS = 2, 128 * 64
 # Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
 # many in the largest tiles: with more it spills.
 MAX_SCALES = 8
@@ -212,19 +213,21 @@ def turns_misfit(problem: Problem, config: GemmConfig, device: Device) -> str:
     a CTA has one tile."""
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
     format = rules.weight_of(problem).format
-    if consumers(config) > TURNS:
-        return "more than two consumers"
+    if consumers(config) > MOST_CONSUMERS:
+        return f"more than {MOST_CONSUMERS} consumers"
     if has_lists(format) or varying(format):
         return "what each k has takes other code"
     if format.element != format.code:
         return "each consumer would have a table"
     if of_consumer(config).num_warps != WARPGROUP or config.block_m * config.block_n > MOST_SUMS:
-        return "a thread has 168 registers"
+        return f"consumers have a warpgroup each, and tiles up to {MOST_SUMS} sums"
+    if config.block_k != config.block_n:
+        return "the stages of a turn do not have the size of the sums"
     is_known = problem.groups is None and problem.m_is_static
     if not is_known or tiles * config.split_k > device.num_sms:
         return "a CTA would have several tiles"
-    turns = TURNS * UNROLLED[-1]
-    if problem.k < config.split_k * turns * config.block_k or config.num_stages % turns:
+    of_each = consumers(config) * UNROLLED[-1]  # K iterations in a turn of each
+    if problem.k < config.split_k * of_each * config.block_k or config.num_stages % of_each:
         return "a turn of each takes more of K, or other stages"
     return ""
 
