@@ -23,14 +23,16 @@ from triton.language import core
 MEMORY = 1024
 BYTES = 8  # of a barrier
 MOST = MEMORY // BYTES
+# A barrier of all threads of a CTA. Triton has those from 0 on: two, and one for each partition.
+_MEETING = 7
 
 _ALLOCATE = f"{{ .shared .align {MEMORY} .b8 barriers[{MEMORY}]; mov.u32 $0, barriers; }}"
 _INIT = """{
     .reg .pred is_one;
-    .reg .b32 thread, barrier;
-    mov.u32 thread, %tid.x;
-    setp.lt.u32 is_one, thread, $2;
-    mad.lo.u32 barrier, thread, 8, $1;
+    .reg .b32 lane, barrier;
+    mov.u32 lane, %laneid;
+    setp.lt.u32 is_one, lane, $2;
+    mad.lo.u32 barrier, lane, 8, $1;
     @is_one mbarrier.init.shared::cta.b64 [barrier], $3;
     mov.u32 $0, 0;
 }"""
@@ -97,9 +99,17 @@ def barriers(*, _semantic: Any) -> Any:
 
 @core.builtin
 def init(base: Any, first: Any, number: Any, count: Any, *, _semantic: Any) -> None:
-    """``number`` barriers from ``first`` on, at each of which ``count`` warps must arrive. The
-    first threads do this, one each; a ``cta_barrier`` must follow."""
+    """``number`` barriers from ``first`` on, at each of which ``count`` warps must arrive. A warp
+    does this, before all ``meet``."""
     _run(_INIT, [_address(base, first, _semantic), number, count], _semantic)
+
+
+@core.builtin
+def meet(warps: Any, *, _semantic: Any) -> None:
+    """Wait for the ``warps`` of all partitions, each of which must come here, once. What was
+    initialized before is so for all."""
+    threads = 32 * core._unwrap_if_constexpr(warps)
+    _run(f"{{ bar.sync {_MEETING}, {threads}; mov.u32 $0, 0; }}", [], _semantic)
 
 
 @core.builtin

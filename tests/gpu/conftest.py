@@ -6,10 +6,19 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from inductor_quant.kernels.weight_only import library
 
 LARGE_M = 128
+
+
+@pytest.fixture(autouse=True)
+def _no_caches():
+    """A cache hit runs no pass and lowers nothing, and a pinned configuration is no part of a
+    cache's key."""
+    with torch.compiler.config.patch(force_disable_caches=True):
+        yield
 
 
 @pytest.fixture(autouse=True)

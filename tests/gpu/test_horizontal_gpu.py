@@ -27,7 +27,6 @@ COLUMNS = (1024, 256, 512)
 @pytest.fixture(autouse=True)
 def large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
 
 
 def run(fn, inputs, **options):

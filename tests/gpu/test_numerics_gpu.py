@@ -20,11 +20,6 @@ CHAINS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 @pytest.mark.parametrize(("m", "n", "k"), [(32, 64, 64), (40, 136, 200), (2048, 2048, 1024)])
 @pytest.mark.parametrize("name", CHAINS)
 def test_strict_is_eager_mode_bit_for_bit(name, m, n, k):

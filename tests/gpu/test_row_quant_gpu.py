@@ -18,12 +18,6 @@ OPTIONS = {"inductor_quant.on_error": "raise"}
 bf16, f32, i8 = torch.bfloat16, torch.float32, torch.int8
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    """A cache hit runs no pass, and a pinned configuration is no part of a cache's key."""
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def compiled(fn):
     return torch.compile(fn, backend="inductor_quant", options=OPTIONS)
 

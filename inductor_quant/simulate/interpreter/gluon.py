@@ -63,7 +63,7 @@ def names() -> dict[str, Any]:
         "tma": types.SimpleNamespace(make_tensor_descriptor=_Tiles),
         "tma_load": _load_tile,
         "warps": types.SimpleNamespace(
-            **dict.fromkeys(("init", "arrive"), _nothing),
+            **dict.fromkeys(("init", "meet", "arrive"), _nothing),
             send_signals=signals.send,
             await_signals=signals.wait,
             prefetch=lambda pointers: _prefetch(pointers),

@@ -22,11 +22,6 @@ f16, i8, e4m3 = torch.float16, torch.int8, torch.float8_e4m3fn
 OPTIONS = {"inductor_quant.on_error": "raise"}
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def compiled(fn, *configs):
     torch._dynamo.reset()
     options = OPTIONS | {"inductor_quant.configs": tuple(map(str, configs))}

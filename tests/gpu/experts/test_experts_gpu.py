@@ -30,8 +30,7 @@ COUNTS = ((5, 4, 6, 5), (0, 33, 1, 0), (0, 0, 70, 0))
 
 
 @pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+def _large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     monkeypatch.setattr(experts, "GROUP", 128)
 

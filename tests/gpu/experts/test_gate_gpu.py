@@ -28,8 +28,7 @@ GPT_OSS = {"gate": "clamped", "has_bias": True}
 
 
 @pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
+def _large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     monkeypatch.setattr(experts, "GROUP", 128)
 

@@ -24,7 +24,6 @@ f32 = torch.float32
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
     monkeypatch.setattr(formats, "GROUP", 128)
 
 

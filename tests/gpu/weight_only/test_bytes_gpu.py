@@ -23,7 +23,6 @@ OPTIONS = {"inductor_quant.on_error": "raise"}
 @pytest.fixture(autouse=True)
 def large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
 
 
 def run(fn, inputs, *configs):

@@ -31,11 +31,6 @@ def kernel_of(case):
     return WEIGHT_ONLY_DIRECT if is_direct else WEIGHT_ONLY_MM_SM90
 
 
-@pytest.fixture(autouse=True)
-def no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def run(case, inputs, config):
     torch._dynamo.reset()
     pinned = (f"{kernel_of(case).name} {config}",)

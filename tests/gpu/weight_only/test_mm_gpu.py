@@ -32,11 +32,6 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 E4M3 = ("fp8_row", "fp8_block", "fp8_words")
 
 
-@pytest.fixture(autouse=True)
-def _no_caches(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
-
-
 def compiled(fn, **kwargs):
     return torch.compile(fn, backend="inductor_quant", options=OPTIONS, **kwargs)
 

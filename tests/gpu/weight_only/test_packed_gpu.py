@@ -26,7 +26,6 @@ FORMATS = ("gptq", "awq", "nibble_pairs", "int4_words", "uint2")
 @pytest.fixture(autouse=True)
 def large_groups(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
-    monkeypatch.setattr(torch.compiler.config, "force_disable_caches", True)
 
 
 def run(case, inputs, **options):

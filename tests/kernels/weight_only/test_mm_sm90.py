@@ -48,9 +48,9 @@ BESIDE_LOOP = 8  # bytes that may be spilled there
         ("hqq", (17, 1024)),
         ("int8_group", (17, 1024)),
         ("int8_channel", (17, 1024)),
-        ("nf4", (17, 1024)),
-        ("mxfp4", (17, 1024)),
-        ("nvfp4", (17, 1024)),  # one number divides
+        ("nf4", (16, 1024)),
+        ("mxfp4", (16, 1024)),
+        ("nvfp4", (16, 1024)),  # one number divides
         ("uint2", (17, 4096)),
         ("fp8_row", (17, 1024)),
         ("fp8_block", (17, 4096)),
@@ -85,6 +85,14 @@ def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
     spec, problem = loadable(Case(name, 2048, n, k, f16 if name == "awq" else bf16))
     configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     assert bool(configs) == is_taken
+
+
+def test_a_tile_that_tables_are_slow_in_is_not_offered(large_groups):
+    for name, is_offered in (("nf4", False), ("mxfp4", False), ("nibble_pairs", True)):
+        spec, problem = loadable(Case(name, 24, 10240, 8192, bf16))
+        configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
+        tiles = {(c.block_m, c.block_n, c.block_k) for c in configs}
+        assert ((32, 128, 64) in tiles) == is_offered
 
 
 def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():

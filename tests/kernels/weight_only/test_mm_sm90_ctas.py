@@ -10,7 +10,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.digits import pair_lookup
-from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from tests.support.gemms.generated import device
 from tests.support.gemms.weight_only import (
@@ -148,3 +148,13 @@ def test_each_cta_copies_what_its_first_part_has(n, k, split_k, copied):
     spec, problem = loadable(Case("int8_channel", 64, n, k))
     config = GemmConfig(64, 128, 64, 8, 4, split_k=split_k)
     assert WEIGHT_ONLY_MM_SM90.constants(spec, problem, config, device(90))["COPIED"] == copied
+
+
+@pytest.mark.parametrize(
+    ("config", "copied"), [("256x128x64_w8_s4_g8", 2), ("128x64x64_w4_s4_g8", 2)]
+)
+def test_the_ctas_of_an_sm_copy_a_limited_number_of_bytes(config, copied):
+    """One CTA with stages of 40 KB, two with 20 KB each."""
+    spec, problem = loadable(Case("int8_channel", 256, 4096, 4096))
+    found = WEIGHT_ONLY_MM_SM90.constants(spec, problem, parse_config(config), device(90))
+    assert found["COPIED"] == copied

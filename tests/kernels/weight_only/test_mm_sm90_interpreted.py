@@ -9,6 +9,8 @@ import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WeightOnlyMMSm90
+from inductor_quant.simulate.interpreter import gluon as interpreter
 from tests.support.gemms import formats
 from tests.support.gemms.generated import generate
 from tests.support.gemms.weight_only import (
@@ -87,3 +89,26 @@ def test_one_hot_rows_give_the_weight_bit_for_bit():
 
     for got, want in one_hot_rows(Case("gptq", 256, 64, 256, f16), generated_by):
         assert torch.equal(got, want)
+
+
+def test_a_cta_without_a_part_copies_nothing(monkeypatch):
+    """A symbolic M: as many CTAs share one tile as 13 of them."""
+    case, rows, copied = Case("gptq", 832, 128, 256, f16), 40, []
+    monkeypatch.setattr(WeightOnlyMMSm90, "shares_tiles", lambda *problem: True)
+
+    def make(device):
+        inputs = make_inputs(case, device)
+        torch._dynamo.mark_dynamic(inputs[0], 0)
+        return inputs
+
+    def copy(buffer, pointer, mask=None):
+        copied.append(buffer)
+        interpreter_copy(buffer, pointer, mask)
+
+    interpreter_copy = interpreter._copy
+    monkeypatch.setattr(interpreter, "_copy", copy)
+    generated = generate_gluon(gemm(case), make, "64x128x64_w4_s4_g8")
+    x, *others = make_inputs(case, "cpu")
+    want = reference(case, (x[:rows], *others))
+    assert_close(simulate.interpret(generated, (x[:rows], *others)), want)
+    assert len(copied) == 2 * 4  # of x and W, in four K iterations

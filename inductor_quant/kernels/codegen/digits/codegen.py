@@ -214,10 +214,16 @@ class DigitCodegen(Codegen):
         return "\n".join([*lines, *out.lines])
 
     def start_of_cta(self, stride: Hook) -> str:
-        """Statements before the first tile."""
+        """Statements at the start of a CTA: loads that nothing waits for."""
         if not self.table or not self.pair_places:
             return ""
         return "\n".join(pair_lookup.start(self, self.table, self.pair_places, stride))
+
+    def started_cta(self) -> str:
+        """Statements before the first tile, which may wait for those of ``start_of_cta``."""
+        if not self.table or not self.pair_places:
+            return ""
+        return "\n".join(pair_lookup.written(self, self.table))
 
     def load(
         self,

@@ -16,9 +16,10 @@ import math
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen, Hook
+from inductor_quant.kernels.codegen.dialect import bits
 from inductor_quant.kernels.codegen.digits.table_lookup import scale_of
 from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan, word_strides
-from inductor_quant.kernels.codegen.gluon_layout import Layout, layout
+from inductor_quant.kernels.codegen.gluon_layout import Layout, layout, positions
 from inductor_quant.kernels.codegen.statements import Statements, Value
 from inductor_quant.kernels.codegen.unpack_ptx import FMA_TYPES, Assembly, assembly
 from inductor_quant.kernels.problem import Weight
@@ -26,8 +27,8 @@ from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import Field
 
 WIDTH = 4  # bits of a code
-ENTRIES, ROW = 256, 128
-MEMORY = ENTRIES * ROW  # bytes of shared memory, beside those that Triton counts
+CODES, ROW = 1 << WIDTH, 128
+MEMORY = CODES * CODES * ROW  # bytes of shared memory, beside those that Triton counts
 Places = tuple[int, int]
 
 
@@ -62,29 +63,35 @@ def places_of(weight: Weight, plan: TilePlan) -> Places | None:
 
 
 def layout_of_entries(warps: int) -> Layout:
-    """All lanes of a warp have the same entries."""
-    bits = tuple((f"e{i}", 2) for i in reversed(range(ENTRIES.bit_length() - 1)))
-    own = bits[len(bits) - (warps.bit_length() - 1) :]
-    lanes = (("none", 32),)
-    return layout((bits,), lanes=lanes, warps=own)
+    """Of [high code, low code] of a byte. All lanes of a warp have the same entries, of all low
+    codes: a thread loads few values of the table, and neighbours."""
+    high = bits("high", CODES)
+    own = high[len(high) - (warps.bit_length() - 1) :]
+    return layout((high, bits("low", CODES)), lanes=(("none", 32),), warps=own)
+
+
+HIGH, LOW = (positions("ENTRIES", 2, axis, CODES) for axis in range(2))
 
 
 def start(codegen: Codegen, table: Field, places: Places, stride: Hook) -> list[str]:
-    """Statements that write the table, once a CTA; ``entries`` is the address of a lane's copy."""
-    source, dialect = codegen.sources[table.source], codegen.dialect
-    is_wide = is_in_fp32(codegen, table)
-    lines = dialect.inline_asm(_allocate(is_wide), ["entries"], [], torch.int32)
-    lines.append(f"entry = gl.arange(0, {ENTRIES}, ENTRIES)")
-    for name, place in zip(("value_0", "value_1"), places, strict=True):
-        at = f"(entry >> {place} & {(1 << WIDTH) - 1})"
-        lines.append(f"{name} = gl.load({source} + {at} * {stride(source, 0)}).to(gl.float32)")
-    arguments = [f"entries + entry * {ROW}", "value_0", "value_1"]
-    store = _store(codegen.x_dtype, is_wide)
-    return [
-        *lines,
-        *dialect.inline_asm(store, ["written"], arguments, torch.int32),
-        "cta_barrier()",
-    ]
+    """Statements that load the values, once a CTA; ``entries`` is the address of a lane's copy."""
+    source = codegen.sources[table.source]
+    allocated = _allocate(is_in_fp32(codegen, table))
+    lines = codegen.dialect.inline_asm(allocated, ["entries"], [], torch.int32)
+    for i, place in enumerate(places):
+        lines.append(
+            f"value_{i} = gl.load({source} + {HIGH if place else LOW} * {stride(source, 0)})"
+        )
+    return lines
+
+
+def written(codegen: Codegen, table: Field) -> list[str]:
+    """Statements that write the table from what ``start`` has loaded."""
+    values = [f"value_{i}.to(gl.float32)" for i in range(2)]
+    arguments = [f"entries + ({HIGH} * {CODES} + {LOW}) * {ROW}", *values]
+    store = _store(codegen.x_dtype, is_in_fp32(codegen, table))
+    lines = codegen.dialect.inline_asm(store, ["written"], arguments, torch.int32)
+    return [*lines, "cta_barrier()"]
 
 
 def looked_up(out: Statements, table: Field, pair: TileDigit, offset: str) -> str:

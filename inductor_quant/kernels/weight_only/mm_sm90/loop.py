@@ -42,7 +42,9 @@ MAX_SCALES = 8
 MAX_VALUES = 64  # of W a thread, with which four K iterations are unrolled
 # Pairs of stages that are filled at different times, at least; fewer if a tile has few rows of x.
 PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 64, 3
-COPIED_K = 256  # of K, that the consumers copy while the other warps start
+# What the consumers copy while the other warps start: of K, and bytes of an SM, which they are busy
+# with for as long as it takes.
+COPIED_K, COPIED_BYTES = 256, 96 << 10
 # Slices of K whose CTAs exchange sums, by strips of so many rows at least, of which a tile has
 # ``STRIPS`` if it has more of them than slices. A GPU runs up to 128 grids at a time: with as many
 # SMs, not all have a CTA that waits for one that has none.
@@ -204,7 +206,11 @@ def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]
     parts = turns if constants["SHARES_TILES"] else config.split_k
     starts = [turn * (i * turns // parts) for i in range(parts + 1)]
     least = min(min(end, k_iters) - begin for begin, end in itertools.pairwise(starts))
-    count = min(COPIED_K // config.block_k, config.num_stages, least) // constants["TOGETHER"]
+    found = boxed(rules.weight_of(problem), config)
+    assert found is not None
+    each = most_ctas(config) * stage_bytes(rules.weight_of(problem), config, found[1])
+    most = min(COPIED_K // config.block_k, COPIED_BYTES // each, config.num_stages)
+    count = min(most, least) // constants["TOGETHER"]
     return int(count if consumers(config) == 1 or least >= COPIED_K // config.block_k else 0)
 
 

@@ -90,6 +90,20 @@ def chosen(case, arch=90):
     return next((kernel for kernel, _ in found), None)
 
 
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
+def test_tables_have_the_kernel_that_costs_less_from_nine_rows_on(name):
+    for m, n, k, kernel in (
+        (8, 5120, 13824, WEIGHT_ONLY_DIRECT),
+        (9, 5120, 13824, WEIGHT_ONLY_MM_SM90),
+        (16, 5120, 13824, WEIGHT_ONLY_MM_SM90),
+        (16, 1024, 3072, WEIGHT_ONLY_DIRECT),
+    ):
+        assert chosen(Case(name, m, n, k, bf16)) is kernel
+        spec, problem = aligned(Case(name, m, n, k, bf16))
+        assert WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))  # without TMA
+    assert chosen(Case("nibble_pairs", 16, 5120, 13824, bf16)) is WEIGHT_ONLY_DIRECT
+
+
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "hqq", "int8_channel", "fp8_row", "nf4"])
 def test_it_takes_more_rows_of_small_layers(name):
     for m in (17, 33, 64, 100):
