@@ -23,6 +23,7 @@ from triton.language import core
 MEMORY = 1024
 BYTES = 8  # of a barrier
 MOST = MEMORY // BYTES
+LANES = 32  # of a warp
 # A barrier of all threads of a CTA. Triton has those from 0 on: two, and one for each partition.
 _MEETING = 7
 
@@ -101,14 +102,17 @@ def barriers(*, _semantic: Any) -> Any:
 def init(base: Any, first: Any, number: Any, count: Any, *, _semantic: Any) -> None:
     """``number`` barriers from ``first`` on, at each of which ``count`` warps must arrive. A warp
     does this, before all ``meet``."""
-    _run(_INIT, [_address(base, first, _semantic), number, count], _semantic)
+    first, number = (core._unwrap_if_constexpr(each) for each in (first, number))
+    for begin in range(0, number, LANES):
+        base_of_some = _address(base, first + begin, _semantic)
+        _run(_INIT, [base_of_some, min(LANES, number - begin), count], _semantic)
 
 
 @core.builtin
 def meet(warps: Any, *, _semantic: Any) -> None:
     """Wait for the ``warps`` of all partitions, each of which must come here, once. What was
     initialized before is so for all."""
-    threads = 32 * core._unwrap_if_constexpr(warps)
+    threads = LANES * core._unwrap_if_constexpr(warps)
     _run(f"{{ bar.sync {_MEETING}, {threads}; mov.u32 $0, 0; }}", [], _semantic)
 
 

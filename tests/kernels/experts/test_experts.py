@@ -85,6 +85,14 @@ def test_the_kernel_follows_from_the_rows_an_expert_has_in_the_mean(name, rows, 
     assert (chosen, config.block_m) == (kernel, block_m)
 
 
+@pytest.mark.parametrize("name", ["nf4", "mxfp4"])
+def test_few_rows_of_one_expert_are_not_those_of_a_layer(name):
+    """Which ``weight_only_mm_sm90`` takes, of tables."""
+    spec, problem = described(name, 12)
+    one = dataclasses.replace(problem, has_weight_descriptors=True, groups=Groups(1, True))
+    assert next(candidates("experts", spec, one, device(90)))[0] is EXPERTS_DIRECT
+
+
 @pytest.mark.parametrize("name", ["nibble_pairs", "nf4", "int8_channel", "fp8_row"])
 def test_a_range_of_rows_has_one_kernel(name):
     tops = row_ranges.tops([row_ranges.kind_of("experts", E)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -126,6 +127,18 @@ def test_an_sm_runs_as_many_ctas_as_have_shared_memory(name, tile, ctas, large_g
     beside = (pair_lookup.MEMORY if name == "nf4" else 0) + 1024 + 1024
     memory = simulate.compile_kernel(*named).shared_bytes + beside
     assert (2 * memory <= card.shared_memory + 1024) == (ctas == 2)
+
+
+@pytest.mark.compiles
+def test_more_barriers_than_a_warp_has_lanes_are_initialized():
+    """Of 36 stages, which a user may pin."""
+    case, pin = Case("gptq", 32, 128, 4096, f16), "weight_only_mm_sm90 16x128x64_w8_s36_g8"
+    [(name, source)] = generate_case(case, pin).kernels.items()
+    ptx = simulate.compile_kernel(name, source).ptx
+    found = re.findall(r"setp.lt.u32 is_one, lane, (%r\d+|\d+)", ptx)
+    values = dict(re.findall(r"mov.b32 \t?(%r\d+), (\d+);", ptx))
+    counts = sorted(int(values.get(each, each)) for each in found)
+    assert counts == [4, 4, 32, 32]
 
 
 def test_few_sms_exchange_nothing():

@@ -40,7 +40,8 @@ class DigitCodegen(Codegen):
     """``n_order``: the digits of n in the order in which a tile covers them; ``is_gated``: the last
     digit of n chooses a column of a pair, of which one is stored.
 
-    looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` is called
+    looks_up_pairs  a table is looked up in shared memory, if ``start_of_cta`` and ``started_cta``
+                    are called
     raised          listed zero points that are read with what wraps around already added
     is_in_fp32      W is not dequantized in 16 bits
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two

@@ -2,7 +2,7 @@
 
 Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
 format takes the GEMM; M <= 512 on sm_90, where it costs less than ``weight_only_mm_sm90``, as for
-small layers; with a table, of M from 9 on too.
+small layers; with a table, the same comparison holds from M = 9 on.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -198,7 +198,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         found = cheapest(scaling or long) or cheapest(tiles)
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
-        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None and not problem.members:
+        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:
             most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
             found = [config for config in found if cost_of(config) < most]
         return split_k.same_split(found)

@@ -170,7 +170,7 @@ class MMSm90Codegen(DigitCodegen):
         return "\n".join([zero, super().start(stride, size), *of_lists(stride, size)])
 
     def store_rows(self, stride: Hook, size: Hook) -> str:
-        """Statements after ``start`` and the first copies."""
+        """Statements after ``start`` and the first loads."""
         return "\n".join(self.rows.stored(stride, size)) if self.rows else ""
 
     def _start_of_lists(self, stride: Hook, size: Hook) -> list[str]:

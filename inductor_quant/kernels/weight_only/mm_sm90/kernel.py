@@ -113,7 +113,8 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least = LEAST_M_LOOKED_UP if looks_up_pairs(problem) else DECODE_M + 1
+        is_layer = problem.groups is None
+        least = LEAST_M_LOOKED_UP if is_layer and looks_up_pairs(problem) else DECODE_M + 1
         if problem.m < least and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {least - 1}")
         if not problem.has_weight_descriptors:
