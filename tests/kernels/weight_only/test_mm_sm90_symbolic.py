@@ -61,5 +61,7 @@ def test_a_symbolic_m_costs_no_instructions_in_the_loop(name, dtype, addends):
         assert kernel.spill_stores <= BESIDE_LOOP
         code = [each for _, each in machine_code(kernel.ptx)]
         products = [i for i, each in enumerate(code) if "GMMA" in each]
+        loop = code[products[0] : products[-1]]
+        assert not [each for each in loop if "STL" in each or "LDL" in each]
         counts.append(products[-1] - products[0])
     assert counts[1] < 1.03 * counts[0]

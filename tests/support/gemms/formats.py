@@ -17,15 +17,12 @@ from inductor_quant.spec.weight_format import (
     Field,
     WeightFormat,
 )
-from tests.support.gemms import apart, fp4
+from tests.support.gemms import apart, channels, fp4
 from tests.support.gemms.packed import Packed, form
 
 GROUP = 32
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-# Of rows. As one integer it takes 384 bits, and tiles have parts of it.
-SHUFFLED = tuple((5 * i + 3) % 64 for i in range(64))
-
 i8, u8, i32, i64 = torch.int8, torch.uint8, torch.int32, torch.int64
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -173,82 +170,6 @@ def int8_folded(k: int, n: int) -> Packed:
     shape = (n, k // GROUP)
     tensors = (("bits", (n, k), u8), ("scale", shape, f16), ("float", shape, f16))
     return Packed("int8_folded", format, tensors, read)
-
-
-def _whole(k: int, n: int, steps: tuple[DequantOp, ...]) -> WeightFormat:
-    return WeightFormat((k,), (n,), Field(0, (form(("n0", 1)), form(("k0", 1)))), steps)
-
-
-_CHANNEL = (form(("n0", 1)), AffineIndex())
-
-
-def int8_channel(k: int, n: int) -> Packed:
-    """int8 [N, K], one bf16 scale a channel."""
-    format = _whole(k, n, (DequantOp("mul", Field(1, _CHANNEL)),))
-    tensors = (("bits", (n, k), i8), ("scale", (n, 1), bf16))
-    return Packed("int8_channel", format, tensors, lambda q, s: q.t().double() * s.t().double())
-
-
-def int8_shuffled(k: int, n: int) -> Packed:
-    """int8 [N, K], every 64 rows of which are stored in the order SHUFFLED."""
-    row = AffineIndex(linear=(("n0", 64),), tables=(("n1", SHUFFLED),))
-    scale = DequantOp("mul", Field(1, (form(("n0", 64), ("n1", 1)), AffineIndex())))
-    element = Field(0, (row, form(("k0", 1))))
-    format = WeightFormat((k,), (n // 64, 64), element, (scale,))
-
-    def read(q, scales):  # type: ignore[no-untyped-def]
-        rows = q.unflatten(0, (-1, 64))[:, list(SHUFFLED)].flatten(0, 1)
-        return rows.t().double() * scales.t().double()
-
-    tensors = (("bits", (n, k), i8), ("scale", (n, 1), bf16))
-    return Packed("int8_shuffled", format, tensors, read)
-
-
-def int8_zero_channel(k: int, n: int) -> Packed:
-    """int8 [K, N] less an int32 zero, times one fp32 scale, for each channel; and one for all."""
-    element = Field(0, (form(("k0", 1)), form(("n0", 1))))
-    steps = (
-        DequantOp("sub", Field(1, (form(("n0", 1)),))),
-        DequantOp("mul", Field(2, (form(("n0", 1)),))),
-        DequantOp("mul", Field(3, ())),
-    )
-    tensors = (
-        ("bits", (k, n), i8),
-        ("zero", (n,), i32),
-        ("scale", (n,), f32),
-        ("scale", (), f32),
-    )
-    return Packed(
-        "int8_zero_channel",
-        WeightFormat((k,), (n,), element, steps),
-        tensors,
-        lambda q, z, s, t: (q.to(i64) - z).double() * s.double() * t.double(),
-    )
-
-
-def fp8_row(k: int, n: int) -> Packed:
-    """e4m3 [N, K], one fp32 scale a channel."""
-    format = _whole(k, n, (DequantOp("mul", Field(1, _CHANNEL)),))
-    tensors = (("float", (n, k), e4m3), ("scale", (n, 1), f32))
-    return Packed("fp8_row", format, tensors, lambda q, s: q.double().t() * s.t().double())
-
-
-def fp8_block(k: int, n: int) -> Packed:
-    """e4m3 [N, K], one fp32 scale for each 128 x 128 block, smaller in small weights."""
-    rows, columns = min(128, k), min(128, n)
-    format = WeightFormat(
-        (k // rows, rows),
-        (n // columns, columns),
-        Field(0, (form(("n0", columns), ("n1", 1)), form(("k0", rows), ("k1", 1)))),
-        (DequantOp("mul", Field(1, (form(("n0", 1)), form(("k0", 1))))),),
-    )
-
-    def read(q, scales):  # type: ignore[no-untyped-def]
-        wide = scales.repeat_interleave(columns, 0).repeat_interleave(rows, 1)
-        return (q.double() * wide.double()).t()
-
-    tensors = (("float", (n, k), e4m3), ("scale", (n // columns, k // rows), f32))
-    return Packed("fp8_block", format, tensors, read)
 
 
 def e5m2_group(k: int, n: int) -> Packed:
@@ -470,8 +391,15 @@ def shift_table(k: int, n: int) -> Packed:
 FORMATS: dict[str, Callable[[int, int], Packed]] = {
     build.__name__: build
     for build in (
-        *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, int8_channel),
-        *(int8_shuffled, int8_zero_channel, fp8_row, fp8_block, fp8_words, e5m2_group),
+        *(gptq, awq, hqq, int8_group, int8_divisor, int8_folded, channels.int8_channel),
+        *(
+            channels.int8_shuffled,
+            channels.int8_zero_channel,
+            channels.fp8_row,
+            channels.fp8_block,
+            fp8_words,
+            e5m2_group,
+        ),
         *(nibble_pairs, int4_words),
         *(uint2, uint3, ten_parts, int4_in_int64, nf4, joined_table, act_order, shift_table),
     )

@@ -198,7 +198,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         found = cheapest(scaling or long) or cheapest(tiles)
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
-        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:
+        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:  # a table, 9 rows or more
             most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
             found = [config for config in found if cost_of(config) < most]
         return split_k.same_split(found)

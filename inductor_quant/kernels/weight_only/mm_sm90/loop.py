@@ -197,8 +197,8 @@ def strips_of(slices: int) -> int:
 
 def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]) -> int:
     """How many fills of its stages the consumers of a CTA copy: of COPIED_K, as many as each CTA's
-    first part of K has, and as COPIED_BYTES allow. None of experts: with copies in their loop ptxas
-    waits for each product."""
+    first part of K has, and as COPIED_BYTES allow. None of experts: when copies were in the loop
+    over tiles, ptxas waited for each product."""
     if problem.groups is not None or problem.n % config.block_n:
         return 0
     k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]
