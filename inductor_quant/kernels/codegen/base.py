@@ -24,7 +24,7 @@ class WeightTile:
 
     loop_ops    applied in the loop, to W or to the partial sums of a block of K
     column_ops  applied to the sum over K
-    sum_ops     applied to the sums of each tile; with them ``loop_ops`` are none
+    sum_ops     applied to the sums of each tile, after ``loop_ops``
     """
 
     weight: Weight

@@ -44,11 +44,12 @@ class DigitCodegen(Codegen):
                     are called
     raised          listed zero points that are read with what wraps around already added
     is_in_fp32      W is not dequantized in 16 bits
+    word_policy     arguments of the loads of words
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
                     constants would copy one of them to a register each time
     """
 
-    unknown_zero = ""
+    unknown_zero = word_policy = ""
     looks_up_pairs = is_in_fp32 = False
     raised: tuple[Field, ...] = ()
 
@@ -72,7 +73,7 @@ class DigitCodegen(Codegen):
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
         self.table = self.format.element if self.format.element != self.format.code else None
         operands = [op.operand for op in (*self.loop_ops, *self.sum_ops)]
-        parts = view.parts or (self.format.code,)
+        self.words = parts = view.parts or (self.format.code,)
         fields = [each for each in operands if isinstance(each, Field)]
         self.runs = {field: run for field in fields if (run := run_of(self.format, field))}
         # What each k has of its own is read when it is used: only the list of groups is kept.
@@ -118,6 +119,12 @@ class DigitCodegen(Codegen):
     def divisor(self) -> int:
         """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
         return 1
+
+    @property
+    def divisor_of_sums(self) -> int:
+        """``divisor`` where nothing but the sum over K is scaled: at no cost then."""
+        is_scaled = any(op.kind != "sub" for op in self.loop_ops)
+        return 1 if is_scaled or self.x_dtype not in PLACES else PLACES[self.x_dtype].divisor
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
         """Whether ``load`` of ``slot`` leaves the field to the template."""
@@ -261,7 +268,8 @@ class DigitCodegen(Codegen):
             # A byte that is kept over the loop would be extended at each use.
             is_byte = self.dtypes[field.source] in BYTE_TYPES and field != self.format.code
             wide = ".to(gl.int32)" if is_byte else ""
-            whole.lines.append(f"{kept(i, slot)} = gl.load({pointer}){wide}")
+            policy = self.word_policy if field in self.words else ""
+            whole.lines.append(f"{kept(i, slot)} = gl.load({pointer}{policy}){wide}")
         return "\n".join([*lines, *out.lines, *whole.lines])
 
     def used(self, i: int, slot: int) -> str:

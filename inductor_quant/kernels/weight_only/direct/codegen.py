@@ -6,7 +6,7 @@ chooses them, so that a thread loads whole words.
 
 A slice of K may be multiplied ``in_halves``: the second half of it is dequantized when the first
 one is multiplied, so that W in 16 bits takes half the registers. Or W are integers, and the scale
-and the zero point of a group are applied to the sums of the slice (``sum_ops``).
+of a group, or its zero point too, is applied to the sums of the slice (``sum_ops``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import WARP, TileDigit, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
-from inductor_quant.kernels.codegen.unpack_ptx import PLACES, hidden_zero
+from inductor_quant.kernels.codegen.unpack_ptx import hidden_zero
 from inductor_quant.kernels.problem import DECODE_M
 from inductor_quant.spec.weight_format import Field
 
@@ -64,7 +64,8 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
-    ``k_order``: that of W's K, if it is not that of x."""
+    ``k_order``: that of W's K, if it is not that of x. ``reads_once``: no other CTA reads the same
+    words."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
@@ -80,8 +81,10 @@ class DirectCodegen(DigitCodegen):
         in_halves: bool = False,
         k_order: Order | None = None,
         is_gated: bool = False,
+        reads_once: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        self.word_policy = ', eviction_policy="evict_first"' if reads_once else ""
         self.k_order = k_order
         self.parts = 1 + in_halves
         self.x_k = self.tile_k * self.parts
@@ -115,7 +118,7 @@ class DirectCodegen(DigitCodegen):
             # Free of bank conflicts for what the MMA leaves and for a row of columns.
             "PARTIALS_SHARED": "gl.SwizzledSharedLayout(8, 2, 4, [1, 2, 0])",
         }
-        if self.sum_ops:  # the rows of the MMA's tiles
+        if self.has_sums_of_x:  # the rows of the MMA's tiles
             m: tuple[Dim, ...] = (("b", self.block_m // G[1]), T, PAIR)
             tiles: Dim = ("n", self.block_n // MMA_ROWS)
             axes: tuple[tuple[Dim, ...], ...] = (self.warp_dims, (tiles,), (R, G), m)
@@ -124,7 +127,7 @@ class DirectCodegen(DigitCodegen):
         # tables and the sums of a tile do, nor with zero points where 16 warps have a CTA's few
         # iterations.
         has_zeros = any(op.kind == "sub" for op in view.weight.format.dequant_ops)
-        is_crowded = self.places or self.sum_ops or (has_zeros and self.warps == MAX_WARPS)
+        is_crowded = self.places or self.has_sums_of_x or (has_zeros and self.warps == MAX_WARPS)
         self.loads_x_early = self.block_m == G[1] and not is_crowded
         self.x_layout = "X_READ"
         if self.x_packs == 1 and shares_x(plan, self.block_m, width):
@@ -137,17 +140,33 @@ class DirectCodegen(DigitCodegen):
 
     @property
     def divisor(self) -> int:
-        return PLACES[self.x_dtype].divisor if self.sum_ops else 1
+        return self.divisor_of_sums
+
+    @property
+    def has_sums_of_x(self) -> bool:
+        """Whether a zero point is applied to sums."""
+        return len(self.sum_ops) > 1
+
+    def summed(self, code: str) -> str:
+        """``code``, the sums over K, times what W was divided by."""
+        if self.divisor > 1 and not self.sum_ops and self.is_in_16_bits():
+            return f"{code} * {float(self.divisor)}"
+        return code
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = self.dialect.inline_asm(hidden_zero(), ["hidden_zero"], [], torch.int32)
         return "\n".join([*zero, super().start(stride, size)])
 
     def x_rows(self, first: str, last: str) -> str:
-        """The statement that leaves in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
-        ``last`` repeat it; the store masks them."""
-        return (
-            f"x_rows = gl.minimum({first} + {positions(self.x_layout, 3, 1, self.block_m)}, {last})"
+        """Statements that leave in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
+        ``last`` repeat it, and are not loaded in a CTA's only tile (``has_x``), as a row that lanes
+        share takes as long as one of each; the store masks them."""
+        return "\n".join(
+            [
+                f"x_rows = {first} + {positions(self.x_layout, 3, 1, self.block_m)}",
+                f"has_x = x_rows <= {last}",
+                f"x_rows = gl.minimum(x_rows, {last})",
+            ]
         )
 
     def x_offsets(self, stride_m: str) -> str:
@@ -171,7 +190,9 @@ class DirectCodegen(DigitCodegen):
     def load_x(self, k_iter: str) -> str:
         """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
-        how = "" if self.is_even else f", mask={at} < slices, other={self.zero}"
+        masks = [] if self.has_row_tiles else ["has_x"]
+        masks += [] if self.is_even else [f"({at} < slices)"]
+        how = f", mask={' & '.join(masks)}, other={self.zero}" if masks else ""
         number, step = f"first_slice + {at}", self.x_k // self.x_packs
         slice_at = f"({number}) * {step}"
         if self.k_order is not None:
@@ -291,16 +312,21 @@ class DirectCodegen(DigitCodegen):
         return "\n".join(lines)
 
     def _added(self, out: Uses) -> list[str]:
-        """Statements that add ``tile_sums`` to ``acc``, scaled, and less what a zero point takes of
-        the sums of ``x``, which a product with ones leaves in each row."""
+        """Statements that add ``tile_sums`` to ``acc``, scaled, and less what a zero point, if that
+        is one of ``sum_ops``, takes of the sums of ``x``, which a product with ones leaves in each
+        row."""
 
         def of_rows(code: str) -> str:
             layout = "gl.SliceLayout(2, MMA)"
             code = f"gl.convert_layout({self.of_columns(code)}, {layout}, assert_trivial=True)"
             return out.assign("c", f"gl.expand_dims({code}, 2)")
 
-        zero, scale = (out.operand(op).code for op in self.sum_ops)
+        *zeros, scale = (out.operand(op).code for op in self.sum_ops)
         factor = of_rows(f"{scale} * {float(self.divisor)}")
+        added = f"acc = acc + tile_sums * {factor}"
+        if not zeros:
+            return [*out.lines, added]
+        [zero] = zeros
         zero = of_rows(out.assign("f", f"{zero} * {scale}"))
         shape = [MMA_ROWS, self.block_m]
         ones = f"gl.full([{self.warps}, {MMA_ROWS}, {self.tile_k}], 1.0, {self.x_type}, W_MMA)"
@@ -315,7 +341,7 @@ class DirectCodegen(DigitCodegen):
             f"x_sums = gl.full({[self.warps, *shape]}, 0.0, gl.float32, MMA)",
             f"x_sums = mma_v2({ones}, x, x_sums)",
             f"x_sums = gl.convert_layout({x_sums}, MMA, assert_trivial=True)",
-            f"acc = acc + tile_sums * {factor}",
+            added,
             f"acc = acc - x_sums * {zero}",
         ]
 

@@ -49,7 +49,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM9
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field
+from inductor_quant.spec.weight_format import DequantOp, Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -72,7 +72,10 @@ TILES = (
     ((32, 64), (16, 64), (16, 128), (64, 32)),
     ((64, 32), (32, 64), (32, 32)),
 )
-TILE_SCALED = (64, 64)  # too, if scales are applied to sums
+TILE_SCALED = (64, 64)  # too, if zero points are applied to sums
+# Too, above 4 bits, up to 8 rows, unless columns have scales of groups; K iterations, with two it
+# was slower.
+TILE_WIDE, LEAST_ITERATIONS_WIDE = (32, 128), 3
 # Of words along N; with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
 TILES_ALONG_N = ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32))
@@ -121,10 +124,15 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 in_halves=in_halves,
                 k_order=k_order,
                 is_gated=problem.is_gated,
+                # CTAs share lines of words of columns
+                reads_once=problem.groups is None
+                and config.block_m <= DECODE_M
+                and not are_words_of_columns(weight),
             )
 
-        if not in_halves and scales_sums(spec, weight, config):
-            found = of(dataclasses.replace(tile, loop_ops=(), sum_ops=tile.loop_ops))
+        if not in_halves and (count := _count_sum_ops(spec, problem, config)):
+            ops = tile.loop_ops
+            found = of(dataclasses.replace(tile, loop_ops=ops[:-count], sum_ops=ops[-count:]))
             if found.is_in_16_bits():  # unless what is added to codes is large
                 return found
         return of(tile)
@@ -154,6 +162,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
         tiles, most_warps = list(TILES[kind]), MAX_WARPS
         is_of_columns = are_words_of_columns(weight)
+        if kind == 1 and problem.m <= ROWS[0] and not _has_groups_of_columns(weight):
+            tiles.append(TILE_WIDE)
         if is_of_columns:
             tiles = list(TILES_ALONG_N) if kind == 0 else tiles
             if problem.m > ROWS[0]:
@@ -182,6 +192,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 cost_of,
                 lambda config: (
                     (not is_scaling(config) and has_many_zeros(weight, config))
+                    or (kind == 1 and _is_too_wide(problem, config))
                     or self.config_rejection(spec, problem, config, device) is not None
                 ),
                 most_warps,
@@ -238,36 +249,80 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         return split_k.same_split([config for config in order if costs[config] < most])
 
 
+def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> int:
+    """How many of the last ops are applied to the sums of a warp's tile instead of W."""
+    weight = rules.weight_of(problem)
+    if scales_sums(spec, weight, config):
+        return 2
+    # Of layers of experts nothing was timed.
+    return int(problem.groups is None and _scales_sums_alone(spec, weight, config))
+
+
 def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
     """Whether the scales and zero points of groups are applied to the sums of a warp's tile instead
-    of W, for which they would take fp32, as zero points that are no integers do: of fields of up to
-    4 bits, if the tile is within a group along K.
+    of W, for which they would take fp32, as zero points that are no integers do.
 
     (An infinite x gives NaN; a code equal to its zero point adds what fp32 rounds, not 0.)"""
+    ops = _ops_of_a_group(spec, weight, config)
+    if [op.kind for op in ops] != ["sub", "mul"]:
+        return False
+    zero, scale = (op.operand for op in ops)
+    is_field = isinstance(zero, Field) and isinstance(scale, Field)
+    return is_field and _is_float(weight, zero)
+
+
+def _scales_sums_alone(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
+    """The same of scales, if zero points are integers: up to 8 rows, with more it is slower."""
+    ops = _ops_of_a_group(spec, weight, config)
+    if [op.kind for op in ops] not in (["mul"], ["sub", "mul"]) or config.block_m > ROWS[0]:
+        return False
+    *zeros, scale = (op.operand for op in ops)
+    return isinstance(scale, Field) and not any(_is_float(weight, zero) for zero in zeros)
+
+
+def _is_float(weight: Weight, operand: object) -> bool:
+    """Whether it is a field of floats."""
+    if not isinstance(operand, Field) or operand.width:
+        return False
+    return weight.tensors[operand.source].dtype.is_floating_point
+
+
+def _ops_of_a_group(
+    spec: QuantGemmSpec, weight: Weight, config: GemmConfig
+) -> tuple[DequantOp, ...]:
+    """The ops of the loop, if fields have up to 4 bits and a warp's tile is within a group along K
+    and leaves room for its sums; else none."""
     view = words_in_order(weight)[0]
     format, slice_k = view.weight.format, config.block_k // config.num_warps
     code = format.code
     is_small = 0 < code.width <= MAX_WIDTH and not view.parts and is_in_place(code, 8)
     if not is_small or format.element != code or config.block_m > DECODE_M:
-        return False
+        return ()
     most = MAX_VALUES if config.block_m == ROWS[0] else MAX_VALUES_ZEROS
     has_room = (
         config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
         and config.block_n * slice_k <= most * WARP_SIZE
     )
     if slice_k < LEAST_K or not has_room:
-        return False
+        return ()
     ops, _ = rules.dequant_ops_of(spec, view.weight)
     fields = [op.operand for op in ops if isinstance(op.operand, Field)]
-    if [op.kind for op in ops] != ["sub", "mul"] or len(fields) < len(ops):
-        return False
     if any(each.high or is_listed(format, each) for each in fields):
-        return False
+        return ()
     groups = [format.block(field)[0] for field in fields]
-    if any(group > 0 and group % slice_k for group in groups):
-        return False
-    zero = fields[0]
-    return not zero.width and view.weight.tensors[zero.source].dtype.is_floating_point
+    return () if any(group > 0 and group % slice_k for group in groups) else tuple(ops)
+
+
+def _is_too_wide(problem: Problem, config: GemmConfig) -> bool:
+    is_wide = (config.block_n, config.block_k // config.num_warps) == TILE_WIDE
+    return is_wide and problem.k < LEAST_ITERATIONS_WIDE * config.block_k * config.split_k
+
+
+def _has_groups_of_columns(weight: Weight) -> bool:
+    """Whether each column has a scale or a zero point for each group along K, or several."""
+    operands = [op.operand for op in weight.format.dequant_ops if isinstance(op.operand, Field)]
+    blocks = [weight.format.block(field) for field in operands]
+    return any(k > 0 and n == 1 for k, n in blocks)
 
 
 def multiplies_halves(weight: Weight, config: GemmConfig) -> bool:

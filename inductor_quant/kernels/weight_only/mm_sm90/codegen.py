@@ -28,7 +28,7 @@ from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
 from inductor_quant.kernels.codegen.statements import Value
-from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE, PLACES
+from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.digit_tiles import relayed, varying
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
@@ -156,7 +156,7 @@ class MMSm90Codegen(DigitCodegen):
 
     @property
     def divisor(self) -> int:
-        return PLACES[self.x_dtype].divisor if not self.loop_ops and self.x_dtype in PLACES else 1
+        return self.divisor_of_sums
 
     @property
     def has_small_groups(self) -> bool:

@@ -185,27 +185,41 @@ def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "group", "config", "is_scaling"),
+    ("name", "m", "group", "config", "ops"),
     [
-        ("hqq", 8, 64, "8x32x512_w8_s1_g8", True),
-        ("hqq", 8, 64, "8x32x1024_w8_s1_g8", False),  # a tile has two groups
-        ("hqq", 16, 64, "16x32x512_w8_s1_g8", True),
-        ("hqq", 16, 64, "16x64x512_w8_s1_g8", False),  # too many sums
-        ("hqq", 16, 128, "16x32x1024_w8_s1_g8", False),  # and values
-        ("hqq", 32, 64, "32x32x512_w8_s1_g8", False),
-        ("nibble_pairs", 8, 128, "8x32x512_w8_s1_g8", False),  # in 16 bits
-        ("int8_group", 8, 128, "8x32x512_w8_s1_g8", False),
-        ("nf4", 8, 128, "8x32x512_w8_s1_g8", False),
-        ("act_order", 8, 128, "8x32x512_w8_s1_g8", False),
+        ("hqq", 8, 64, "8x32x512_w8_s1_g8", ("sub", "mul")),
+        ("hqq", 8, 64, "8x32x1024_w8_s1_g8", ()),  # a tile has two groups
+        ("hqq", 16, 64, "16x32x512_w8_s1_g8", ("sub", "mul")),
+        ("hqq", 16, 64, "16x64x512_w8_s1_g8", ()),  # too many sums
+        ("hqq", 16, 128, "16x32x1024_w8_s1_g8", ()),  # and values
+        ("hqq", 32, 64, "32x32x512_w8_s1_g8", ()),
+        ("nibble_pairs", 8, 128, "8x32x512_w8_s1_g8", ("mul",)),  # in 16 bits
+        ("nibble_pairs", 8, 128, "8x32x2048_w8_s1_g8", ()),
+        ("nibble_pairs", 16, 128, "16x32x512_w8_s1_g8", ()),
+        ("gptq", 8, 128, "8x32x1024_w8_s1_g8", ("mul",)),  # zero points are integers
+        ("int8_group", 8, 128, "8x32x512_w8_s1_g8", ()),
+        ("nf4", 8, 128, "8x32x512_w8_s1_g8", ()),
+        ("act_order", 8, 128, "8x32x512_w8_s1_g8", ()),
     ],
 )
-def test_scales_are_applied_to_sums_where_w_would_take_fp32(
-    name, m, group, config, is_scaling, monkeypatch
-):
+def test_what_is_applied_to_sums(name, m, group, config, ops, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
     spec, problem = aligned(Case(name, m, 4096, 4096, bf16))
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config(config))
-    assert bool(codegen.sum_ops) == is_scaling
+    assert tuple(op.kind for op in codegen.sum_ops) == ops
+
+
+@pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel"])
+def test_only_single_layers_of_few_rows_read_words_once(name):
+    """The others leave them in the L2 cache, for the CTAs of other rows."""
+    case = Case(name, 8, 4096, 4096, bf16)
+    for m, is_last in ((8, True), (32, False)):
+        config = WEIGHT_ONLY_DIRECT.configs(*aligned(dataclasses.replace(case, m=m)), device(90))[0]
+        generated = generate_case(
+            dataclasses.replace(case, m=m), f"{WEIGHT_ONLY_DIRECT.name} {config}"
+        )
+        [source] = [each for each in generated.kernels.values() if "partials" in each]
+        assert ("evict_first" in source) == is_last
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
@@ -224,7 +238,8 @@ def test_tiles_are_chosen_for_what_is_generated(name, m, group, scales, monkeypa
     if not configs:
         pytest.skip("no tile suits the format")
     found = WEIGHT_ONLY_DIRECT.codegen(spec, problem, configs[0])
-    assert bool(found.sum_ops) == scales_sums(spec, problem.weight, configs[0]) == (name == "hqq")
+    has_zero = len(found.sum_ops) > 1
+    assert has_zero == scales_sums(spec, problem.weight, configs[0]) == (name == "hqq")
 
 
 @pytest.mark.parametrize("m", [1, 8, 16])
