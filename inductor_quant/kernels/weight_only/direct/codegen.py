@@ -64,8 +64,8 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
-    ``k_order``: that of W's K, if it is not that of x. ``reads_once``: no other CTA reads the same
-    words."""
+    ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M
+    are not loaded. ``reads_once``: no other CTA reads the same lines of words."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
@@ -81,9 +81,11 @@ class DirectCodegen(DigitCodegen):
         in_halves: bool = False,
         k_order: Order | None = None,
         is_gated: bool = False,
+        masks_rows: bool = False,
         reads_once: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        self.masks_rows = masks_rows
         self.word_policy = ', eviction_policy="evict_first"' if reads_once else ""
         self.k_order = k_order
         self.parts = 1 + in_halves
@@ -159,15 +161,13 @@ class DirectCodegen(DigitCodegen):
 
     def x_rows(self, first: str, last: str) -> str:
         """Statements that leave in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
-        ``last`` repeat it, and are not loaded in a CTA's only tile (``has_x``), as a row that lanes
-        share takes as long as one of each; the store masks them."""
-        return "\n".join(
-            [
-                f"x_rows = {first} + {positions(self.x_layout, 3, 1, self.block_m)}",
-                f"has_x = x_rows <= {last}",
-                f"x_rows = gl.minimum(x_rows, {last})",
-            ]
-        )
+        ``last``, which the store masks, repeat it, and those not in ``has_x`` are not loaded: a row
+        that lanes share takes as long as one of each."""
+        rows = positions(self.x_layout, 3, 1, self.block_m)
+        lines = [f"x_rows = {first} + {rows}", f"x_rows = gl.minimum(x_rows, {last})"]
+        if self.masks_rows:
+            lines.insert(1, f"has_x = x_rows <= {last}")
+        return "\n".join(lines)
 
     def x_offsets(self, stride_m: str) -> str:
         """Statements that leave in ``x_at`` the addresses of x at k = 0, of ``x_rows``."""
@@ -190,7 +190,7 @@ class DirectCodegen(DigitCodegen):
     def load_x(self, k_iter: str) -> str:
         """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
-        masks = [] if self.has_row_tiles else ["has_x"]
+        masks = ["has_x"] if self.masks_rows else []
         masks += [] if self.is_even else [f"({at} < slices)"]
         how = f", mask={' & '.join(masks)}, other={self.zero}" if masks else ""
         number, step = f"first_slice + {at}", self.x_k // self.x_packs

@@ -117,6 +117,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
+        has_few_rows = _has_few_rows(problem, config)
 
         def of(tile: WeightTile) -> DirectCodegen:
             return DirectCodegen(
@@ -124,10 +125,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 in_halves=in_halves,
                 k_order=k_order,
                 is_gated=problem.is_gated,
-                # CTAs share lines of words of columns
-                reads_once=problem.groups is None
-                and config.block_m <= DECODE_M
-                and not are_words_of_columns(weight),
+                masks_rows=has_few_rows,
+                reads_once=has_few_rows and not are_words_of_columns(weight),
             )
 
         if not in_halves and (count := _count_sum_ops(spec, problem, config)):
@@ -254,8 +253,13 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
     weight = rules.weight_of(problem)
     if scales_sums(spec, weight, config):
         return 2
-    # Of layers of experts nothing was timed.
-    return int(problem.groups is None and _scales_sums_alone(spec, weight, config))
+    return int(_has_few_rows(problem, config) and _scales_sums_alone(spec, weight, config))
+
+
+def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
+    """Of a layer, or of one token's experts: of more tokens' nothing was timed."""
+    is_sorted = problem.groups is not None and problem.groups.is_sorted
+    return config.block_m <= DECODE_M and not is_sorted
 
 
 def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
