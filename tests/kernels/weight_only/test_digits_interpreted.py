@@ -131,6 +131,26 @@ def test_results_are_close_to_fp64(kernel, case, config):
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
 
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case("nibble_pairs", 3, 96, 320, bias=True), "8x32x128_w2_s1_g8"),
+        (Case("gptq", 8, 64, 256, f16), "8x32x64_w1_s1_g8_k2"),  # packed zero points
+        (Case("gptq", 5, 40, 128), "8x16x128_w2_s1_g8"),  # scales of another dtype
+        (Case("awq", 1, 64, 128, f16, column_scale="channel"), "8x64x64_w1_s1_g8"),
+        (Case("nibble_pairs", 2, 24, 192, f16), "8x16x128_w2_s1_g8"),
+    ],
+    ids=str,
+)
+def test_sums_of_scaled_tiles_are_close_to_fp64(case, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("acc + tile_sums" in source for source in generated.kernels.values())
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
 @pytest.mark.parametrize(("dtype", "group"), [(bf16, 64), (f16, 64), (bf16, 32)])
 def test_tiles_in_halves_are_close_to_fp64(dtype, group, monkeypatch):
     """7 slices of K for 2 warps of 2 CTAs: some have fewer. In groups of 32 each half has scales of

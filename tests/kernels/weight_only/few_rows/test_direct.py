@@ -210,16 +210,16 @@ def test_what_is_applied_to_sums(name, m, group, config, ops, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel"])
-def test_only_single_layers_of_few_rows_read_words_once(name):
-    """The others leave them in the L2 cache, for the CTAs of other rows."""
-    case = Case(name, 8, 4096, 4096, bf16)
-    for m, is_last in ((8, True), (32, False)):
+def test_only_with_few_rows_words_are_read_once(name):
+    """And rows beyond M are not loaded; else words stay in the L2 cache, for other rows' CTAs."""
+    case = Case(name, 5, 4096, 4096, bf16)
+    for m, has_few in ((5, True), (32, False)):
         config = WEIGHT_ONLY_DIRECT.configs(*aligned(dataclasses.replace(case, m=m)), device(90))[0]
         generated = generate_case(
             dataclasses.replace(case, m=m), f"{WEIGHT_ONLY_DIRECT.name} {config}"
         )
         [source] = [each for each in generated.kernels.values() if "partials" in each]
-        assert ("evict_first" in source) == is_last
+        assert ("evict_first" in source) == ("mask=has_x" in source) == has_few
 
 
 @pytest.mark.parametrize("name", formats.FORMATS)
