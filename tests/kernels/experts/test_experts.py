@@ -204,6 +204,17 @@ def test_rows_in_any_order_are_a_tile_each():
     assert first("nibble_pairs", 64 * E, is_sorted=False)[0] is EXPERTS_DIRECT
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_sorted", "has_few"), [(8, False, True), (64, False, False), (8, True, False)]
+)
+def test_few_rows_in_any_order_are_those_of_one_token(rows, is_sorted, has_few):
+    """Experts that several rows choose stay in the L2 cache."""
+    spec, problem = described("nibble_pairs", rows, is_sorted=is_sorted)
+    config, *_ = EXPERTS_DIRECT.configs(spec, problem, device(90))
+    codegen = EXPERTS_DIRECT.codegen(spec, problem, config)
+    assert codegen.masks_rows == bool(codegen.word_policy) == bool(codegen.sum_ops) == has_few
+
+
 def test_no_more_than_a_share_of_k_is_wasted():
     _, config = first("nibble_pairs", 8, k=768)
     assert 768 % config.block_k == 0

@@ -47,6 +47,7 @@ from inductor_quant.kernels.weight_only.direct.codegen import (
 )
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
+from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import DequantOp, Field
@@ -73,8 +74,8 @@ TILES = (
     ((64, 32), (32, 64), (32, 32)),
 )
 TILE_SCALED = (64, 64)  # too, if zero points are applied to sums
-# Too, above 4 bits, up to 8 rows, unless columns have scales of groups; K iterations, with two it
-# was slower.
+# Too, above 4 bits, up to 8 rows on sm_90, unless columns have scales of groups; K iterations, with
+# two it was slower.
 TILE_WIDE, LEAST_ITERATIONS_WIDE = (32, 128), 3
 # Of words along N; with 16 rows: with more columns it spills; with more warps, a single CTA an SM,
 # it takes 1.4 to 1.9 times as long.
@@ -161,7 +162,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         kind = 3 if has_lists(weight.format) else 2 if is_joined else 0 if is_narrow else 1
         tiles, most_warps = list(TILES[kind]), MAX_WARPS
         is_of_columns = are_words_of_columns(weight)
-        if kind == 1 and problem.m <= ROWS[0] and not _has_groups_of_columns(weight):
+        is_timed = device.arch in rules.WGMMA_ARCHS and problem.m <= ROWS[0]
+        if kind == 1 and is_timed and not _has_groups_of_columns(weight):
             tiles.append(TILE_WIDE)
         if is_of_columns:
             tiles = list(TILES_ALONG_N) if kind == 0 else tiles
@@ -257,9 +259,10 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
 
 
 def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
-    """Of a layer, or of one token's experts: of more tokens' nothing was timed."""
+    """Up to 16, of a layer or of experts in any order, such as those of one token: of sorted rows
+    nothing was timed."""
     is_sorted = problem.groups is not None and problem.groups.is_sorted
-    return config.block_m <= DECODE_M and not is_sorted
+    return max(problem.m, config.block_m) <= DECODE_M and not is_sorted
 
 
 def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
@@ -276,12 +279,18 @@ def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool
 
 
 def _scales_sums_alone(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
-    """The same of scales, if zero points are integers: up to 8 rows, with more it is slower."""
+    """The same of scales, if zero points are integers: up to 8 rows, with more it is slower.
+
+    (A sum of integers and x may be infinite where that of W is not, if x is near the largest float;
+    scales that may be, times the divisor of W, stay in the loop.)"""
     ops = _ops_of_a_group(spec, weight, config)
     if [op.kind for op in ops] not in (["mul"], ["sub", "mul"]) or config.block_m > ROWS[0]:
         return False
     *zeros, scale = (op.operand for op in ops)
-    return isinstance(scale, Field) and not any(_is_float(weight, zero) for zero in zeros)
+    if not isinstance(scale, Field) or scale.float8 in EXPONENTS:
+        return False
+    is_wide = weight.tensors[scale.source].dtype.itemsize > 2
+    return not is_wide and not any(_is_float(weight, zero) for zero in zeros)
 
 
 def _is_float(weight: Weight, operand: object) -> bool:

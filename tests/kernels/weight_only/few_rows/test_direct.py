@@ -209,6 +209,23 @@ def test_what_is_applied_to_sums(name, m, group, config, ops, monkeypatch):
     assert tuple(op.kind for op in codegen.sum_ops) == ops
 
 
+def test_scales_that_may_overflow_stay_in_the_loop(monkeypatch):
+    """fp32, times the divisor of W."""
+    monkeypatch.setattr(formats, "bf16", torch.float32)
+    spec, problem = aligned(Case("nibble_pairs", 8, 4096, 4096, bf16))
+    codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config("8x32x512_w8_s1_g8"))
+    assert not codegen.sum_ops
+
+
+@pytest.mark.parametrize(("m", "arch", "is_wide"), [(1, 90, True), (16, 90, False), (1, 80, False)])
+def test_wide_tiles_are_for_few_rows_of_bytes(m, arch, is_wide):
+    spec, problem = aligned(Case("int8_channel", m, 28672, 4096, bf16))
+    found = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(arch))
+    assert (
+        (32, 128) in [(each.block_n, each.block_k // each.num_warps) for each in found]
+    ) == is_wide
+
+
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel"])
 def test_only_with_few_rows_words_are_read_once(name):
     """And rows beyond M are not loaded; else words stay in the L2 cache, for other rows' CTAs."""
