@@ -120,6 +120,12 @@ def described(case: Case) -> tuple[QuantGemmSpec, Problem]:
     return spec, Problem(case.m, n, k, weight=Weight(packed.format, tensors))
 
 
+def aligned(case: Case) -> tuple[QuantGemmSpec, Problem]:
+    """``described``, with rows of x as the kernels for few rows take them."""
+    spec, problem = described(case)
+    return spec, dataclasses.replace(problem, has_aligned_rows=True)
+
+
 def rounded_weight(case: Case, weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """W [K, N] in fp64, rounded where the op says that it is: before the scales of columns."""
     format = case.packed.format

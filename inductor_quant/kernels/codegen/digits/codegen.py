@@ -117,14 +117,15 @@ class DigitCodegen(Codegen):
 
     @property
     def divisor(self) -> int:
-        """``dequantized`` may leave W divided by this; a subclass that overrides it scales sums."""
-        return 1
-
-    @property
-    def divisor_of_sums(self) -> int:
-        """``divisor`` where nothing but the sum over K is scaled: at no cost then."""
+        """What ``dequantized`` in 16 bits leaves W divided by, where W itself is not scaled: sums
+        are multiplied by it, with a scale of theirs or if they ``are_divided``."""
         is_scaled = any(op.kind != "sub" for op in self.loop_ops)
         return 1 if is_scaled or self.x_dtype not in PLACES else PLACES[self.x_dtype].divisor
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether the template's sums over K are to be multiplied by ``divisor``."""
+        return self.divisor > 1 and not self.sum_ops and self.is_in_16_bits()
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
         """Whether ``load`` of ``slot`` leaves the field to the template."""

@@ -64,8 +64,8 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
-    ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M
-    are not loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read the same."""
+    ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M are not
+    loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read the same."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
@@ -141,19 +141,13 @@ class DirectCodegen(DigitCodegen):
             self.x_layout = "X_LOADED"
 
     @property
-    def divisor(self) -> int:
-        return self.divisor_of_sums
-
-    @property
     def has_sums_of_x(self) -> bool:
         """Whether a zero point is applied to sums."""
         return len(self.sum_ops) > 1
 
     def summed(self, code: str) -> str:
         """``code``, the sums over K, times what W was divided by."""
-        if self.divisor > 1 and not self.sum_ops and self.is_in_16_bits():
-            return f"{code} * {float(self.divisor)}"
-        return code
+        return f"{code} * {float(self.divisor)}" if self.are_divided else code
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = self.dialect.inline_asm(hidden_zero(), ["hidden_zero"], [], torch.int32)
@@ -163,11 +157,9 @@ class DirectCodegen(DigitCodegen):
         """Statements that leave in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
         ``last``, which the store masks, repeat it, and those not in ``has_x`` are not loaded: a row
         that lanes share takes as long as one of each."""
-        rows = positions(self.x_layout, 3, 1, self.block_m)
-        lines = [f"x_rows = {first} + {rows}", f"x_rows = gl.minimum(x_rows, {last})"]
-        if self.masks_rows:
-            lines.insert(1, f"has_x = x_rows <= {last}")
-        return "\n".join(lines)
+        rows = f"{first} + {positions(self.x_layout, 3, 1, self.block_m)}"
+        has_x = [f"has_x = {rows} <= {last}"] if self.masks_rows else []
+        return "\n".join([*has_x, f"x_rows = gl.minimum({rows}, {last})"])
 
     def x_offsets(self, stride_m: str) -> str:
         """Statements that leave in ``x_at`` the addresses of x at k = 0, of ``x_rows``."""
@@ -188,7 +180,8 @@ class DirectCodegen(DigitCodegen):
         return count if self.x_packs == 1 else f"({count} // {self.x_packs})"
 
     def load_x(self, k_iter: str) -> str:
-        """x in an iteration; 0 beyond the CTA's slices of K, which cancels any W there."""
+        """x in an iteration; 0 in rows that are not loaded, and beyond the CTA's slices of K, which
+        cancels any W there."""
         at = f"({k_iter}) * {self.warps} + x_warps"
         masks = ["has_x"] if self.masks_rows else []
         masks += [] if self.is_even else [f"({at} < slices)"]

@@ -155,10 +155,6 @@ class MMSm90Codegen(DigitCodegen):
             self.parts = self.block_k // self.part_k
 
     @property
-    def divisor(self) -> int:
-        return self.divisor_of_sums
-
-    @property
     def has_small_groups(self) -> bool:
         """Whether a K iteration has scales or zero points of several groups."""
         operands = [op.operand for op in self.loop_ops if isinstance(op.operand, Field)]
@@ -413,7 +409,7 @@ class MMSm90Codegen(DigitCodegen):
         """Statements that wait for the last product. ptxas was seen to round sums before the wait,
         not to compute with them."""
         code = "acc = warpgroup_mma_wait(0, deps=(acc,))"
-        if self.divisor > 1 and self.is_in_16_bits():
+        if self.are_divided:
             return f"{code} * {self.divisor}"
         return f"{code} + {self.unknown_zero}" if self.acc_type == "gl.float32" else code
 

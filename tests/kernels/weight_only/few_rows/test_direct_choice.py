@@ -14,23 +14,15 @@ from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
-from tests.support.gemms import formats
 from tests.support.gemms.generated import device
-from tests.support.gemms.weight_only import Case, described
+from tests.support.gemms.weight_only import Case, aligned
 
-pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+pytestmark = [
+    pytest.mark.usefixtures("large_groups"),
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
 
 bf16, f16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def large_groups(monkeypatch):
-    monkeypatch.setattr(formats, "GROUP", 128)
-
-
-def aligned(case):
-    spec, problem = described(case)
-    return spec, dataclasses.replace(problem, has_aligned_rows=True)
 
 
 def chosen(case, arch=90):
@@ -73,7 +65,7 @@ def test_it_takes_what_no_kernel_for_one_format_takes(name, is_taken):
         (4096, 4096, False),
     ],
 )
-def test_gptq_words_that_leave_sms_or_warps_idle_are_taken(n, k, is_taken, large_groups):
+def test_gptq_words_that_leave_sms_or_warps_idle_are_taken(n, k, is_taken):
     for m in (1, 16):
         assert (chosen(Case("gptq", m, n, k, f16)) is WEIGHT_ONLY_DIRECT) == is_taken
 
