@@ -62,11 +62,15 @@ def literals_in_loops(code: Code) -> list[str]:
     return _in_loops(code, re.compile(r"\bMOV\S* R\d+,( RZ, RZ,)? 0x[0-9a-f]{6,8}$"))
 
 
-def loop(code: Code) -> list[str]:
-    """The shortest loop around all products."""
-    loops = _loops(code, "GMMA")
-    most = max(products(code[first : last + 1]) for first, last in loops)
-    around = [each for each in loops if products(code[each[0] : each[1] + 1]) == most]
+def loop(code: Code, product: str = "GMMA") -> list[str]:
+    """The shortest loop around as many products as any."""
+    loops = _loops(code, product)
+
+    def count(each: tuple[int, int]) -> int:
+        return sum(product in text for _, text in code[each[0] : each[1] + 1])
+
+    most = max(map(count, loops))
+    around = [each for each in loops if count(each) == most]
     first, last = min(around, key=lambda each: each[1] - each[0])
     return [instruction for _, instruction in code[first : last + 1]]
 

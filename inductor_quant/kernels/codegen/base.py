@@ -25,6 +25,7 @@ class WeightTile:
     loop_ops    applied in the loop, to W or to the partial sums of a block of K
     column_ops  applied to the sum over K
     sum_ops     applied to the sums of each tile, after ``loop_ops``
+    x_ops       of W alone, without ``loop_ops``; x is scaled instead
     """
 
     weight: Weight
@@ -33,6 +34,7 @@ class WeightTile:
     loop_ops: tuple[DequantOp, ...]
     column_ops: tuple[DequantOp, ...] = ()
     sum_ops: tuple[DequantOp, ...] = ()
+    x_ops: tuple[DequantOp, ...] = ()
 
 
 class Codegen:
@@ -50,7 +52,7 @@ class Codegen:
         self.shapes = tuple(tensor.shape for tensor in tile.weight.tensors)
         self.x_dtype = tile.x_dtype
         self.loop_ops, self.column_ops = tile.loop_ops, tile.column_ops
-        self.sum_ops = tile.sum_ops
+        self.sum_ops, self.x_ops = tile.sum_ops, tile.x_ops
         self.block_m, self.block_n = tile.config.block_m, tile.config.block_n
         self.block_k, self.warps = tile.config.block_k, tile.config.num_warps
         self.k, self.n = self.format.shape

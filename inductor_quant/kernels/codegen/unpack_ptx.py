@@ -66,6 +66,12 @@ def hidden_zero() -> Assembly:
     return assembly(lines, "a", 0, bits=32, pack=1)
 
 
+def product(dtype: torch.dtype) -> Assembly:
+    """Of two values of ``dtype``, two at a time."""
+    lines = ["mov.b32 none, 0x80008000;", f"fma.rn.{FMA_TYPES[dtype]} $0, $1, $2, none;"]
+    return assembly(lines, "none", 2, pack=2)
+
+
 def unpack(layout: PackedLayout | ByteLayout, base: Base) -> Assembly:
     """``base + field`` for each field, in the order of ``layout.offsets``; for a signed field
     ``base + field + 2**(width - 1)``."""

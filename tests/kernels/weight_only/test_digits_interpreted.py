@@ -88,6 +88,15 @@ def generated_by(kernel, fn, make, config):
         (MM, Case("nvfp4", 40, 64, 128), "64x64x64_w4_s4_g8"),
         # 5 slices of K for 2 warps of 2 CTAs: some have none
         (DIRECT, Case("gptq", 3, 64, 320, f16), "8x32x128_w2_s1_g8_k2"),
+        # a turn of two iterations, and one and two behind it
+        (DIRECT, Case("nibble_pairs", 3, 64, 384), "8x32x128_w1_s1_g8"),
+        (DIRECT, Case("nibble_pairs", 5, 64, 960, bias=True), "8x32x128_w2_s1_g8_k2"),
+        # sums are scaled
+        (DIRECT, Case("fp8_block", 3, 256, 640), "8x32x128_w2_s1_g8"),
+        # tables of pairs; of the third in fp32
+        (DIRECT, Case("nf4", 5, 64, 1536, bias=True), "8x16x1024_w8_s1_g8"),
+        (DIRECT, Case("nvfp4", 8, 64, 1088), "8x32x512_w8_s1_g8"),
+        (DIRECT, Case("mxfp4", 3, 64, 1024, f16), "8x32x512_w8_s1_g8_k2"),
         (DIRECT, Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),
         (DIRECT, Case("uint2", 2, 128, 128), "8x128x64_w4_s1_g8"),
         (DIRECT, Case("hqq", 33, 64, 256, bias=True), "64x16x128_w2_s1_g8"),
@@ -129,6 +138,23 @@ def test_results_are_close_to_fp64(kernel, case, config):
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case("groups_of_n", 5, 256, 320, bias=True), "8x16x64_w4_s1_g8"),
+        (Case("groups_of_n", 13, 256, 640), "16x32x128_w2_s1_g8_k2"),
+        (Case("groups_of_n", 8, 96, 192), "8x32x64_w1_s1_g8"),
+    ],
+    ids=str,
+)
+def test_where_x_is_scaled_it_is_rounded_instead_of_w(case, config):
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
+    assert any("x_sums" in source for source in generated.kernels.values())
+    assert_close(simulate.interpret(generated, inputs), exact(case, inputs))
 
 
 @pytest.mark.parametrize(

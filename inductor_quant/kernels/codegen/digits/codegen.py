@@ -72,7 +72,7 @@ class DigitCodegen(Codegen):
         self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
         self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
         self.table = self.format.element if self.format.element != self.format.code else None
-        operands = [op.operand for op in (*self.loop_ops, *self.sum_ops)]
+        operands = [op.operand for op in (*self.loop_ops, *self.sum_ops, *self.x_ops)]
         self.words = parts = view.parts or (self.format.code,)
         fields = [each for each in operands if isinstance(each, Field)]
         self.runs = {field: run for field in fields if (run := run_of(self.format, field))}
@@ -120,6 +120,7 @@ class DigitCodegen(Codegen):
         """What ``dequantized`` in 16 bits leaves W divided by, where W itself is not scaled: sums
         are multiplied by it, with a scale of theirs or if they ``are_divided``."""
         is_scaled = any(op.kind != "sub" for op in self.loop_ops)
+        is_scaled = is_scaled or bool(self.format.element.float8)
         return 1 if is_scaled or self.x_dtype not in PLACES else PLACES[self.x_dtype].divisor
 
     @property

@@ -37,7 +37,7 @@ class W4A8DirectCodegen(QuadCodegen, DirectCodegen):
 
     def sums(self) -> str:
         zero = "0.0" if self.has_groups else "0"
-        return f"gl.full({self.sums_shape}, {zero}, {self.acc_type}, MMA)"
+        return f"acc = gl.full({self.sums_shape}, {zero}, {self.acc_type}, MMA)"
 
     def multiplied(self, stride: Hook, size: Hook) -> str:
         out, code = self.unpacked(stride, size)

@@ -21,10 +21,10 @@ from inductor_quant.kernels.weight_only.digit_tiles import are_words_of_columns,
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
-    ROWS,
     cheapest_of_each,
     tile_misfit,
 )
+from inductor_quant.kernels.weight_only.direct.operands import ROWS
 from inductor_quant.kernels.weight_only.rules import (
     WGMMA_ARCHS,
     bad_blocks,

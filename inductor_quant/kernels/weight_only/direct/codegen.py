@@ -11,6 +11,7 @@ of a group, or its zero point too, is applied to the sums of the slice (``sum_op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,8 +24,9 @@ from inductor_quant.kernels.codegen.digits.statements import Uses
 from inductor_quant.kernels.codegen.digits.tile import WARP, TileDigit, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions, summed_outputs
-from inductor_quant.kernels.codegen.unpack_ptx import hidden_zero
+from inductor_quant.kernels.codegen.unpack_ptx import assembly, hidden_zero
 from inductor_quant.kernels.problem import DECODE_M
+from inductor_quant.kernels.weight_only.direct.scaled_x import ScaledX
 from inductor_quant.spec.weight_format import Field
 
 # Of the MMA's sums: 8 rows of lanes, 2 of a thread; four pairs of columns.
@@ -36,6 +38,7 @@ MMA_ROWS = 16
 # Per SM at once: with more, a thread lacks registers for what it loads ahead, and for masks of N.
 MAX_WARPS, MAX_WARPS_MASKED = 16, 14
 REGISTERS = 65536
+WARP_SIZE, VECTOR_WORDS = 32, 4
 VECTOR = 8  # elements of x that a thread should load at once
 
 
@@ -65,7 +68,8 @@ class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
     ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M are not
-    loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read the same."""
+    loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read the same.
+    ``looks_up_pairs``: a table is in shared memory."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"
@@ -83,17 +87,23 @@ class DirectCodegen(DigitCodegen):
         is_gated: bool = False,
         masks_rows: bool = False,
         reads_once: bool = False,
+        looks_up_pairs: bool = False,
     ) -> None:
+        self.looks_up_pairs = looks_up_pairs
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
+        if self.pair_places:
+            self.places = ()  # in registers
         self.masks_rows = masks_rows
         self.word_policy = ', eviction_policy="evict_first"' if reads_once else ""
         self.k_order = k_order
+        self.scaled_x = ScaledX(self) if self.x_ops else None
         self.parts = 1 + in_halves
         self.x_k = self.tile_k * self.parts
         ks: tuple[Dim, ...] = tuple((f"k{bit}", 2) for bit in range(len(plan.depth)))
         self.slices = self.k // self.x_k
         self.split_k = tile.config.split_k
         self.is_even = self.slices % (self.warps * self.split_k) == 0
+        self.iterations = math.ceil(math.ceil(self.slices / self.split_k) / self.warps)
         self.k_dims = ks[::-1]
         self.mma_k_dims = tuple(ks[bit] for bit in plan.depth)[::-1]
         w: Dim = ("w", self.warps)
@@ -143,7 +153,7 @@ class DirectCodegen(DigitCodegen):
     @property
     def has_sums_of_x(self) -> bool:
         """Whether a zero point is applied to sums."""
-        return len(self.sum_ops) > 1
+        return len(self.sum_ops) > 1 or len(self.x_ops) > 1
 
     def summed(self, code: str) -> str:
         """``code``, the sums over K, times what W was divided by."""
@@ -151,7 +161,8 @@ class DirectCodegen(DigitCodegen):
 
     def start(self, stride: Hook, size: Hook) -> str:
         zero = self.dialect.inline_asm(hidden_zero(), ["hidden_zero"], [], torch.int32)
-        return "\n".join([*zero, super().start(stride, size)])
+        of_x = self.scaled_x.start(stride, size) if self.scaled_x else []
+        return "\n".join([*zero, super().start(stride, size), *of_x])
 
     def x_rows(self, first: str, last: str) -> str:
         """Statements that leave in ``x_rows`` the rows of x, from ``first`` on. Rows beyond
@@ -199,7 +210,8 @@ class DirectCodegen(DigitCodegen):
         if not self.is_even:
             tile = f"gl.minimum({tile}, {self.slices - 1})"
         tile = tile if self.parts == 1 else f"({tile}) * 2"
-        return f"tile = {tile}\n{self.load('tile', stride, size)}"
+        of_x = self.scaled_x.load(k_iter) if self.scaled_x else []
+        return "\n".join([f"tile = {tile}", self.load("tile", stride, size), *of_x])
 
     def load_second_half(self, stride: Hook, size: Hook) -> str:
         """Statements that load the words of the second half, after those of the first one. In the
@@ -207,7 +219,10 @@ class DirectCodegen(DigitCodegen):
         return self.load("tile", stride, size, 1, beyond=half_digit(self.k_digits))
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
-        """Whether the field's value in the second half is that of the first one."""
+        """Whether the field's value in the second half is that of the first one; or x is scaled
+        with it."""
+        if any(field == op.operand for op in self.x_ops):
+            return True
         if slot == 0 or field == self.format.code:
             return False
         group = self.format.block(field)[0]
@@ -241,11 +256,10 @@ class DirectCodegen(DigitCodegen):
         return REGISTERS // (32 * max(self.warps, warps))
 
     @property
-    def hides_iterations(self) -> bool:
-        """Whether the compiler shall not know how many iterations there are: LLVM would load what
+    def hides_turns(self) -> bool:
+        """Whether the compiler shall not know how many turns there are: LLVM would load what
         is the same in each before the loop, all of W if there are two, and it would spill."""
-        has_loop = -(-self.slices // self.split_k) > self.warps
-        return HOISTS_MORE and has_loop and not self.has_row_tiles
+        return HOISTS_MORE and not self.has_row_tiles
 
     @property
     def has_row_tiles(self) -> bool:
@@ -267,15 +281,53 @@ class DirectCodegen(DigitCodegen):
             for i, field in enumerate(self.loaded)
             if not self.is_fetched(field, part)
         ]
-        return "\n".join([*places, *fields])
+        of_x = self.scaled_x.keep() if self.scaled_x else []
+        return "\n".join([*places, *fields, *of_x])
+
+    @property
+    def in_turn(self) -> int:
+        """Iterations of a turn: of two, what one loads for the next stays in its registers."""
+        return 1 if self.has_row_tiles or self.parts > 1 else 2
+
+    @property
+    def turns(self) -> int:
+        """Of the loop, behind which are the last iterations: of many rows none, as two iterations
+        beside each other would spill."""
+        return self.iterations if self.has_row_tiles else (self.iterations - 1) // self.in_turn
+
+    def needed(self) -> str:
+        """Statements that need the words that were loaded, one of each load: ptxas would load what
+        only the next turn needs at the end of this one."""
+        code = self.format.code
+        if self.view.parts or not code.width or self.in_turn == 1:
+            return ""
+        count = self.block_n * self.tile_k * code.width // 32 // WARP_SIZE
+        pack = max(1, min(VECTOR_WORDS, count))
+        lines = [f"xor.b32 $0, ${pack}, ${2 * pack};"]
+        lines += [f"mov.b32 ${i}, ${pack + i};" for i in range(1, pack)]
+        asm = assembly(lines, "none", 2 * pack, bits=32, pack=pack)
+        name = kept(self.loaded.index(code))
+        return "\n".join(self.dialect.inline_asm(asm, [name], [name, "hidden_zero"], torch.int32))
 
     @property
     def sums_shape(self) -> str:
         return f"[{self.warps}, BLOCK_N, BLOCK_M]"
 
     def sums(self) -> str:
-        """The sums before the loop."""
-        return f"gl.full({self.sums_shape}, {self.zero}, {self.acc_type}, MMA)"
+        """Statements that set the sums before the loop."""
+        lines = [f"acc = gl.full({self.sums_shape}, {self.zero}, {self.acc_type}, MMA)"]
+        if len(self.x_ops) > 1:
+            lines.append(self._no_x_sums())
+        return "\n".join(lines)
+
+    def _no_x_sums(self) -> str:
+        return f"x_sums = gl.full({[self.warps, MMA_ROWS, self.block_m]}, 0.0, gl.float32, MMA)"
+
+    def end(self) -> str:
+        """Statements behind the loop."""
+        if len(self.x_ops) < 2:
+            return ""
+        return f"acc = acc - {self._of_mma_tiles('x_sums')} * {1 / self.divisor}"
 
     def multiplied(self, stride: Hook, size: Hook) -> str:
         """Statements that add to ``acc`` the product of what was loaded with ``x``, and load the
@@ -287,6 +339,8 @@ class DirectCodegen(DigitCodegen):
             shape = [self.warps, self.block_m, 2, self.tile_k]
             x = f"gl.permute(gl.reshape({x}, {shape}), [0, 1, 3, 2])"
             lines.append(f"{', '.join(names)} = gl.split({x})")
+        if self.scaled_x:
+            lines += self.scaled_x.scaled()
         target = "tile_sums" if self.sum_ops else "acc"
         if self.sum_ops:
             lines.append(f"{target} = gl.full({self.sums_shape}, 0.0, gl.float32, MMA)")
@@ -321,22 +375,31 @@ class DirectCodegen(DigitCodegen):
             return [*out.lines, added]
         [zero] = zeros
         zero = of_rows(out.assign("f", f"{zero} * {scale}"))
-        shape = [MMA_ROWS, self.block_m]
-        ones = f"gl.full([{self.warps}, {MMA_ROWS}, {self.tile_k}], 1.0, {self.x_type}, W_MMA)"
-        whole = (
-            f"gl.full({[self.warps, self.block_n // MMA_ROWS, *shape]}, 0.0, gl.float32, MMA_TILES)"
-        )
-        x_sums = f"gl.reshape(x_sums, {[self.warps, 1, *shape]})"
-        x_sums = f"gl.convert_layout({x_sums}, MMA_TILES, assert_trivial=True)"
-        x_sums = f"gl.reshape(gl.broadcast({x_sums}, {whole})[0], {self.sums_shape})"
+        ones = f"gl.full({self.mma_rows_shape}, 1.0, {self.x_type}, W_MMA)"
         return [
             *out.lines,
-            f"x_sums = gl.full({[self.warps, *shape]}, 0.0, gl.float32, MMA)",
+            self._no_x_sums(),
             f"x_sums = mma_v2({ones}, x, x_sums)",
-            f"x_sums = gl.convert_layout({x_sums}, MMA, assert_trivial=True)",
+            f"x_sums = gl.convert_layout({self._of_mma_tiles('x_sums')}, MMA, assert_trivial=True)",
             added,
             f"acc = acc - x_sums * {zero}",
         ]
+
+    @property
+    def mma_rows_shape(self) -> list[int]:
+        """Of a first operand that is the same for all columns."""
+        return [self.warps, MMA_ROWS, self.tile_k]
+
+    def _of_mma_tiles(self, sums: str) -> str:
+        """``sums`` of one tile of the MMA, for all of a warp's columns."""
+        shape = [MMA_ROWS, self.block_m]
+        whole = (
+            f"gl.full({[self.warps, self.block_n // MMA_ROWS, *shape]}, 0.0, gl.float32, MMA_TILES)"
+        )
+        sums = f"gl.reshape({sums}, {[self.warps, 1, *shape]})"
+        sums = f"gl.convert_layout({sums}, MMA_TILES, assert_trivial=True)"
+        sums = f"gl.reshape(gl.broadcast({sums}, {whole})[0], {self.sums_shape})"
+        return f"gl.convert_layout({sums}, MMA, assert_trivial=True)"
 
     def w_operand(self, code: str) -> str:
         """``code``, a tile of W, as the first operand."""

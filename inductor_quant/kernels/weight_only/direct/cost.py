@@ -27,9 +27,10 @@ class FewRows:
     wait, wait_value, wait_x
                      of an iteration, its wait; for each value of W and of x of a thread
     warp, sums       a warp, and each 1024 sums of it
-    wide, looked_up, computed
+    wide, looked_up, in_pairs, computed
                      times as many cycles for W: for values above 4 bits, from a table, from one
-                     whose entries are computed
+                     that is looked up in pairs, from one whose entries are computed
+    pairs            to write a table of pairs
     """
 
     launch: float
@@ -44,7 +45,9 @@ class FewRows:
     sums: float
     wide: float
     looked_up: float
+    in_pairs: float = 1.25
     computed: float = 1.5
+    pairs: float = 400.0
     x: float = 0.0
     wait_x: float = 0.0
 
@@ -94,9 +97,11 @@ def of_few_rows(
     *,
     scales_sums: bool = False,
     x_is_shared: bool = False,
+    looks_up_pairs: bool = False,
     costs: FewRows = LAYER,
 ) -> float:
-    """Of at most 16 rows; ``scales_sums``: instead of W; ``x_is_shared``: as below."""
+    """Of at most 16 rows; ``scales_sums``: instead of W; ``x_is_shared``: as below;
+    ``looks_up_pairs``: in a table in shared memory."""
     weight = rules.weight_of(problem)
     format = weight.format
     width = format.code.total_width or 8
@@ -108,7 +113,8 @@ def of_few_rows(
     x_values = config.block_m * slice_k * (FEW_X_SHARED if x_is_shared else 1)
     factor = costs.wide if width > 4 else 1.0
     if format.element != format.code:
-        factor *= costs.computed if _is_computed(weight) else costs.looked_up
+        looked_up = costs.in_pairs if looks_up_pairs else costs.looked_up
+        factor *= costs.computed if _is_computed(weight) else looked_up
     factor *= JOINED if format.code.high else 1.0
     factor *= _of_list(format, config) or 1.0
     factor *= SUMMED_COLUMNS / config.block_n + SUMMED_K / slice_k if scales_sums else 1.0
@@ -120,7 +126,7 @@ def of_few_rows(
     sums = costs.sums * warps * config.block_m * config.block_n / 1024
     partials = costs.partials * config.split_k * problem.m * problem.n / 1000
     total = costs.launch + math.hypot(loop, reading) + sums
-    total += costs.warp * config.num_warps * waves
+    total += waves * (costs.warp * config.num_warps + costs.pairs * looks_up_pairs)
     return total + (costs.split + partials if config.split_k > 1 else 0)
 
 

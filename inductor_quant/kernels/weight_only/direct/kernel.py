@@ -16,12 +16,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
-from inductor_quant.kernels.codegen.digits.narrow import is_in_place
-from inductor_quant.kernels.codegen.digits.tile import is_listed, tile_digits
+from inductor_quant.kernels.codegen.digits.tile import tile_digits
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
@@ -45,25 +42,28 @@ from inductor_quant.kernels.weight_only.direct.codegen import (
     half_digit,
     shares_x,
 )
+from inductor_quant.kernels.weight_only.direct.operands import (
+    FLOAT8,
+    MAX_VALUES,
+    MAX_VALUES_ZEROS,
+    ROWS,
+    WARP_SIZE,
+    looks_up_pairs,
+    scales_sums,
+    scales_sums_alone,
+    scales_x,
+)
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
-from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import DequantOp, Field
+from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Of W that a thread dequantizes at once; of several fields, or if the group of each k is listed:
+# Of W that a thread dequantizes at once, of several fields, or if the group of each k is listed:
 # half as many in tiles of 32 rows. More would spill.
-MAX_VALUES, MAX_APART = 128, 64
-# With many float zero points, up to 16 rows, or scaled sums of 16; a tile has many groups of less
-# than this.
-MAX_VALUES_ZEROS, SMALL_GROUP = 64, 64
-WARP_SIZE = 32
-# If scales are applied to the sums of a warp's tile: bits of a value; sums of a thread, with more
-# tiles were slower; k, with less columns are scaled too often.
-MAX_WIDTH, MAX_SUMS, LEAST_K = 4, 16, 64
+MAX_APART = 64
+SMALL_GROUP = 64  # a tile has many groups of less than this
 # (columns, k) of a warp's tile: up to 4 bits, above, of several fields, and of listed groups. The
 # first two have tiles of less than ``SLICE`` of K only where no others fit.
 SLICE = 64
@@ -74,6 +74,9 @@ TILES = (
     ((64, 32), (32, 64), (32, 32)),
 )
 TILE_SCALED = (64, 64)  # too, if zero points are applied to sums
+# If x is scaled; with 16 rows the first would spill. K is not split, as columns of a tile are far
+# apart in the partials.
+TILES_X = ((64, 64), (32, 64), (16, 64))
 # Too, above 4 bits, up to 8 rows on sm_90, unless columns have scales of groups; K iterations, with
 # two it was slower.
 TILE_WIDE, LEAST_ITERATIONS_WIDE = (32, 128), 3
@@ -85,7 +88,6 @@ MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 # rows, whose words are neighbours along n; in tiles of 32 rows.
 LEAST_WARPS_JOINED, LEAST_COLUMNS_JOINED, COLUMNS_JOINED = 4, 32, 16
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
-ROWS = (8, 16)  # of a tile
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
 MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # of x, if it takes the way of shared memory
@@ -128,12 +130,18 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 is_gated=problem.is_gated,
                 masks_rows=has_few_rows,
                 reads_once=has_few_rows and not are_words_of_columns(weight),
+                looks_up_pairs=looks_up_pairs(problem, config),
             )
 
+        if not in_halves and scales_x(spec, weight, config):
+            found = of(dataclasses.replace(tile, loop_ops=(), x_ops=tile.loop_ops))
+            if found.is_in_16_bits():
+                return found
         if not in_halves and (count := _count_sum_ops(spec, problem, config)):
             ops = tile.loop_ops
             found = of(dataclasses.replace(tile, loop_ops=ops[:-count], sum_ops=ops[-count:]))
-            if found.is_in_16_bits():  # unless what is added to codes is large
+            # unless what is added to codes is large
+            if found.format.element.float8 or found.is_in_16_bits():
                 return found
         return of(tile)
 
@@ -184,6 +192,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 *(problem, config, device),
                 scales_sums=is_scaling(config),
                 x_is_shared=plan is not None and shares_x(plan, block_m),
+                looks_up_pairs=looks_up_pairs(problem, config),
             )
 
         def cheapest(tiles: Iterable[tuple[int, int]]) -> list[GemmConfig]:
@@ -194,6 +203,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 lambda config: (
                     (not is_scaling(config) and has_many_zeros(weight, config))
                     or (kind == 1 and _is_too_wide(problem, config))
+                    or (config.split_k > 1 and scales_x(spec, weight, config))
                     or self.config_rejection(spec, problem, config, device) is not None
                 ),
                 most_warps,
@@ -206,6 +216,11 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
             if is_scaling(GemmConfig(block_m, *tile, 1, 1))
         ]
         is_any = kind > 1 or is_of_columns
+        scaling += [
+            tile
+            for tile in TILES_X[block_m // ROWS[-1] :]
+            if scales_x(spec, weight, GemmConfig(block_m, *tile, 1, 1))
+        ]
         long = tiles if is_any else [tile for tile in tiles if tile[1] >= SLICE]
         found = cheapest(scaling or long) or cheapest(tiles)
         # words along N take tiles of 64 columns, whatever the others cost
@@ -255,7 +270,7 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
     weight = rules.weight_of(problem)
     if scales_sums(spec, weight, config):
         return 2
-    return int(_has_few_rows(problem, config) and _scales_sums_alone(spec, weight, config))
+    return int(_has_few_rows(problem, config) and scales_sums_alone(spec, weight, config))
 
 
 def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
@@ -263,67 +278,6 @@ def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
     nothing was timed."""
     is_sorted = problem.groups is not None and problem.groups.is_sorted
     return max(problem.m, config.block_m) <= DECODE_M and not is_sorted
-
-
-def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
-    """Whether the scales and zero points of groups are applied to the sums of a warp's tile instead
-    of W, for which they would take fp32, as zero points that are no integers do.
-
-    (An infinite x gives NaN; a code equal to its zero point adds what fp32 rounds, not 0.)"""
-    ops = _ops_of_a_group(spec, weight, config)
-    if [op.kind for op in ops] != ["sub", "mul"]:
-        return False
-    zero, scale = (op.operand for op in ops)
-    is_field = isinstance(zero, Field) and isinstance(scale, Field)
-    return is_field and _is_float(weight, zero)
-
-
-def _scales_sums_alone(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
-    """The same of scales, if zero points are integers: up to 8 rows, with more it is slower.
-
-    (A sum of integers and x may be infinite where that of W is not, if x is near the largest float;
-    scales that may be, times the divisor of W, stay in the loop.)"""
-    ops = _ops_of_a_group(spec, weight, config)
-    if [op.kind for op in ops] not in (["mul"], ["sub", "mul"]) or config.block_m > ROWS[0]:
-        return False
-    *zeros, scale = (op.operand for op in ops)
-    if not isinstance(scale, Field) or scale.float8 in EXPONENTS:
-        return False
-    is_wide = weight.tensors[scale.source].dtype.itemsize > 2
-    return not is_wide and not any(_is_float(weight, zero) for zero in zeros)
-
-
-def _is_float(weight: Weight, operand: object) -> bool:
-    """Whether it is a field of floats."""
-    if not isinstance(operand, Field) or operand.width:
-        return False
-    return weight.tensors[operand.source].dtype.is_floating_point
-
-
-def _ops_of_a_group(
-    spec: QuantGemmSpec, weight: Weight, config: GemmConfig
-) -> tuple[DequantOp, ...]:
-    """The ops of the loop, if fields have up to 4 bits and a warp's tile is within a group along K
-    and leaves room for its sums; else none."""
-    view = words_in_order(weight)[0]
-    format, slice_k = view.weight.format, config.block_k // config.num_warps
-    code = format.code
-    is_small = 0 < code.width <= MAX_WIDTH and not view.parts and is_in_place(code, 8)
-    if not is_small or format.element != code or config.block_m > DECODE_M:
-        return ()
-    most = MAX_VALUES if config.block_m == ROWS[0] else MAX_VALUES_ZEROS
-    has_room = (
-        config.block_m * config.block_n <= MAX_SUMS * WARP_SIZE
-        and config.block_n * slice_k <= most * WARP_SIZE
-    )
-    if slice_k < LEAST_K or not has_room:
-        return ()
-    ops, _ = rules.dequant_ops_of(spec, view.weight)
-    fields = [op.operand for op in ops if isinstance(op.operand, Field)]
-    if any(each.high or is_listed(format, each) for each in fields):
-        return ()
-    groups = [format.block(field)[0] for field in fields]
-    return () if any(group > 0 and group % slice_k for group in groups) else tuple(ops)
 
 
 def _is_too_wide(problem: Problem, config: GemmConfig) -> bool:

@@ -12,7 +12,8 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.weight_only.digit_tiles import plan_of, words_in_order
-from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT, scales_sums
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from inductor_quant.kernels.weight_only.direct.operands import scales_sums
 from inductor_quant.spec.formulas import int4pack_mm
 from tests.support import in_flight
 from tests.support.gemms import formats
@@ -166,7 +167,7 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("n", "k", "most"), [(13824, 5120, 0), (14336, 4096, 24), (8192, 8192, 40)]
+    ("n", "k", "most"), [(13824, 5120, 0), (14336, 4096, 32), (8192, 8192, 40)]
 )
 def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
     """Of this layout, which is not HQQ's own (README.md)."""
@@ -364,10 +365,10 @@ def test_a_launch_asks_for_no_more_registers_than_there_are(n, m):
     ],
 )
 def test_halves_of_a_word_are_unpacked_without_moving_them(name, m, config, is_moved):
-    """64 pairs of W take a ``prmt`` each, or 16 pairs of x."""
+    """4 pairs of W for each product take a ``prmt`` each, or two pairs of x for two products."""
     code = in_flight.machine_code(compiled_for(Case(name, m, 4096, 4096, bf16), config).ptx)
-    moves = sum("PRMT" in text for _, text in code)
-    assert moves >= 64 if is_moved else moves < 48
+    moves, products = (sum(each in text for _, text in code) for each in ("PRMT", "HMMA"))
+    assert moves >= 2 * products if is_moved else moves < 3 * products
 
 
 def compiled_for(case, config):
