@@ -83,9 +83,11 @@ def is_slower_than_library(problem: Problem, config: GemmConfig, device: Device)
     """Whether W written once and a product of the library take less time, because K is not split
     here and there are few tiles."""
     tiles = math.ceil(problem.m / config.block_m) * math.ceil(problem.n / config.block_n)
-    if device.arch in rules.WGMMA_ARCHS and problem.m > DECODE_M and problem.m_is_bounded:
-        format = rules.weight_of(problem).format
-        factor = LOOKED_UP if format.element != format.code else 1
+    format = rules.weight_of(problem).format
+    is_looked_up = format.element != format.code
+    is_timed = problem.m > DECODE_M or is_looked_up
+    if device.arch in rules.WGMMA_ARCHS and is_timed and problem.m_is_bounded:
+        factor = LOOKED_UP if is_looked_up else 1
         if are_words_of_columns(rules.weight_of(problem)):
             factor *= OF_COLUMNS
         factor *= VARYING if varying(format) else 1
