@@ -31,6 +31,8 @@ class FewRows:
                      times as many cycles for W: for values above 4 bits, from a table, from one
                      that is looked up in pairs, from one whose entries are computed
     pairs            to write a table of pairs
+    long             times as many cycles with 16 rows, where LONG_WARPS and more have slices of
+                     LONG_SLICE of K: x takes their registers
     """
 
     launch: float
@@ -45,29 +47,35 @@ class FewRows:
     sums: float
     wide: float
     looked_up: float
-    in_pairs: float = 1.25
+    in_pairs: float = 1.0
     computed: float = 1.5
-    pairs: float = 400.0
+    pairs: float = 0.0
     x: float = 0.0
     wait_x: float = 0.0
+    long: float = 1.0
 
 
 LAYER = FewRows(
-    launch=2500,
+    launch=2460,
     split=2020,
     partials=1.64,
-    bytes_per_cycle=2590,
-    value=0.0123,
-    product=0.0526,
-    wait=322,
-    wait_value=2.92,
-    warp=41,
-    sums=108,
-    wide=1.16,
-    looked_up=2.0,
-    x=0.0114,
-    wait_x=4.17,
+    bytes_per_cycle=2410,
+    value=0.0091,
+    product=0.0503,
+    wait=269,
+    wait_value=2.93,
+    warp=64,
+    sums=120,
+    wide=1.25,
+    looked_up=2.7,
+    in_pairs=0.92,
+    computed=2.0,
+    pairs=710,
+    x=0.0064,
+    wait_x=5.31,
+    long=1.11,
 )
+LONG_SLICE, LONG_WARPS = 128, 8
 FEW_X_SHARED = 1.7  # times as many cycles for x if it takes the way of shared memory
 JOINED = 3.0  # and for W of several fields (whatever the rows)
 # If scales and zero points of groups are applied to sums: by columns and k of a warp's tile.
@@ -127,7 +135,9 @@ def of_few_rows(
     partials = costs.partials * config.split_k * problem.m * problem.n / 1000
     total = costs.launch + math.hypot(loop, reading) + sums
     total += waves * (costs.warp * config.num_warps + costs.pairs * looks_up_pairs)
-    return total + (costs.split + partials if config.split_k > 1 else 0)
+    total += costs.split + partials if config.split_k > 1 else 0
+    is_long = config.num_warps >= LONG_WARPS and slice_k >= LONG_SLICE
+    return total * (costs.long if is_long and config.block_m > 8 else 1.0)
 
 
 def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared: bool) -> float:

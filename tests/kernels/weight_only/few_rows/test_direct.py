@@ -393,8 +393,9 @@ def test_large_tiles_of_words_along_n_are_multiplied_in_halves(
 ):
     monkeypatch.setattr(formats, "GROUP", group)
     spec, problem = aligned(Case(name, m, 4096, 4096, f16))
-    config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
-    assert config.block_n * config.block_k // config.num_warps == 4096
+    tile = "64x512" if name == "awq" else "32x1024"
+    config = parse_config(f"{8 if m == 8 else 16}x{tile}_w8_s1_g8")
+    assert WEIGHT_ONLY_DIRECT.config_rejection(spec, problem, config, device(90)) is None
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, config)
     assert codegen.multiplied(lambda *_: "0", lambda *_: "0").count("mma_v2") == 1 + in_halves
 
