@@ -31,8 +31,8 @@ class FewRows:
                      times as many cycles for W: for values above 4 bits, from a table, from one
                      that is looked up in pairs, from one whose entries are computed
     pairs            to write a table of pairs
-    long             times as many cycles with 16 rows, where LONG_WARPS and more have slices of
-                     LONG_SLICE of K: x takes their registers
+    long             times as many cycles with 16 rows and 4 bits or more, where LONG_WARPS and more
+                     have several slices of LONG_SLICE of K: x and W take their registers
     """
 
     launch: float
@@ -137,7 +137,8 @@ def of_few_rows(
     total += waves * (costs.warp * config.num_warps + costs.pairs * looks_up_pairs)
     total += costs.split + partials if config.split_k > 1 else 0
     is_long = config.num_warps >= LONG_WARPS and slice_k >= LONG_SLICE
-    return total * (costs.long if is_long and config.block_m > 8 else 1.0)
+    is_full = is_long and width >= 4 and iterations > 1 and config.block_m > 8
+    return total * (costs.long if is_full else 1.0)
 
 
 def cycles(problem: Problem, config: GemmConfig, device: Device, *, x_is_shared: bool) -> float:
