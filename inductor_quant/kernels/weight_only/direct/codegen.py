@@ -297,9 +297,10 @@ class DirectCodegen(DigitCodegen):
 
     def needed(self) -> str:
         """Statements that need the words that were loaded, one of each load: ptxas would load what
-        only the next turn needs at the end of this one."""
+        only the next turn needs at the end of this one. (Single bytes are left to it.)"""
         code = self.format.code
-        if self.view.parts or not code.width or self.in_turn == 1:
+        is_of_words = self.view.dim is not None or self.dtypes[code.source] == torch.int32
+        if self.view.parts or not is_of_words or self.in_turn == 1:
             return ""
         count = self.block_n * self.tile_k * code.width // 32 // WARP_SIZE
         pack = max(1, min(VECTOR_WORDS, count))
