@@ -8,6 +8,7 @@ swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K amo
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
 of W passes through shared memory. Which k and n of the tile a lane holds follows from the digits of
 the format (``codegen/digits/tile``). Once per tile the warps' sums are added in shared memory.
+Scales, zero points and tables need not be applied to each value of W (``operands``).
 """
 
 from __future__ import annotations
