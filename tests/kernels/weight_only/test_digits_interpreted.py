@@ -523,3 +523,22 @@ def test_words_sliced_from_a_wider_tensor():
     inputs = make("cpu")
     generated = generated_by(MM, gemm(case), make, "32x64x64_w4_s4_g8")
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize("n", [34, 36])
+def test_bytes_along_n_need_not_be_words(n):
+    """34 is no multiple of the four bytes of a word; five iterations."""
+    torch.manual_seed(0)
+
+    def make(device):
+        nibbles = torch.randint(0, 256, (320, n), dtype=torch.uint8, device=device)
+        return torch.randn(3, 640, dtype=bf16, device=device), nibbles
+
+    def linear(x, nibbles):
+        q = torch.stack([nibbles & 15, nibbles >> 4], 1).flatten(0, 1).to(torch.int8) - 8
+        return x @ q.to(bf16)
+
+    generated = generated_by(DIRECT, linear, make, "8x32x128_w1_s1_g8")
+    x, nibbles = make("cpu")
+    want = x.double() @ linear(torch.eye(640, dtype=bf16), nibbles).double()
+    assert_close(simulate.interpret(generated, (x, nibbles)), want)

@@ -50,7 +50,8 @@ def scales_sums(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool
 
 
 def scales_sums_alone(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
-    """The same of scales, if zero points are integers: up to 8 rows, with more it is slower.
+    """The same of scales, if zero points are integers, or W floats of 8 bits in blocks: up to 8
+    rows, with more it is slower.
 
     (A sum of integers and x may be infinite where that of W is not, if x is near the largest float;
     scales that may be, times the divisor of W, stay in the loop.)"""
@@ -60,7 +61,7 @@ def scales_sums_alone(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -
     *zeros, scale = (op.operand for op in ops)
     if not isinstance(scale, Field) or scale.float8 in EXPONENTS:
         return False
-    if weight.tensors[weight.format.code.source].dtype in FLOAT8:
+    if words_in_order(weight)[0].weight.format.code.float8:  # of a block, which a tile is within
         return weight.format.block(scale)[1] % config.block_n == 0
     is_wide = weight.tensors[scale.source].dtype.itemsize > 2
     return not is_wide and not any(_is_float(weight, zero) for zero in zeros)
@@ -70,7 +71,7 @@ def scales_x(spec: QuantGemmSpec, weight: Weight, config: GemmConfig) -> bool:
     """Whether x is scaled instead of W: up to 16 rows in bf16, where scales and zero points change
     with every k, and a tile's columns share them.
 
-    (In fp16 a small scale would leave x few bits.)"""
+    (In fp16 a small scale would leave x few bits. An infinite scale or zero point gives NaN.)"""
     view = words_in_order(weight)[0]
     format, code = view.weight.format, view.weight.format.code
     if spec.a.dtype != torch.bfloat16 or config.block_m > DECODE_M or view.parts:
@@ -111,8 +112,8 @@ def _is_float(weight: Weight, operand: object) -> bool:
 def _ops_of_a_group(
     spec: QuantGemmSpec, weight: Weight, config: GemmConfig
 ) -> tuple[DequantOp, ...]:
-    """The ops of the loop, if fields have up to 4 bits and a warp's tile is within a group along K
-    and leaves room for its sums; else none."""
+    """The ops of the loop, if fields have up to 4 bits, or are floats of 8, and a warp's tile is
+    within a group along K and leaves room for its sums; else none."""
     view = words_in_order(weight)[0]
     format, slice_k = view.weight.format, config.block_k // config.num_warps
     code = format.code

@@ -195,6 +195,10 @@ def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
         ("gptq", 8, 128, "8x32x1024_w8_s1_g8", ("mul",)),  # zero points are integers
         ("int8_group", 8, 128, "8x32x512_w8_s1_g8", ()),
         ("nf4", 8, 128, "8x32x512_w8_s1_g8", ()),
+        ("fp8_block", 8, 128, "8x32x512_w8_s1_g8", ("mul",)),
+        ("fp8_block", 16, 128, "16x32x512_w8_s1_g8", ()),
+        ("fp8_words", 8, 128, "8x32x512_w8_s1_g8", ()),  # columns have scales of their own
+        ("e5m2_group", 8, 128, "8x32x512_w8_s1_g8", ()),
         ("act_order", 8, 128, "8x32x512_w8_s1_g8", ()),
     ],
 )
