@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inductor_quant import simulate
+from inductor_quant._compat import gluon
 from tests.support.gemms import formats
 from tests.support.gemms.experts import Case, gemm, make_inputs, reference
 from tests.support.gemms.formats import FORMATS
@@ -144,3 +145,14 @@ def test_arbitrary_offsets_leave_the_rows_they_miss(config, offsets, monkeypatch
     route = torch.tensor(offsets, dtype=torch.int32)
     got = simulate.interpret(generated, (wide[10:20], route, *weight))
     assert got.shape == (10, 72)
+
+
+@pytest.mark.parametrize("is_sorted", [True, False])
+@pytest.mark.parametrize("iterations", [1, 2, 3, 4])
+def test_loops_of_two_iterations_a_turn(iterations, is_sorted):
+    """Also where x is scaled, as columns share what each k has."""
+    if not gluon.available():
+        pytest.skip("this Triton has no Gluon")
+    for name in ("nibble_pairs", "groups_of_n"):
+        case = Case(name, (0, 3, 0, 9, 1), 96, 128 * iterations, 2 * is_sorted, is_sorted)
+        check(case, "experts_direct 8x32x128_w2_s1_g8")

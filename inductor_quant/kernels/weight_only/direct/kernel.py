@@ -134,8 +134,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 looks_up_pairs=looks_up_pairs(problem, config),
             )
 
-        is_layer = problem.groups is None  # of experts nothing was timed
-        if not in_halves and is_layer and scales_x(spec, weight, config):
+        if not in_halves and scales_x(spec, weight, config):
             found = of(dataclasses.replace(tile, loop_ops=(), x_ops=tile.loop_ops))
             if found.is_in_16_bits():
                 return found

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import parse_config
-from inductor_quant.kernels.problem import Groups
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.direct.operands import looks_up_pairs, scales_x
 from tests.support import in_flight
@@ -52,15 +49,6 @@ def test_x_is_scaled_where_columns_share_what_each_k_has(
     config = parse_config(f"{tile}_s1_g8")
     assert scales_x(spec, problem.weight, config) == is_scaled
     assert bool(WEIGHT_ONLY_DIRECT.codegen(spec, problem, config).x_ops) == is_scaled
-
-
-def test_experts_do_not_scale_x(monkeypatch):
-    monkeypatch.setattr(formats, "GROUP", 64)
-    spec, problem = aligned(Case("groups_of_n", 1, 4096, 4096, bf16))
-    config = parse_config("8x64x512_w8_s1_g8")
-    of_experts = dataclasses.replace(problem, groups=Groups(4, is_sorted=False))
-    assert WEIGHT_ONLY_DIRECT.codegen(spec, problem, config).x_ops
-    assert not WEIGHT_ONLY_DIRECT.codegen(spec, of_experts, config).x_ops
 
 
 def test_scales_of_another_type_than_x_are_those_of_w(monkeypatch):
