@@ -26,7 +26,7 @@ KNOWN = {
 KNOWN_DEFAULTS = {("fp8_block_mm", 89): 4} if TRITON_VERSION < (3, 7) else {}
 if TRITON_VERSION >= (3, 9):
     KNOWN_DEFAULTS = {("scaled_experts_large_m_sm90", 90): 292}
-# Of two iterations a turn where the last tile of N is partial; words of zero points.
+# Of two iterations a turn where the last tile of N is partial; of the second it is not known why.
 KNOWN_DEFAULTS |= {("experts_direct", arch): 104 for arch in (86, 89)}
 KNOWN_DEFAULTS[("weight_only_decode", 89)] = 8
 

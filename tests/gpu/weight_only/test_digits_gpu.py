@@ -102,7 +102,8 @@ def test_tiles_whose_columns_are_far_apart_are_close_to_fp64(m, n, monkeypatch):
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 2048, 4096), (7, 1024, 4160), (16, 2048, 4096)])
 def test_where_x_is_scaled_it_is_rounded_instead_of_w(m, n, k, group, monkeypatch):
-    """An error of 4 standard deviations exceeds what rounded W is compared with."""
+    """The limit is that of sums of W as it is, times 1.5: x is rounded, and of 32,768 results the
+    largest error is about 4 times the rms, 0.0024."""
     monkeypatch.setattr(formats, "GROUP", group)
     case = Case("groups_of_n", m, n, k, bf16, bias=True)
     torch.manual_seed(0)

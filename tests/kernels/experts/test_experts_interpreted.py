@@ -155,4 +155,10 @@ def test_loops_of_two_iterations_a_turn(iterations, is_sorted):
         pytest.skip("this Triton has no Gluon")
     for name in ("nibble_pairs", "groups_of_n"):
         case = Case(name, (0, 3, 0, 9, 1), 96, 128 * iterations, 2 * is_sorted, is_sorted)
-        check(case, "experts_direct 8x32x128_w2_s1_g8")
+        config = "experts_direct 8x32x128_w2_s1_g8"
+        generated = generate(
+            gemm(case), lambda device, case=case: make_inputs(case, device), config
+        )
+        scales_x = any("x_sums" in source for source in generated.kernels.values())
+        assert scales_x == (name == "groups_of_n")
+        check(case, config)

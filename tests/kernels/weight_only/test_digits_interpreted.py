@@ -93,10 +93,6 @@ def generated_by(kernel, fn, make, config):
         (DIRECT, Case("nibble_pairs", 5, 64, 960, bias=True), "8x32x128_w2_s1_g8_k2"),
         # sums are scaled
         (DIRECT, Case("fp8_block", 3, 256, 640), "8x32x128_w2_s1_g8"),
-        # tables of pairs; of the third in fp32
-        (DIRECT, Case("nf4", 5, 64, 1536, bias=True), "8x16x1024_w8_s1_g8"),
-        (DIRECT, Case("nvfp4", 8, 64, 1088), "8x32x512_w8_s1_g8"),
-        (DIRECT, Case("mxfp4", 3, 64, 1024, f16), "8x32x512_w8_s1_g8_k2"),
         (DIRECT, Case("int8_group", 3, 32, 192), "8x16x128_w2_s1_g8"),
         (DIRECT, Case("uint2", 2, 128, 128), "8x128x64_w4_s1_g8"),
         (DIRECT, Case("hqq", 33, 64, 256, bias=True), "64x16x128_w2_s1_g8"),
@@ -138,23 +134,6 @@ def test_results_are_close_to_fp64(kernel, case, config):
     inputs = make_inputs(case, "cpu")
     generated = generated_by(kernel, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
-
-
-@pytest.mark.parametrize(
-    ("case", "config"),
-    [
-        (Case("groups_of_n", 5, 256, 320, bias=True), "8x16x64_w4_s1_g8"),
-        (Case("groups_of_n", 13, 256, 640), "16x32x128_w2_s1_g8_k2"),
-        (Case("groups_of_n", 8, 96, 192), "8x32x64_w1_s1_g8"),
-    ],
-    ids=str,
-)
-def test_where_x_is_scaled_it_is_rounded_instead_of_w(case, config):
-    torch.manual_seed(0)
-    inputs = make_inputs(case, "cpu")
-    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
-    assert any("x_sums" in source for source in generated.kernels.values())
-    assert_close(simulate.interpret(generated, inputs), exact(case, inputs))
 
 
 @pytest.mark.parametrize(
@@ -523,22 +502,3 @@ def test_words_sliced_from_a_wider_tensor():
     inputs = make("cpu")
     generated = generated_by(MM, gemm(case), make, "32x64x64_w4_s4_g8")
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
-
-
-@pytest.mark.parametrize("n", [34, 36])
-def test_bytes_along_n_need_not_be_words(n):
-    """34 is no multiple of the four bytes of a word; five iterations."""
-    torch.manual_seed(0)
-
-    def make(device):
-        nibbles = torch.randint(0, 256, (320, n), dtype=torch.uint8, device=device)
-        return torch.randn(3, 640, dtype=bf16, device=device), nibbles
-
-    def linear(x, nibbles):
-        q = torch.stack([nibbles & 15, nibbles >> 4], 1).flatten(0, 1).to(torch.int8) - 8
-        return x @ q.to(bf16)
-
-    generated = generated_by(DIRECT, linear, make, "8x32x128_w1_s1_g8")
-    x, nibbles = make("cpu")
-    want = x.double() @ linear(torch.eye(640, dtype=bf16), nibbles).double()
-    assert_close(simulate.interpret(generated, (x, nibbles)), want)

@@ -10,7 +10,7 @@ import torch
 
 from inductor_quant.kernels.problem import Problem, Weight, WeightTensor
 from inductor_quant.ops import weight_only
-from inductor_quant.simulate import Generated, interpret
+from inductor_quant.simulate import CompiledKernel, Generated, compile_kernel, interpret
 from inductor_quant.spec.gemm import QuantGemmSpec
 from tests.support.gemms import formats
 from tests.support.gemms.formats import Packed
@@ -88,6 +88,14 @@ def gemm(case: Case) -> Callable[..., torch.Tensor]:
 def generate_case(case: Case, *configs: object, **simulated: Any) -> Generated:
     """``generated.generate`` of the op."""
     return generate(gemm(case), lambda device: make_inputs(case, device), *configs, **simulated)
+
+
+def compiled_in_direct(case: Case, config: object) -> CompiledKernel:
+    """The kernel of ``weight_only_direct`` in a tile."""
+    generated = generate_case(case, f"weight_only_direct {config}")
+    return compile_kernel(
+        *next(item for item in generated.kernels.items() if "partials" in item[1])
+    )
 
 
 def one_hot_rows(

@@ -24,10 +24,11 @@ from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import MAX_WARPS, DirectCodegen
 from inductor_quant.kernels.weight_only.direct.kernel import (
     ARCHS,
+    FLOAT8,
     WeightOnlyDirect,
     cheapest_of_each,
 )
-from inductor_quant.kernels.weight_only.direct.operands import FLOAT8, scales_sums
+from inductor_quant.kernels.weight_only.direct.operands import scales_sums
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec

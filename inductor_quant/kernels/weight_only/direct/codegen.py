@@ -381,7 +381,7 @@ class DirectCodegen(DigitCodegen):
             *out.lines,
             self._no_x_sums(),
             f"x_sums = mma_v2({ones}, x, x_sums)",
-            f"x_sums = gl.convert_layout({self._of_mma_tiles('x_sums')}, MMA, assert_trivial=True)",
+            f"x_sums = {self._of_mma_tiles('x_sums')}",
             added,
             f"acc = acc - x_sums * {zero}",
         ]

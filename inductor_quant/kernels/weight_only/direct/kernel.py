@@ -17,6 +17,8 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import torch
+
 from inductor_quant.kernels.codegen.base import WeightTile
 from inductor_quant.kernels.codegen.byte_layout import byte_layout_of
 from inductor_quant.kernels.codegen.digits.tile import tile_digits
@@ -39,16 +41,15 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
 from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.codegen import (
     MAX_WARPS,
+    WARP_SIZE,
     DirectCodegen,
     half_digit,
     shares_x,
 )
 from inductor_quant.kernels.weight_only.direct.operands import (
-    FLOAT8,
     MAX_VALUES,
     MAX_VALUES_ZEROS,
     ROWS,
-    WARP_SIZE,
     looks_up_pairs,
     scales_sums,
     scales_sums_alone,
@@ -61,6 +62,7 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import Field
 
 ARCHS = (INTERPRETER_ARCH, 80, 86, 89, 90)  # that it has run on, or compiles for
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Of W that a thread dequantizes at once, of several fields, or if the group of each k is listed:
 # half as many in tiles of 32 rows. More would spill.
 MAX_APART = 64

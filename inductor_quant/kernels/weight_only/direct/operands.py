@@ -17,14 +17,13 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     relayed,
     words_in_order,
 )
+from inductor_quant.kernels.weight_only.direct.codegen import WARP_SIZE
 from inductor_quant.kernels.weight_only.direct.scaled_x import along_k
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.gemm import QuantGemmSpec
 from inductor_quant.spec.weight_format import DequantOp, Field
 
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 ROWS = (8, 16)  # of a tile
-WARP_SIZE = 32
 # Of W that a thread dequantizes at once; with many float zero points, up to 16 rows, or scaled sums
 # of 16. More would spill.
 MAX_VALUES, MAX_VALUES_ZEROS = 128, 64

@@ -18,7 +18,13 @@ from inductor_quant.spec.formulas import int4pack_mm
 from tests.support import in_flight
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, generate, hardest
-from tests.support.gemms.weight_only import Case, aligned, described, generate_case
+from tests.support.gemms.weight_only import (
+    Case,
+    aligned,
+    compiled_in_direct,
+    described,
+    generate_case,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("large_groups"),
@@ -177,7 +183,7 @@ def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
     case = Case("hqq", 8, n, k, bf16)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
     assert config.block_n == 64
-    assert compiled_for(case, config).spill_stores <= most
+    assert compiled_in_direct(case, config).spill_stores <= most
 
 
 @pytest.mark.parametrize(
@@ -317,7 +323,7 @@ def test_words_along_n_spill_next_to_nothing_with_16_rows(scales, n, group, monk
     case = Case("awq", 16, n, 4096, bf16)
     spec, problem = aligned(case)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
-    kernel = compiled_for(case, config)
+    kernel = compiled_in_direct(case, config)
     most, most_in_loop = (0, 0) if group == 128 else (28, 10) if TRITON < (3, 9) else (36, 14)
     assert kernel.spill_stores <= most
     # of 578 instructions and more
@@ -345,7 +351,7 @@ def test_words_along_n_spill_next_to_nothing_with_16_rows(scales, n, group, monk
 def test_few_iterations_spill_little(name, m, n, dtype, config, monkeypatch):
     """Two with 16 warps: all of W was loaded before the loop."""
     monkeypatch.setattr(formats, "GROUP", 32)
-    kernel = compiled_for(Case(name, m, n, 4096, dtype), config)
+    kernel = compiled_in_direct(Case(name, m, n, 4096, dtype), config)
     is_full = dtype == f16 and m < 8  # rows that are not loaded take the last registers
     assert kernel.spill_stores <= 16 * is_full
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(kernel.ptx))) <= 2 * is_full
@@ -372,15 +378,9 @@ def test_a_launch_asks_for_no_more_registers_than_there_are(n, m):
 )
 def test_halves_of_a_word_are_unpacked_without_moving_them(name, m, config, is_moved):
     """4 pairs of W for each product take a ``prmt`` each, or two pairs of x for two products."""
-    code = in_flight.machine_code(compiled_for(Case(name, m, 4096, 4096, bf16), config).ptx)
+    code = in_flight.machine_code(compiled_in_direct(Case(name, m, 4096, 4096, bf16), config).ptx)
     moves, products = (sum(each in text for _, text in code) for each in ("PRMT", "HMMA"))
     assert moves >= 2 * products if is_moved else moves < 3 * products
-
-
-def compiled_for(case, config):
-    generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
-    named = next(item for item in generated.kernels.items() if "partials" in item[1])
-    return simulate.compile_kernel(*named)
 
 
 @pytest.mark.parametrize(

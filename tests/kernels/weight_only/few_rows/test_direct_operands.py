@@ -13,7 +13,7 @@ from inductor_quant.kernels.weight_only.direct.operands import looks_up_pairs, s
 from tests.support import in_flight
 from tests.support.gemms import apart, formats
 from tests.support.gemms.generated import device, generate
-from tests.support.gemms.weight_only import Case, aligned, generate_case
+from tests.support.gemms.weight_only import Case, aligned, compiled_in_direct
 
 pytestmark = [
     pytest.mark.usefixtures("large_groups"),
@@ -21,12 +21,6 @@ pytestmark = [
 ]
 
 bf16, f16 = torch.bfloat16, torch.float16
-
-
-def compiled_for(case, config):
-    generated = generate_case(case, f"{WEIGHT_ONLY_DIRECT.name} {config}")
-    named = next(item for item in generated.kernels.items() if "partials" in item[1])
-    return simulate.compile_kernel(*named)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ def test_scales_of_each_k_take_few_instructions(m, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 64)
     case = Case("groups_of_n", m, 4096, 16384, bf16)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
-    kernel = compiled_for(case, config)
+    kernel = compiled_in_direct(case, config)
     assert kernel.spill_stores <= 8
     loop = in_flight.loop(in_flight.machine_code(kernel.ptx), "HMMA")
     values = 2 * config.block_n * config.block_k // config.num_warps // 32
@@ -97,7 +91,7 @@ def test_a_table_that_is_known_is_not_looked_up(name):
 
 def test_a_pair_is_one_load_from_shared_memory():
     config = "8x32x1024_w8_s1_g8"
-    kernel = compiled_for(Case("nf4", 4, 4096, 16384, bf16), config)
+    kernel = compiled_in_direct(Case("nf4", 4, 4096, 16384, bf16), config)
     assert kernel.spill_stores == 0
     loop = in_flight.loop(in_flight.machine_code(kernel.ptx), "HMMA")
     assert sum("LDS" in text for text in loop) == 2 * 64
@@ -111,7 +105,7 @@ def test_products_with_bytes_of_float_are_scaled_once_a_block(m):
     codegen = WEIGHT_ONLY_DIRECT.codegen(spec, problem, parse_config(config))
     assert [op.kind for op in codegen.sum_ops] == ["mul"]
     assert codegen.divisor == 1
-    code = in_flight.machine_code(compiled_for(case, config).ptx)
+    code = in_flight.machine_code(compiled_in_direct(case, config).ptx)
     assert sum("FMUL" in text for _, text in code) < 64
 
 
@@ -123,7 +117,7 @@ def test_words_are_loaded_an_iteration_before_they_are_needed(name, m, monkeypat
     monkeypatch.setattr(formats, "GROUP", 64)
     case = Case(name, m, 4096, 16384, bf16)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
-    loop = in_flight.loop(in_flight.machine_code(compiled_for(case, config).ptx), "HMMA")
+    loop = in_flight.loop(in_flight.machine_code(compiled_in_direct(case, config).ptx), "HMMA")
     loads = [i for i, text in enumerate(loop) if "LDG" in text and ".EF" in text]
     assert len(loads) % 2 == 0
     assert max(loads) < 0.85 * len(loop)
