@@ -213,7 +213,7 @@ def test_what_nothing_of_ours_computes_has_no_note_of_a_kernel():
 
 
 def test_a_small_layer_that_is_faster_in_the_library_says_so():
-    decision = which.which("weight_only", Gemm(512, 1152, 1152), format="int8", arch=90)
+    decision = which.which("weight_only", Gemm(512, 1216, 1216), format="int8", arch=90)
     assert decision.kernel.name == "weight_only_dequantize"
     assert decision.rejected[-1][0].name == "weight_only_mm_sm90"  # no later kernel was asked
     assert ": that is faster" in decision.notes[0]

@@ -47,9 +47,9 @@ BESIDE_LOOP = 8  # bytes that may be spilled there
         ("nibble_pairs", (17, 4096)),
         ("hqq", (17, 1024)),
         ("int8_group", (17, 1024)),
-        ("int8_channel", (17, 1024)),
+        ("int8_channel", (17, 4096)),
         ("nf4", (16, 1024)),
-        ("mxfp4", (16, 1024)),
+        ("mxfp4", (16, 4096)),
         ("nvfp4", (16, 1024)),  # one number divides
         ("uint2", (17, 4096)),
         ("fp8_row", (17, 1024)),
@@ -79,6 +79,7 @@ def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, la
         ("nibble_pairs", 1536, 8960, False),  # few columns: tiles leave SMs idle
         ("awq", 24576, 1536, False),  # a word holds values of eight columns
         ("nibble_pairs", 24576, 1536, True),
+        ("nf4", 5120, 13824, True),
     ],
 )
 def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
@@ -96,9 +97,9 @@ def test_a_tile_that_tables_are_slow_in_is_not_offered(large_groups):
 
 
 def test_a_small_layer_is_left_to_the_library_by_the_kernels_after_it_too():
-    """512 x 1152 x 1152: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
+    """512 x 1216 x 1216: the tiles of weight_only_mm, which takes 512 rows of int8, are slower."""
     for m, chosen in ((128, ["weight_only_mm_sm90"]), (512, [])):
-        spec, problem = loadable(Case("int8_channel", m, 1152, 1152, bf16))
+        spec, problem = loadable(Case("int8_channel", m, 1216, 1216, bf16))
         found = candidates("weight_only", spec, problem, device(90))
         assert [kernel.name for kernel, _ in found][:1] == chosen
     rejected = []

@@ -41,6 +41,7 @@ def test_few_tiles_split_k_until_most_sms_have_one(n, large_groups):
         (256, 16896, 4096, False),  # 132
         (256, 16384, 1024, False),  # 128
         (4096, 11008, 4096, True),  # 1376, ten rounds and a half
+        (2048, 3584, 14336, True),  # 224, and x is larger than the L2 cache
     ],
 )
 def test_tiles_are_shared_if_they_leave_sms_idle_for_long(m, n, k, is_shared, large_groups):

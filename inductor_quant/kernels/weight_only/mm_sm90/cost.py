@@ -58,6 +58,7 @@ LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
+HIDING_ROWS = 256  # of a tile, if W is read from the L2 cache for others: products hide both
 VARYING = 2.0  # and if threads load a scale for each value of a tile
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.
@@ -68,8 +69,6 @@ COPIED, COPIED_K, ROWS_CYCLES, ROWS_PER_CYCLE = 1.4, 11.0, 150, 25
 # x twice as often as those of 128.
 LONG_M, SLOWED, SLOWED_NARROW = 4 * MEDIUM_M, 1.08, 1.1
 OF_COLUMNS = 1.12  # above MEDIUM_M if the values of a word belong to several columns of W
-# If x is larger than the L2 cache, of CTAs that share tiles: they do not read it at the same time.
-CACHED_BYTES, BEYOND_CACHE = 50 << 20, 1.12
 # Runs of neighbours that the GPU stores, where a tile's columns are far apart, as those that share
 # the scales of each k; with longer ones it stores as fast as in order.
 RUNS_PER_CYCLE, SECTOR = 32, 16
@@ -137,6 +136,8 @@ class Costs:
         format = rules.weight_of(self.problem).format
         factor = self.looked_up if format.element != format.code else 1
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
+        if self._hides(config):
+            factor = min(factor, 1)
         factor *= VARYING if loads_scales(rules.weight_of(self.problem), config) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS
@@ -145,6 +146,11 @@ class Costs:
             factor *= SLOWED * (SLOWED_NARROW if reads_all else 1)
         factor += self._of_lists(config) / alone if known and has_lists(format) else 0
         return alone * factor, paired * factor
+
+    def _hides(self, config: GemmConfig) -> bool:
+        """Whether products hide what a table, or wider values, take."""
+        is_long = self.problem.groups is None and self.problem.m > HIDING_ROWS
+        return is_long and config.block_m >= HIDING_ROWS
 
     def _of_lists(self, config: GemmConfig) -> float:
         """Cycles of a K iteration that a list of groups takes, of a CTA alone on its SM."""
@@ -219,7 +225,6 @@ class Costs:
             return math.inf
         cycles = self._cycles(config)[most - 1]
         apart = 1 + APART * config.block_m / config.block_n
-        apart *= BEYOND_CACHE if 2 * self.problem.m * self.problem.k > CACHED_BYTES else 1
         loop = turn * math.ceil(turns / ctas) * cycles * apart
         loop += whole * (turn * of_a_tile * cycles + self._of_tile(config))
         sums = math.ceil(ctas / shared_tiles) * config.block_m * config.block_n
