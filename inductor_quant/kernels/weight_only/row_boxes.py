@@ -1,8 +1,8 @@
 """The rows of x of a tile that TMA loads.
 
 TMA takes longer for rows beyond the last one, which it fills with zeros, than for those that it
-reads (README.md). So a tile that has some is loaded in boxes of a few rows, without those that have
-none of x. What shared memory has there is multiplied, for rows that are not stored.
+reads (mm_sm90/README.md). So a tile that has some is loaded in boxes of a few rows, without those
+that have none of x. What shared memory has there is multiplied, for rows that are not stored.
 """
 
 from __future__ import annotations
