@@ -178,7 +178,7 @@ def test_float_zero_points_spill_nothing(m, group, zeros, values, monkeypatch):
     ("n", "k", "most"), [(13824, 5120, 0), (14336, 4096, 32), (8192, 8192, 40)]
 )
 def test_tiles_of_64_columns_spill_little(n, k, most, monkeypatch):
-    """Of this layout, which is not HQQ's own (README.md)."""
+    """Of this layout, which is not HQQ's own (direct/README.md)."""
     monkeypatch.setattr(formats, "GROUP", 64)
     case = Case("hqq", 8, n, k, bf16)
     config, *_ = WEIGHT_ONLY_DIRECT.configs(*aligned(case), device(90))
