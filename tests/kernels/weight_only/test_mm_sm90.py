@@ -15,8 +15,9 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, parse_config
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.kernel import ColumnOrder
-from inductor_quant.kernels.problem import Weight, WeightTensor
+from inductor_quant.kernels.problem import Groups, Weight, WeightTensor
 from inductor_quant.kernels.weight_only.digit_tiles import loads_scales, plan_of, words_in_parts
+from inductor_quant.kernels.weight_only.mm_sm90.cost import Costs
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed
 from inductor_quant.ops import weight_only
@@ -80,12 +81,23 @@ def test_it_takes_the_rows_at_which_it_is_faster_than_the_library(name, rows, la
         ("awq", 24576, 1536, False),  # a word holds values of eight columns
         ("nibble_pairs", 24576, 1536, True),
         ("nf4", 5120, 13824, True),
+        ("nibble_pairs", 7168, 2048, True),  # seven rounds of the library's tiles
     ],
 )
 def test_the_library_takes_what_costs_more_at_2048_rows(name, n, k, is_taken):
     spec, problem = loadable(Case(name, 2048, n, k, f16 if name == "awq" else bf16))
     configs = WEIGHT_ONLY_MM_SM90.configs(spec, problem, device(90))
     assert bool(configs) == is_taken
+
+
+def test_products_of_256_rows_hide_a_table_if_other_rows_read_w_too():
+    config = GemmConfig(256, 128, 64, 8, 4)
+    experts = Groups(8, is_sorted=True)
+    for m, groups, is_hidden in ((256, None, False), (257, None, True), (257, experts, False)):
+        _, problem = loadable(Case("nf4", m, 4096, 4096, bf16))
+        problem = dataclasses.replace(problem, groups=groups)
+        costs = [Costs(problem, device(90), True, factor).whole(config) for factor in (1, 1.12)]
+        assert (costs[0] == costs[1]) == is_hidden
 
 
 def test_a_tile_that_tables_are_slow_in_is_not_offered(large_groups):

@@ -43,6 +43,16 @@ def generate(
     )
 
 
+def generated_by(
+    kernel: str, fn: Callable[..., Any], make: Callable[[str], tuple[Any, ...]], config: object
+) -> simulate.Generated:
+    """``generate`` in a configuration of ``kernel``, which is chosen."""
+    generated = generate(fn, make, f"{kernel} {config}")
+    [chosen, *_] = [choices[0].name for choices in generated.choices]
+    assert f"inductor_quant_{kernel}_" in chosen
+    return generated
+
+
 def hardest(configs: Iterable[GemmConfig], count: int = 3) -> list[GemmConfig]:
     """Those with the most of a tile for each warp, with the deepest of its pipelines: if any
     spills, they do."""

@@ -58,7 +58,7 @@ LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
 WIDTH = 1.09  # and for each doubling of the bits of a value, from 4 on
-HIDING_ROWS = 256  # of a tile, if W is read from the L2 cache for others: products hide both
+HIDING_ROWS = 256  # of a tile, whose products hide both if those of other rows read W, too
 VARYING = 2.0  # and if threads load a scale for each value of a tile
 # If a tensor lists the group of each k, cycles of a CTA alone on its SM for 128 values: for each
 # value, for each k of a thread, and for each value if scales are of another type than x.

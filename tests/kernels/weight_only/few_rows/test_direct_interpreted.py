@@ -9,7 +9,7 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from tests.support.gemms import formats
-from tests.support.gemms.generated import generate
+from tests.support.gemms.generated import generated_by
 from tests.support.gemms.weight_only import (
     Case,
     assert_close,
@@ -25,13 +25,7 @@ pytestmark = [
 ]
 
 bf16, f32 = torch.bfloat16, torch.float32
-
-
-def generated_by(fn, make, config):
-    generated = generate(fn, make, f"weight_only_direct {config}")
-    [chosen, *_] = [choices[0].name for choices in generated.choices]
-    assert "inductor_quant_weight_only_direct_" in chosen
-    return generated
+DIRECT = "weight_only_direct"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +40,7 @@ def generated_by(fn, make, config):
 def test_where_x_is_scaled_it_is_rounded_instead_of_w(case, config):
     torch.manual_seed(0)
     inputs = make_inputs(case, "cpu")
-    generated = generated_by(gemm(case), lambda device: make_inputs(case, device), config)
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
     assert any("x_sums" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), exact(case, inputs))
 
@@ -65,7 +59,7 @@ def test_tables_in_pairs(m, n, k, config, stored, monkeypatch):
     torch.manual_seed(0)
     case = Case("nf4", m, n, k)
     inputs = make_inputs(case, "cpu")
-    generated = generated_by(gemm(case), lambda device: make_inputs(case, device), config)
+    generated = generated_by(DIRECT, gemm(case), lambda device: make_inputs(case, device), config)
     assert any("ld.shared" in source for source in generated.kernels.values())
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
@@ -83,7 +77,7 @@ def test_bytes_along_n_need_not_be_words(n):
         q = torch.stack([nibbles & 15, nibbles >> 4], 1).flatten(0, 1).to(torch.int8) - 8
         return x @ q.to(bf16)
 
-    generated = generated_by(linear, make, "8x32x128_w1_s1_g8")
+    generated = generated_by(DIRECT, linear, make, "8x32x128_w1_s1_g8")
     x, nibbles = make("cpu")
     want = x.double() @ linear(torch.eye(640, dtype=bf16), nibbles).double()
     assert_close(simulate.interpret(generated, (x, nibbles)), want)
