@@ -51,6 +51,12 @@ def varying(format: WeightFormat) -> list[Field]:
     return [field for field in operands if format.block(field)[0] == 1]
 
 
+def packed_zeros(format: WeightFormat) -> Field | None:
+    """The zero points, if they are bits of words."""
+    found = [format.element.minus, *(op.operand for op in format.dequant_ops if op.kind == "sub")]
+    return next((each for each in found if isinstance(each, Field) and each.width), None)
+
+
 def relayed(format: WeightFormat, n_digits: Sequence[TileDigit]) -> list[Field]:
     """Those of them that all columns of a tile share, and no tensor lists; none of tables."""
     if format.element != format.code:

@@ -179,6 +179,9 @@ def test_one_hot_rows_give_the_weight_bit_for_bit(m, n, name, dtype, monkeypatch
         ("int8_channel", "128x128x128_w8_s4_g8", (65, 96, 160, 300)),
         ("halves_of_k", "128x128x64_w8_s8_g8", (65, 100, 200)),
         ("nibble_pairs", "256x128x64_w8_s4_g8", (129, 192, 300)),
+        ("nibble_pairs", "16x64x256_w4_s4_g8", (9, 12, 16)),
+        ("hqq", "32x64x256_w4_s4_g8", (17, 24, 40)),
+        ("halves_of_k", "64x128x256_w8_s4_g8", (33, 40, 64, 100)),  # two swizzles a part of K
     ],
 )
 @pytest.mark.parametrize("is_dynamic", [False, True])
@@ -229,6 +232,7 @@ def compiled_in(case, config):
         (300, 14336, 4096, f16, "256x128x64_w8_s4_g8"),
         (64, 2056, 4096, f16, "64x128x64_w4_s4_g8"),  # a tile ends beyond N
         (64, 2048, 32768, f16, "64x64x64_w4_s8_g8"),  # too many rows for shared memory
+        (12, 4096, 4096, bf16, "16x128x128_w4_s4_g8"),
     ],
 )
 def test_listed_scales_are_read_from_shared_memory(m, n, k, dtype, config, monkeypatch):
@@ -267,6 +271,8 @@ def test_columns_share_the_scales_of_each_k(m, n, k, dtype, config, monkeypatch)
         (192, "128x64x64_w4_s4_g8"),
         (96, "128x64x64_w8_s8_g8_k2"),
         (64, "64x64x64_w8_s8_g8_k3"),
+        (16, "16x64x256_w4_s4_g8_k2"),
+        (64, "64x128x256_w8_s4_g8"),
     ],
 )
 def test_results_are_the_same_in_every_call_beside_other_work(m, config):
@@ -300,6 +306,8 @@ def test_results_are_the_same_in_every_call_beside_other_work(m, config):
         (256, 1280, "256x64x64_w4_s4_g8_k6"),
         (120, 2048, "128x64x64_w8_s8_g8_k4"),  # two consumers
         (64, 1536, "64x64x64_w8_s8_g8_k5"),
+        (12, 4096, "16x64x256_w4_s4_g8_k2"),
+        (40, 4096, "64x128x256_w8_s3_g8_k4"),
     ],
 )
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel", "awq"])

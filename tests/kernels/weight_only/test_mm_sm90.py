@@ -46,7 +46,7 @@ BESIDE_LOOP = 8  # bytes that may be spilled there
     [
         ("awq", (17, 1024)),
         ("nibble_pairs", (17, 4096)),
-        ("hqq", (17, 1024)),
+        ("hqq", (16, 1024)),
         ("int8_group", (17, 1024)),
         ("int8_channel", (17, 4096)),
         ("nf4", (16, 1024)),
@@ -56,7 +56,7 @@ BESIDE_LOOP = 8  # bytes that may be spilled there
         ("fp8_row", (17, 1024)),
         ("fp8_block", (17, 4096)),
         ("e5m2_group", (17, 4096)),
-        ("act_order", (17, 256)),  # the group of each k is data
+        ("act_order", (16, 256)),  # the group of each k is data
         ("int8_divisor", None),
         ("int4_in_int64", None),
         ("shift_table", None),

@@ -18,6 +18,7 @@ from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
     operand_rejection,
+    packed_zeros,
     pair_of,
 )
 from inductor_quant.kernels.weight_only.direct import cost
@@ -32,7 +33,6 @@ from inductor_quant.kernels.weight_only.direct.operands import scales_sums
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field, WeightFormat
 
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
 # tiles of 8 rows.
@@ -136,7 +136,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         found = super().codegen(spec, problem, config)
         # With the zero points x would spill if it were loaded ahead. The rows of a tile are one
         # row, whose few lines are in a cache.
-        zeros = _stored_zeros(rules.weight_of(problem).format)
+        zeros = packed_zeros(rules.weight_of(problem).format)
         if zeros is not None and not groups_of(problem).is_sorted:
             found.loads_x_early = False
         return found
@@ -156,7 +156,7 @@ def _tiles(weight: Weight) -> list[tuple[int, int]]:
     tiles = list(TILES[0 if 0 < format.code.width <= 4 else 1])
     if format.element.entries:  # computed: with fewer registers more warps run
         tiles.sort(key=lambda tile: tile[0])
-    zeros = _stored_zeros(format)
+    zeros = packed_zeros(format)
     if zeros is None:
         return tiles
     is_along_n = are_words_of_columns(weight)
@@ -166,12 +166,6 @@ def _tiles(weight: Weight) -> list[tuple[int, int]]:
     if is_along_n:  # whole words
         tiles.sort(key=lambda tile: tile[0] != 64)
     return tiles
-
-
-def _stored_zeros(format: WeightFormat) -> Field | None:
-    """The zero points, if they are bits of words."""
-    found = [format.element.minus, *(op.operand for op in format.dequant_ops if op.kind == "sub")]
-    return next((each for each in found if isinstance(each, Field) and each.width), None)
 
 
 EXPERTS_DIRECT = ExpertsDirect()

@@ -150,8 +150,8 @@ class MMSm90Codegen(DigitCodegen):
         """x is loaded in ``boxes``. In shared memory the rows of one are neighbours within the
         columns of a swizzle, of which a K iteration may have several."""
         self.row_boxes = boxes
-        if boxes.rows < self.block_m and self.k_order is None:
-            self.part_k = min(self.block_k, LINE // self.x_bytes)
+        if boxes.rows < self.block_m:
+            self.part_k = min(self.part_k, LINE // self.x_bytes)
             self.parts = self.block_k // self.part_k
 
     @property

@@ -9,9 +9,12 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import MEDIUM_M, Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
+    are_words_of_columns,
     columns_in_a_row,
     has_lists,
     loads_scales,
+    packed_zeros,
+    varying,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
@@ -23,6 +26,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     turns_of,
     unrolls,
 )
+from inductor_quant.spec.weight_format import Field
 
 Block = tuple[int, int, int, int, int]
 Cycles = tuple[int, int]
@@ -46,6 +50,16 @@ BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((256, 64, 64, 4, 4), (670, 0), (705, 0)),
     ((256, 128, 64, 8, 4), (1110, 0), (1180, 0)),
 )
+# With 256 of K, of single layers alone: half as many turns for as many words, whose rows are long.
+# The tables of two CTAs leave three stages.
+LONG_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
+    ((16, 64, 256, 4, 4), (750, 1290), (1150, 1970)),
+    ((32, 64, 256, 4, 4), (780, 1430), (1190, 2090)),
+    ((32, 64, 256, 4, 3), (930, 1450), (1190, 2110)),
+    ((64, 128, 256, 8, 4), (1790, 0), (2450, 0)),
+)
+LEAST_GROUP: dict[str, int] = {"mul": 32, "sub": 64}  # of scales and of zero points
+PACKED_ZEROS = 1.2  # times as many cycles there, if zero points are bits of words
 # With two consumers, of single layers alone; cycles of a K iteration, which one of both has.
 TWO_CONSUMERS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((128, 64, 64, 8, 8), (370, 0), (445, 0)),
@@ -54,6 +68,7 @@ TWO_CONSUMERS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
 # and zero points it loads at once. Cycles without what the lists take.
 LISTED_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((128, 128, 64, 4, 4), (790, 1300), None),
+    ((16, 128, 128, 4, 4), (800, 1500), None),
 )
 # Times as many cycles if the values of a table are looked up one by one, and by pairs.
 LOOKED_UP, LOOKED_UP_IN_PAIRS = 1.4, 1.12
@@ -108,7 +123,28 @@ def _in_tile_order(problem: Problem, count: int) -> float:
 
 
 def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
-    return (*BLOCKS, *(LISTED_BLOCKS if has_lists(weight.format) else TWO_CONSUMERS))
+    if has_lists(weight.format):
+        return (*BLOCKS, *LISTED_BLOCKS)
+    return (*BLOCKS, *(LONG_BLOCKS if _suits_long(weight) else ()), *TWO_CONSUMERS)
+
+
+def is_long(config: GemmConfig) -> bool:
+    """Whether it is one of ``LONG_BLOCKS``."""
+    return config.block_k == LONG_BLOCKS[0][0][2]
+
+
+def _suits_long(weight: Weight) -> bool:
+    """Whether values have up to 4 bits, and those of a word are neighbours along K, where a K
+    iteration has few scales and zero points: wider ones, and more groups, take longer."""
+    format = weight.format
+    if not 0 < format.code.total_width <= 4 or are_words_of_columns(weight) or varying(format):
+        return False
+    zeros = packed_zeros(format)
+    least = [(op.operand, LEAST_GROUP.get(op.kind, 0)) for op in format.dequant_ops]
+    least += [(zeros, LEAST_GROUP["sub"])] if zeros else []
+    return not any(
+        isinstance(field, Field) and 0 < format.block(field)[0] < size for field, size in least
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +162,9 @@ class Costs:
 
     def listed(self, config: GemmConfig) -> Cycles | None:
         found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in self.blocks()}
+        format = rules.weight_of(self.problem).format
+        if format.element != format.code and not self.is_narrow and is_long(config):
+            return None  # it spills
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
@@ -138,6 +177,8 @@ class Costs:
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
         if self._hides(config):
             factor = min(factor, 1)
+        if is_long(config) and packed_zeros(format):
+            factor *= PACKED_ZEROS
         factor *= VARYING if loads_scales(rules.weight_of(self.problem), config) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):
             factor *= OF_COLUMNS

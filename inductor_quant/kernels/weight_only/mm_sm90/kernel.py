@@ -1,8 +1,8 @@
 """``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon with TMA.
 
-Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, of a table from 9 on, if the
-packed words of a tile are a box of a matrix (``box``), while W written once and a product of the
-library take longer.
+Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, from 9 on of up to 4 bits, a
+table or act-order, if the packed words of a tile are a box of a matrix (``box``), while
+``weight_only_direct``, or W written once and a product of the library, take longer.
 
 swap_ab, with wgmma, warp-specialized and persistent: producer warps load x and packed weights by
 TMA, and the consumer warpgroups take turns at dequantizing and multiplying. The statements that
@@ -52,6 +52,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.cost import (
     LOOKED_UP_IN_PAIRS,
     Costs,
     blocks_for,
+    is_long,
     stores_tiles,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
@@ -87,7 +88,7 @@ NARROW = BLOCKS[0][0]  # a tile
 # A tile that takes 1.05 to 1.22 of the time that is predicted if values are looked up in a table.
 NOT_LOOKED_UP = (32, 128, 64)
 SPLITS = (1, 2, 3, 4, 5, 6)
-LEAST_M_LOOKED_UP = 9  # rows; up to 8 weight_only_direct has tiles of 8 rows
+LEAST_M = 9  # of a single layer; up to 8 rows weight_only_direct has tiles of 8
 MIN_K_ITERS = 8  # of a split
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
@@ -113,8 +114,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        is_layer = problem.groups is None
-        least = LEAST_M_LOOKED_UP if is_layer and looks_up_pairs(problem) else DECODE_M + 1
+        least = DECODE_M + 1 if problem.groups else LEAST_M
         if problem.m < least and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {least - 1}")
         if not problem.has_weight_descriptors:
@@ -261,10 +261,9 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             config = GemmConfig(*block, split_k=split)
             if split > 1 and problem.k < split * config.block_k * MIN_K_ITERS:
                 continue
-            if problem.m <= config.block_m // 2 and config.block_m > BLOCKS[0][0][0]:
+            if not _suits_rows(problem, config) or is_crowded(problem, config):
                 continue
-            is_slow = block[:3] == NOT_LOOKED_UP and looks_up_pairs(problem)
-            if is_slow or is_crowded(problem, config):
+            if block[:3] == NOT_LOOKED_UP and looks_up_pairs(problem):
                 continue
             if self.config_rejection(spec, problem, config, device) is not None:
                 continue
@@ -276,6 +275,17 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         costs = self._costs(spec, problem, legal[0], device)
         listed = [config for config in legal if costs.listed(config)]
         return {config: min(costs.whole(config), costs.shared(config)) for config in listed}
+
+
+def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
+    """Whether half of a tile's rows, or more, are there, and up to 16 rows one tile has them: of
+    more rows only those of a table, for others ``weight_only_direct`` is faster."""
+    if problem.m <= DECODE_M:
+        most = 2 * DECODE_M if looks_up_pairs(problem) else DECODE_M
+        return config.block_m <= most
+    if is_long(config) and looks_up_pairs(problem):  # a table in each CTA
+        return problem.m <= config.block_m < 2 * problem.m
+    return DECODE_M < config.block_m < 2 * problem.m
 
 
 def tile_misfit(

@@ -86,7 +86,7 @@ def test_tables_have_the_kernel_that_costs_less_from_nine_rows_on(name):
         assert chosen(Case(name, m, n, k, bf16)) is kernel
         spec, problem = aligned(Case(name, m, n, k, bf16))
         assert WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))  # without TMA
-    assert chosen(Case("nibble_pairs", 16, 5120, 13824, bf16)) is WEIGHT_ONLY_DIRECT
+    assert chosen(Case("int8_channel", 16, 5120, 13824, bf16)) is WEIGHT_ONLY_DIRECT
 
 
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "hqq", "int8_channel", "fp8_row", "nf4"])
@@ -107,7 +107,8 @@ def test_numbers_of_several_fields_have_no_other_kernel_at_any_size(name):
 
 def test_listed_groups_have_few_rows_or_small_layers():
     for m, n, kernel in (
-        (1, 14336, WEIGHT_ONLY_DIRECT),
+        (8, 14336, WEIGHT_ONLY_DIRECT),
+        (16, 14336, WEIGHT_ONLY_MM_SM90),
         (64, 1024, WEIGHT_ONLY_DIRECT),
         (64, 14336, WEIGHT_ONLY_MM_SM90),
         (256, 14336, WEIGHT_ONLY_MM_SM90),

@@ -1,0 +1,198 @@
+"""The tiles of ``weight_only_mm_sm90`` with 256 of K: what they are offered for, their numbers in
+Triton's interpreter, and what ptxas makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.problem import Groups
+from inductor_quant.kernels.weight_only.direct.kernel import CLOSE, WEIGHT_ONLY_DIRECT
+from inductor_quant.kernels.weight_only.mm_sm90.cost import PACKED_ZEROS, Costs
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from tests.support import in_flight
+from tests.support.gemms import formats
+from tests.support.gemms.generated import device, generated_by
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    generate_case,
+    loadable,
+    make_inputs,
+    reference,
+)
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+bf16, f16 = torch.bfloat16, torch.float16
+MM = WEIGHT_ONLY_MM_SM90.name
+TILES = {"16": "16x64x256_w4_s4_g8", "32": "32x64x256_w4_s4_g8", "64": "64x128x256_w8_s4_g8"}
+LONG = 256  # of K
+
+
+def tile_of(name, rows):
+    """With a table in three stages, for two CTAs."""
+    return TILES[rows].replace("_s4", "_s3") if (name, rows) == ("mxfp4", "32") else TILES[rows]
+
+
+def chosen(case):
+    spec, problem = loadable(case)
+    return next(candidates("weight_only", spec, problem, device(90)))
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "is_long"),
+    [
+        ("nibble_pairs", 128, True),
+        ("nibble_pairs", 32, True),
+        ("nibble_pairs", 16, False),  # 16 scales a K iteration
+        ("mxfp4", 32, True),
+        ("hqq", 64, True),
+        ("hqq", 32, False),  # and zero points
+        ("gptq", 32, False),
+        ("awq", 128, False),  # words along N
+        ("int8_channel", 128, False),
+        ("nf4", 64, False),  # looked up in fp32
+    ],
+)
+def test_values_of_up_to_4_bits_with_few_groups_have_tiles_of_256_of_k(
+    name, group, is_long, monkeypatch
+):
+    monkeypatch.setattr(formats, "GROUP", group)
+    for m in (16, 24, 64):
+        spec, problem = loadable(
+            Case(name, m, 14336, 4096, f16 if name in ("awq", "gptq") else bf16)
+        )
+        tiles = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+        assert any(tile.block_k == LONG for tile in tiles) == is_long
+
+
+def test_a_tile_has_16_rows_up_to_16_and_no_more(large_groups):
+    for m, rows in ((9, {16}), (16, {16}), (17, {32}), (32, {32}), (33, {32, 64})):
+        spec, problem = loadable(Case("nibble_pairs", m, 14336, 4096, bf16))
+        found = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+        assert {tile.block_m for tile in found if tile.block_k == LONG} == rows
+    spec, problem = loadable(Case("mxfp4", 33, 14336, 4096, bf16))  # a table in each CTA
+    found = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+    assert {tile.block_m for tile in found if tile.block_k == LONG} == {64}
+
+
+def test_from_nine_rows_on_the_kernel_that_costs_less_has_them(large_groups):
+    for name, m, n, k, kernel in (
+        ("nibble_pairs", 8, 14336, 4096, WEIGHT_ONLY_DIRECT),
+        ("nibble_pairs", 9, 14336, 4096, WEIGHT_ONLY_MM_SM90),
+        ("nibble_pairs", 16, 14336, 4096, WEIGHT_ONLY_MM_SM90),
+        ("nibble_pairs", 16, 1024, 3072, WEIGHT_ONLY_DIRECT),
+        ("int8_channel", 16, 14336, 4096, WEIGHT_ONLY_DIRECT),
+        ("awq", 16, 14336, 4096, WEIGHT_ONLY_DIRECT),
+    ):
+        assert chosen(Case(name, m, n, k, f16 if name == "awq" else bf16))[0] is kernel
+
+
+def test_a_prediction_that_is_close_is_not_followed(large_groups, monkeypatch):
+    """That of ``weight_only_direct`` was above, those of the other kernel below what was timed."""
+    case = Case("nibble_pairs", 16, 7168, 2048, bf16)
+    spec, problem = loadable(case)
+    few = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
+    assert chosen(case) == (WEIGHT_ONLY_DIRECT, few[0])
+    monkeypatch.setattr("inductor_quant.kernels.weight_only.direct.kernel.CLOSE", 0.95)
+    assert chosen(case)[0] is WEIGHT_ONLY_MM_SM90
+    assert CLOSE > 1
+
+
+def test_packed_zero_points_take_longer_there(large_groups):
+    for block_k, is_longer in ((LONG, True), (128, False)):
+        config = GemmConfig(32, 64, block_k, 4, 4)
+        costs = []
+        for name in ("gptq", "nibble_pairs"):
+            _, problem = loadable(Case(name, 24, 14336, 4096, f16))
+            alone, _ = Costs(problem, device(90), True, 1.0)._cycles(config)
+            costs.append(alone)
+        assert costs[0] / costs[1] == pytest.approx(PACKED_ZEROS if is_longer else 1)
+
+
+def test_experts_do_without(large_groups):
+    """Slower there, with 4 and 16 rows an expert."""
+    from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
+
+    spec, problem = loadable(Case("nibble_pairs", 256, 1536, 2048, bf16))
+    problem = dataclasses.replace(problem, groups=Groups(16, is_sorted=True))
+    found = EXPERTS_MM_SM90.configs(spec, problem, device(90))
+    assert found
+    assert all(config.block_k < LONG for config in found)
+
+
+@pytest.mark.interp
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "dtype"),
+    [
+        ("nibble_pairs", 9, 128, 1024, bf16),
+        ("nibble_pairs", 16, 72, 768, bf16),  # tiles end beyond N; three iterations
+        ("gptq", 13, 128, 1024, f16),
+        ("hqq", 16, 128, 1024, bf16),
+        ("mxfp4", 12, 64, 1024, bf16),
+        ("halves_of_k", 16, 64, 1024, bf16),
+        ("nibble_pairs", 20, 128, 1024, bf16),
+        ("mxfp4", 32, 64, 768, bf16),
+        ("halves_of_k", 40, 64, 1024, bf16),  # in two tiles
+        ("nibble_pairs", 33, 128, 1024, bf16),
+        ("hqq", 64, 136, 768, bf16),
+        ("mxfp4", 50, 128, 1024, bf16),
+        ("quarters_of_k", 33, 128, 2048, bf16),
+    ],
+)
+def test_every_output_is_right(name, m, n, k, dtype, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    rows = "16" if m <= 16 else "32" if m <= 32 or (name, m) == ("halves_of_k", 40) else "64"
+    config = tile_of(name, rows)
+    case = Case(name, m, n, k, dtype, bias=True)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.interp
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("split", [2, 3, 4])
+def test_k_is_split_among_tiles_of_16_rows(split, large_groups):
+    case = Case("nibble_pairs", 16, 128, 2048, bf16)
+    inputs = make_inputs(case, "cpu")
+    config = f"{TILES['16']}_k{split}"
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+def test_boxes_of_rows_are_as_wide_as_a_swizzle_if_k_is_in_parts_too(large_groups):
+    """In shared memory the rows of a box are neighbours within 64 columns: a part of K has 128."""
+    for m, parts in ((64, 2), (33, 4)):
+        spec, problem = loadable(Case("halves_of_k", m, 4096, 4096, bf16))
+        config = GemmConfig(64, 128, LONG, 8, 4)
+        assert WEIGHT_ONLY_MM_SM90.codegen(spec, problem, config).parts == parts
+
+
+@pytest.mark.parametrize("rows", TILES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hqq",
+        "gptq",
+        pytest.param("nibble_pairs", marks=pytest.mark.slow),
+        pytest.param("halves_of_k", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_spills_or_waits_for_its_products(name, rows, large_groups):
+    case = Case(name, int(rows), 4096, 4096, bf16)
+    generated = generate_case(case, f"{MM} {tile_of(name, rows)}")
+    named = next(item for item in generated.kernels.items() if "x_stages" in item[1])
+    kernel = simulate.compile_kernel(*named)
+    assert kernel.spill_stores == 0
+    assert in_flight.spills(in_flight.machine_code(kernel.ptx)) == []
+    assert not kernel.is_serialized
