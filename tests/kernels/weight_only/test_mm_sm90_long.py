@@ -13,8 +13,8 @@ from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.problem import Groups
-from inductor_quant.kernels.weight_only.direct.kernel import CLOSE, WEIGHT_ONLY_DIRECT
-from inductor_quant.kernels.weight_only.mm_sm90.cost import PACKED_ZEROS, Costs
+from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
+from inductor_quant.kernels.weight_only.mm_sm90.cost import Costs, blocks_for
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from tests.support import in_flight
 from tests.support.gemms import formats
@@ -58,7 +58,9 @@ def chosen(case):
         ("hqq", 32, False),  # and zero points
         ("gptq", 32, False),
         ("awq", 128, False),  # words along N
+        ("groups_of_n", 64, False),  # scales of each k
         ("int8_channel", 128, False),
+        ("int8_folded", 128, False),
         ("nf4", 64, False),  # looked up in fp32
     ],
 )
@@ -74,14 +76,50 @@ def test_values_of_up_to_4_bits_with_few_groups_have_tiles_of_256_of_k(
         assert any(tile.block_k == LONG for tile in tiles) == is_long
 
 
-def test_a_tile_has_16_rows_up_to_16_and_no_more(large_groups):
-    for m, rows in ((9, {16}), (16, {16}), (17, {32}), (32, {32}), (33, {32, 64})):
-        spec, problem = loadable(Case("nibble_pairs", m, 14336, 4096, bf16))
-        found = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
-        assert {tile.block_m for tile in found if tile.block_k == LONG} == rows
-    spec, problem = loadable(Case("mxfp4", 33, 14336, 4096, bf16))  # a table in each CTA
+@pytest.mark.parametrize(
+    ("name", "m", "tiles"),
+    [
+        ("nibble_pairs", 9, {(16, 4)}),
+        ("nibble_pairs", 16, {(16, 4)}),
+        ("nibble_pairs", 17, {(32, 3), (32, 4)}),
+        ("nibble_pairs", 32, {(32, 3), (32, 4)}),
+        ("nibble_pairs", 33, {(32, 3), (32, 4), (64, 4)}),
+        ("nibble_pairs", 64, {(32, 3), (32, 4), (64, 4)}),
+        ("nibble_pairs", 65, set()),
+        ("mxfp4", 32, {(32, 3)}),  # tables of two CTAs leave no room for four stages
+        ("mxfp4", 33, {(64, 4)}),  # a table in each CTA
+    ],
+)
+def test_a_tile_has_16_rows_up_to_16_and_no_more(name, m, tiles, large_groups):
+    spec, problem = loadable(Case(name, m, 14336, 4096, bf16))
     found = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
-    assert {tile.block_m for tile in found if tile.block_k == LONG} == {64}
+    assert {(tile.block_m, tile.num_stages) for tile in found if tile.block_k == LONG} == tiles
+    any_m = dataclasses.replace(problem, m_is_static=False, m_is_bounded=False)
+    found = WEIGHT_ONLY_MM_SM90._cost(spec, any_m, device(90))
+    assert found
+    assert all(tile.block_m > 16 and tile.block_k < LONG for tile in found)
+
+
+@pytest.mark.parametrize("kind", ["sub", "add"])
+@pytest.mark.parametrize(("group", "is_long"), [(32, False), (64, True)])
+def test_zero_points_that_are_added_are_as_many(kind, group, is_long, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = loadable(Case("hqq", 24, 14336, 4096, bf16))
+    weight = problem.weight
+    zero, scale = weight.format.dequant_ops
+    format = dataclasses.replace(
+        weight.format, dequant_ops=(scale, dataclasses.replace(zero, kind=kind))
+    )
+    problem = dataclasses.replace(problem, weight=dataclasses.replace(weight, format=format))
+    found = WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+    assert any(tile.block_k == LONG for tile in found) == is_long
+
+
+def test_a_kernel_of_many_rows_says_from_which_row_on():
+    for name, m, least in (("nibble_pairs", 8, 9), ("int8_channel", 12, 17), ("awq", 16, 17)):
+        spec, problem = loadable(Case(name, m, 4096, 4096, f16 if name == "awq" else bf16))
+        rejection = WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90))
+        assert rejection.detail == f"M = {m} is not above {least - 1}"
 
 
 def test_from_nine_rows_on_the_kernel_that_costs_less_has_them(large_groups):
@@ -96,15 +134,36 @@ def test_from_nine_rows_on_the_kernel_that_costs_less_has_them(large_groups):
         assert chosen(Case(name, m, n, k, f16 if name == "awq" else bf16))[0] is kernel
 
 
-def test_a_prediction_that_is_close_is_not_followed(large_groups, monkeypatch):
-    """That of ``weight_only_direct`` was above, those of the other kernel below what was timed."""
-    case = Case("nibble_pairs", 16, 7168, 2048, bf16)
-    spec, problem = loadable(case)
-    few = WEIGHT_ONLY_DIRECT.configs(spec, problem, device(90))
-    assert chosen(case) == (WEIGHT_ONLY_DIRECT, few[0])
-    monkeypatch.setattr("inductor_quant.kernels.weight_only.direct.kernel.CLOSE", 0.95)
-    assert chosen(case)[0] is WEIGHT_ONLY_MM_SM90
-    assert CLOSE > 1
+def test_a_prediction_that_is_close_is_not_followed(large_groups):
+    """0.956 and 0.949 of the cycles: that of ``weight_only_direct`` was above, those of the other
+    kernel below what was timed."""
+    for k, kernel in ((3072, WEIGHT_ONLY_DIRECT), (3584, WEIGHT_ONLY_MM_SM90)):
+        assert chosen(Case("nibble_pairs", 16, 8192, k, bf16))[0] is kernel
+
+
+@pytest.mark.parametrize(
+    ("group", "changed", "is_long"),
+    [
+        (64, {}, True),
+        (64, {"width": 8}, False),
+        (32, {}, False),
+        (32, {"is_symmetric": True}, True),
+        (32, {"is_subtracted_in_integers": True}, False),
+    ],
+    ids=str,
+)
+def test_what_words_of_gptq_take_tiles_of_256_of_k(group, changed, is_long, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    _, problem = loadable(Case("gptq", 24, 4096, 4096, f16))
+    weight, format = problem.weight, problem.weight.format
+    zero, scale = format.dequant_ops
+    element = dataclasses.replace(format.element, width=changed.get("width", 4))
+    if changed.get("is_subtracted_in_integers"):
+        element = dataclasses.replace(element, minus=zero.operand)
+    ops = (zero, scale) if element.minus is None and "is_symmetric" not in changed else (scale,)
+    format = dataclasses.replace(format, element=element, dequant_ops=ops)
+    blocks = blocks_for(dataclasses.replace(weight, format=format))
+    assert any(block_k == LONG for (_, _, block_k, *_), *_ in blocks) == is_long
 
 
 def test_packed_zero_points_take_longer_there(large_groups):
@@ -115,7 +174,7 @@ def test_packed_zero_points_take_longer_there(large_groups):
             _, problem = loadable(Case(name, 24, 14336, 4096, f16))
             alone, _ = Costs(problem, device(90), True, 1.0)._cycles(config)
             costs.append(alone)
-        assert costs[0] / costs[1] == pytest.approx(PACKED_ZEROS if is_longer else 1)
+        assert (costs[0] > costs[1]) == is_longer
 
 
 def test_experts_do_without(large_groups):

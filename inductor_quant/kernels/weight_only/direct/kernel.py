@@ -2,7 +2,7 @@
 
 Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
 format takes the GEMM; on sm_90 from M = 9 to 512 where it costs less than ``weight_only_mm_sm90``,
-as for small layers.
+from 17 on and for a table than the library too, as for small layers.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -91,7 +91,9 @@ MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 # rows, whose words are neighbours along n; in tiles of 32 rows.
 LEAST_WARPS_JOINED, LEAST_COLUMNS_JOINED, COLUMNS_JOINED = 4, 32, 16
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
-CLOSE = 1.05  # times the cycles of weight_only_mm_sm90 or the library: up to there it is faster
+# With 9 to 16 rows it is chosen up to so many times the cycles that are predicted for
+# weight_only_mm_sm90, or the library if W has a table: what is closer was faster here.
+CLOSE = 1.05
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
 MAX_M, MAX_SIZE = 512, 2**24
 ROWS_MEDIUM, MAX_ROWS_SHARED = (32, 64), 32  # of x, if it takes the way of shared memory
@@ -230,8 +232,10 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
         if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:  # 9 rows or more
-            most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
-            found = [config for config in found if cost_of(config) < CLOSE * most]
+            is_table = weight.format.element != weight.format.code
+            if is_table or WEIGHT_ONLY_MM_SM90.configs(spec, problem, device):
+                most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
+                found = [config for config in found if cost_of(config) < CLOSE * most]
         return split_k.same_split(found)
 
     def _medium_configs(

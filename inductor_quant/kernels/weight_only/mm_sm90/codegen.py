@@ -148,7 +148,8 @@ class MMSm90Codegen(DigitCodegen):
 
     def load_in(self, boxes: RowBoxes) -> None:
         """x is loaded in ``boxes``. In shared memory the rows of one are neighbours within the
-        columns of a swizzle, of which a K iteration may have several."""
+        columns of a swizzle, of which a K iteration, or a part of it, may have several. (The
+        layouts of x stay: the swizzle is the same, and what is copied twice is the same.)"""
         self.row_boxes = boxes
         if boxes.rows < self.block_m:
             self.part_k = min(self.part_k, LINE // self.x_bytes)

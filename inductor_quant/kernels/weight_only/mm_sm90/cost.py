@@ -14,7 +14,6 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     has_lists,
     loads_scales,
     packed_zeros,
-    varying,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     MAX_ACCUMULATORS,
@@ -58,7 +57,8 @@ LONG_BLOCKS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
     ((32, 64, 256, 4, 3), (930, 1450), (1190, 2110)),
     ((64, 128, 256, 8, 4), (1790, 0), (2450, 0)),
 )
-LEAST_GROUP: dict[str, int] = {"mul": 32, "sub": 64}  # of scales and of zero points
+MOST_M_LONG = 64  # with which they were timed
+LEAST_GROUP = {"mul": 32, "div": 32, "add": 64, "sub": 64}  # of scales and of zero points
 PACKED_ZEROS = 1.2  # times as many cycles there, if zero points are bits of words
 # With two consumers, of single layers alone; cycles of a K iteration, which one of both has.
 TWO_CONSUMERS: tuple[tuple[Block, Cycles, Cycles | None], ...] = (
@@ -125,22 +125,24 @@ def _in_tile_order(problem: Problem, count: int) -> float:
 def blocks_for(weight: Weight) -> tuple[tuple[Block, Cycles, Cycles | None], ...]:
     if has_lists(weight.format):
         return (*BLOCKS, *LISTED_BLOCKS)
-    return (*BLOCKS, *(LONG_BLOCKS if _suits_long(weight) else ()), *TWO_CONSUMERS)
+    return (*BLOCKS, *(LONG_BLOCKS if _takes_long_blocks(weight) else ()), *TWO_CONSUMERS)
 
 
-def is_long(config: GemmConfig) -> bool:
-    """Whether it is one of ``LONG_BLOCKS``."""
+def has_long_block(config: GemmConfig) -> bool:
+    """Whether it has as much of K as ``LONG_BLOCKS``."""
     return config.block_k == LONG_BLOCKS[0][0][2]
 
 
-def _suits_long(weight: Weight) -> bool:
+def _takes_long_blocks(weight: Weight) -> bool:
     """Whether values have up to 4 bits, and those of a word are neighbours along K, where a K
     iteration has few scales and zero points: wider ones, and more groups, take longer."""
     format = weight.format
-    if not 0 < format.code.total_width <= 4 or are_words_of_columns(weight) or varying(format):
+    if not 0 < format.code.total_width <= 4 or are_words_of_columns(weight):
         return False
     zeros = packed_zeros(format)
-    least = [(op.operand, LEAST_GROUP.get(op.kind, 0)) for op in format.dequant_ops]
+    least = [
+        (op.operand, LEAST_GROUP[op.kind]) for op in format.dequant_ops if op.kind in LEAST_GROUP
+    ]
     least += [(zeros, LEAST_GROUP["sub"])] if zeros else []
     return not any(
         isinstance(field, Field) and 0 < format.block(field)[0] < size for field, size in least
@@ -161,10 +163,10 @@ class Costs:
         return blocks_for(rules.weight_of(self.problem))
 
     def listed(self, config: GemmConfig) -> Cycles | None:
-        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in self.blocks()}
         format = rules.weight_of(self.problem).format
-        if format.element != format.code and not self.is_narrow and is_long(config):
-            return None  # it spills
+        if format.element != format.code and not self.is_narrow and has_long_block(config):
+            return None  # a table that is looked up in fp32 spills
+        found = {GemmConfig(*block): each[not self.is_narrow] for block, *each in self.blocks()}
         return found.get(dataclasses.replace(config, split_k=1))
 
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
@@ -177,7 +179,7 @@ class Costs:
         factor *= WIDTH ** math.log2((format.code.width or 8) / 4) if self.is_narrow else 1
         if self._hides(config):
             factor = min(factor, 1)
-        if is_long(config) and packed_zeros(format):
+        if has_long_block(config) and packed_zeros(format):
             factor *= PACKED_ZEROS
         factor *= VARYING if loads_scales(rules.weight_of(self.problem), config) else 1
         if self.problem.m > MEDIUM_M and any(name[0] == "n" for name in format.code.offset.digits):

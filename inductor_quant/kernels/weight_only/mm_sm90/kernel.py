@@ -1,8 +1,8 @@
 """``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon with TMA.
 
-Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, from 9 on of up to 4 bits, a
-table or act-order, if the packed words of a tile are a box of a matrix (``box``), while
-``weight_only_direct``, or W written once and a product of the library, take longer.
+Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, or from 9 on where there are
+tiles for it (``_has_few_rows``), if the packed words of a tile are a box of a matrix (``box``),
+while ``weight_only_direct``, or W written once and a product of the library, take longer.
 
 swap_ab, with wgmma, warp-specialized and persistent: producer warps load x and packed weights by
 TMA, and the consumer warpgroups take turns at dequantizing and multiplying. The statements that
@@ -50,9 +50,10 @@ from inductor_quant.kernels.weight_only.mm_sm90.cost import (
     BLOCKS,
     LOOKED_UP,
     LOOKED_UP_IN_PAIRS,
+    MOST_M_LONG,
     Costs,
     blocks_for,
-    is_long,
+    has_long_block,
     stores_tiles,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.loop import (
@@ -88,7 +89,7 @@ NARROW = BLOCKS[0][0]  # a tile
 # A tile that takes 1.05 to 1.22 of the time that is predicted if values are looked up in a table.
 NOT_LOOKED_UP = (32, 128, 64)
 SPLITS = (1, 2, 3, 4, 5, 6)
-LEAST_M = 9  # of a single layer; up to 8 rows weight_only_direct has tiles of 8
+LEAST_M = 9  # of a layer that has tiles for it; up to 8 rows weight_only_direct has tiles of 8
 MIN_K_ITERS = 8  # of a split
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
@@ -114,7 +115,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least = DECODE_M + 1 if problem.groups else LEAST_M
+        least = LEAST_M if _has_few_rows(problem) else DECODE_M + 1
         if problem.m < least and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {least - 1}")
         if not problem.has_weight_descriptors:
@@ -277,15 +278,26 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         return {config: min(costs.whole(config), costs.shared(config)) for config in listed}
 
 
+def _has_few_rows(problem: Problem) -> bool:
+    """Whether tiles are offered up to 16 rows: for a single layer those of 16 rows, for that of a
+    table, which is slower in ``weight_only_direct``, of 32 too."""
+    blocks = (block for block, *_ in blocks_for(rules.weight_of(problem)))
+    has_tiles = any(block_m <= DECODE_M for block_m, *_ in blocks)
+    return problem.groups is None and (has_tiles or looks_up_pairs(problem))
+
+
 def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
-    """Whether half of a tile's rows, or more, are there, and up to 16 rows one tile has them: of
-    more rows only those of a table, for others ``weight_only_direct`` is faster."""
-    if problem.m <= DECODE_M:
-        most = 2 * DECODE_M if looks_up_pairs(problem) else DECODE_M
-        return config.block_m <= most
-    if is_long(config) and looks_up_pairs(problem):  # a table in each CTA
-        return problem.m <= config.block_m < 2 * problem.m
-    return DECODE_M < config.block_m < 2 * problem.m
+    """Whether half of a tile's rows, or more, are there. Up to 16 rows one tile has them; if M is
+    any number, it is taken to be larger."""
+    m = problem.m if problem.m_is_bounded else max(problem.m, DECODE_M + 1)
+    if m <= DECODE_M:
+        return config.block_m <= (2 * DECODE_M if looks_up_pairs(problem) else DECODE_M)
+    if has_long_block(config):
+        # With a table in each CTA one tile has all rows.
+        most = config.block_m if looks_up_pairs(problem) else MOST_M_LONG
+        if m > min(most, MOST_M_LONG) or not problem.m_is_bounded:
+            return False
+    return DECODE_M < config.block_m < 2 * m
 
 
 def tile_misfit(

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from inductor_quant._compat import gluon
+from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.weight_only import digit_tiles
 from inductor_quant.kernels.weight_only.bytes.kernel import WEIGHT_ONLY_BYTES
+from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from tests.support.gemms.generated import device
@@ -115,6 +117,24 @@ def test_listed_groups_have_few_rows_or_small_layers():
         (2048, 14336, None),  # W is written once, as it is without us
     ):
         assert chosen(Case("act_order", m, n, 4096, f16)) is kernel
+
+
+def test_listed_groups_of_small_layers_are_not_left_to_the_library():
+    """The library is predicted to take less than either kernel."""
+    case = Case("act_order", 10, 344, 1152, f16)
+    assert chosen(case) is WEIGHT_ONLY_DIRECT
+
+
+def test_listed_groups_take_longer_than_instructions_say_with_more_than_8_rows(monkeypatch):
+    cycles = []
+    for factor in (1.0, 2.0):
+        monkeypatch.setattr(cost, "LISTED_WAIT", factor)
+        for m in (8, 16):
+            _, problem = aligned(Case("act_order", m, 14336, 4096, f16))
+            config = GemmConfig(m, 64, 256, 8, 1)
+            cycles.append(cost.of_few_rows(problem, config, device(90)))
+    assert cycles[2] == cycles[0]
+    assert cycles[3] - cost.LAYER.launch == pytest.approx(2 * (cycles[1] - cost.LAYER.launch))
 
 
 def test_a_tile_is_planned_once(monkeypatch):
