@@ -2,7 +2,7 @@
 
 Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
 format takes the GEMM; on sm_90 from M = 9 to 512 where it costs less than ``weight_only_mm_sm90``,
-from 17 on and for a table than the library too, as for small layers.
+and from 17 on than the library, as for small layers.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -26,7 +26,7 @@ from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import GemmConfig, tile_rejection
 from inductor_quant.kernels.problem import DECODE_M, INTERPRETER_ARCH, Device, Problem, Weight
 from inductor_quant.kernels.shared import split_k
-from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only import library, rules
 from inductor_quant.kernels.weight_only.bytes.kernel import has_partial_blocks
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
@@ -92,7 +92,7 @@ MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 LEAST_WARPS_JOINED, LEAST_COLUMNS_JOINED, COLUMNS_JOINED = 4, 32, 16
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
 # With 9 to 16 rows it is chosen up to so many times the cycles that are predicted for
-# weight_only_mm_sm90, or the library if W has a table: what is closer was faster here.
+# weight_only_mm_sm90: what is closer was faster here.
 CLOSE = 1.05
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
 MAX_M, MAX_SIZE = 512, 2**24
@@ -232,10 +232,9 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
         if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:  # 9 rows or more
-            is_table = weight.format.element != weight.format.code
-            if is_table or WEIGHT_ONLY_MM_SM90.configs(spec, problem, device):
-                most = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
-                found = [config for config in found if cost_of(config) < CLOSE * most]
+            least = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
+            if least < library.cycles(problem, device):  # else that kernel would not be chosen
+                found = [config for config in found if cost_of(config) < CLOSE * least]
         return split_k.same_split(found)
 
     def _medium_configs(
