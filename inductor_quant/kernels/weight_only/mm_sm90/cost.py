@@ -134,8 +134,8 @@ def has_long_block(config: GemmConfig) -> bool:
 
 
 def _takes_long_blocks(weight: Weight) -> bool:
-    """Whether values have up to 4 bits, and those of a word are neighbours along K, where a K
-    iteration has few scales and zero points: wider ones, and more groups, take longer."""
+    """Whether values have up to 4 bits, a word has those of one column, and a K iteration has few
+    scales and zero points: others take longer than in shorter tiles."""
     format = weight.format
     if not 0 < format.code.total_width <= 4 or are_words_of_columns(weight):
         return False

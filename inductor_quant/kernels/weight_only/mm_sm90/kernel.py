@@ -295,7 +295,7 @@ def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
     if has_long_block(config):
         # With a table in each CTA one tile has all rows.
         most = config.block_m if looks_up_pairs(problem) else MOST_M_LONG
-        if m > min(most, MOST_M_LONG) or not problem.m_is_bounded:
+        if m > most or not problem.m_is_bounded:
             return False
     return DECODE_M < config.block_m < 2 * m
 

@@ -12,6 +12,7 @@ from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.dispatch import candidates
+from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.problem import Groups
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.cost import Costs, blocks_for
@@ -58,7 +59,7 @@ def chosen(case):
         ("hqq", 64, True),
         ("hqq", 32, False),  # and zero points
         ("gptq", 32, False),
-        ("awq", 128, False),  # words along N
+        ("awq", 128, False),  # words of several columns
         ("groups_of_n", 64, False),  # scales of each k
         ("int8_channel", 128, False),
         ("int8_folded", 128, False),
@@ -180,8 +181,6 @@ def test_packed_zero_points_take_longer_there(large_groups):
 
 def test_experts_do_without(large_groups):
     """Slower there, with 4 and 16 rows an expert."""
-    from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
-
     spec, problem = loadable(Case("nibble_pairs", 256, 1536, 2048, bf16))
     problem = dataclasses.replace(problem, groups=Groups(16, is_sorted=True))
     found = EXPERTS_MM_SM90.configs(spec, problem, device(90))
