@@ -179,13 +179,15 @@ def plan_of(
     *,
     own: bool = False,
     low: tuple[int, ...] | None = None,
+    ends_beyond: bool = False,
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
-    ``low``: as ``tile_plan`` takes it, by default for 16-bit x."""
+    ``low``: as ``tile_plan`` takes it, by default for 16-bit x; ``ends_beyond``: the last tile may
+    end beyond K."""
     warps = config.num_warps
     tile_k = config.block_k // (warps if own else 1)
     in_halves = own and config.block_m <= MAX_ROWS_HALVES and warps <= MAX_WARPS_HALVES
-    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low, in_halves)
+    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low, in_halves, ends_beyond)
 
 
 def _bit_of_halves(format: WeightFormat, k: Sequence[TileDigit]) -> int | None:
@@ -214,10 +216,11 @@ def _plan_of(
     own: bool,
     low: tuple[int, ...] | None,
     in_halves: bool,
+    ends_beyond: bool,
 ) -> TilePlan | None:
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
-    k = tile_digits(format, "k", tile_k)
+    k = tile_digits(format, "k", tile_k, ends_beyond=ends_beyond)
     if not n or not k:
         return None
     # These are computed where only the position within the tile is known.

@@ -50,7 +50,7 @@ class DigitCodegen(Codegen):
     """
 
     unknown_zero = word_policy = ""
-    looks_up_pairs = is_in_fp32 = False
+    looks_up_pairs = is_in_fp32 = ends_beyond = False
     raised: tuple[Field, ...] = ()
 
     def __init__(
@@ -70,7 +70,9 @@ class DigitCodegen(Codegen):
         self.n_digits = tile_digits(self.format, "n", self.block_n, n_order) or ()
         self.is_warps_own = any(digit.name == WARP for digit in plan.digits)
         self.tile_k = self.block_k // (self.warps if self.is_warps_own else 1)
-        self.k_digits = tile_digits(self.format, "k", self.tile_k) or ()
+        self.k_digits = (
+            tile_digits(self.format, "k", self.tile_k, ends_beyond=self.ends_beyond) or ()
+        )
         self.table = self.format.element if self.format.element != self.format.code else None
         operands = [op.operand for op in (*self.loop_ops, *self.sum_ops, *self.x_ops)]
         self.words = parts = view.parts or (self.format.code,)
@@ -248,12 +250,12 @@ class DigitCodegen(Codegen):
         each warp has one of its own. ``slot`` tells apart what is kept for several iterations;
         ``beyond``: the next values of this digit of K."""
         out = DigitStatements(self, stride, size, "l", self.digits("", "k"))
-        whole = DigitStatements(self, stride, size, "m", self.digits("l_", "nk"))
+        whole = DigitStatements(self, stride, size, "m", self.within_k(self.digits("l_", "nk")))
         lines = self.first_digits("k", tile)
         for i, field in enumerate(self.loaded):
             if self.is_fetched(field, slot):
                 continue
-            if _is_data(field):
+            if _is_data(field) or self.is_beyond(field):
                 pointer, _, _ = whole.pointer(field)
             else:
                 moved = Field(
@@ -273,6 +275,23 @@ class DigitCodegen(Codegen):
             policy = self.word_policy if field in self.words else ""
             whole.lines.append(f"{kept(i, slot)} = gl.load({pointer}{policy}){wide}")
         return "\n".join([*lines, *out.lines, *whole.lines])
+
+    def beyond(self) -> TileDigit | None:
+        """The digit of K within which the last tile ends."""
+        digit = self.k_digits[0] if self.k_digits else None
+        return digit if digit and self.format.radix(digit.name) % digit.inner else None
+
+    def is_beyond(self, field: Field) -> bool:
+        """Whether a tile may have values of the field beyond K."""
+        digit = self.beyond()
+        return digit is not None and field != self.format.code and digit.name in field.digits
+
+    def within_k(self, digits: dict[str, list[str]]) -> dict[str, list[str]]:
+        """``digits``, beyond K those of the last value."""
+        if digit := self.beyond():
+            last = self.format.radix(digit.name) - 1
+            digits[digit.name] = [f"gl.minimum({sum_of(digits[digit.name])}, {last})"]
+        return digits
 
     def used(self, i: int, slot: int) -> str:
         """The variable that ``Uses`` reads the ``i``-th field from."""

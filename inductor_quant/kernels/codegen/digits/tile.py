@@ -39,17 +39,25 @@ class TileDigit:
 
 
 def tile_digits(
-    format: WeightFormat, axis: str, block: int, order: Sequence[str] = ()
+    format: WeightFormat,
+    axis: str,
+    block: int,
+    order: Sequence[str] = (),
+    *,
+    ends_beyond: bool = False,
 ) -> tuple[TileDigit, ...] | None:
     """The digits of an axis, most significant first, in a tile of ``block``; None if the block ends
-    within a digit. ``order``: the digits in another order of significance."""
+    within a digit. ``order``: the digits in another order of significance; ``ends_beyond``: the
+    last tile may end beyond the axis, as it may beyond N."""
     found: list[TileDigit] = []
     left = block
     names = list(order) or format.digits(axis)
     for name in reversed(names):
         radix = format.radix(name)
         inner = math.gcd(left, radix)
-        is_last = name == names[0] and axis == "n"  # may end within a block: the store masks it
+        # It may end within a block: the store masks it, or x is 0 there.
+        may_end = axis == "n" or (ends_beyond and left <= radix)
+        is_last = name == names[0] and may_end
         if inner != min(left, radix) and not is_last:
             return None
         inner = left if is_last else inner

@@ -67,7 +67,8 @@ class MMSm90Codegen(DigitCodegen):
     is not that of x, which is then read in parts."""
 
     box: WordBox
-    x, acc_type, unknown_zero, looks_up_pairs = "X", "gl.float32", "unknown_zero", True
+    x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
+    looks_up_pairs = ends_beyond = True
 
     def __init__(
         self,

@@ -23,6 +23,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
+
 from inductor_quant.kernels.codegen.digits import pair_lookup
 from inductor_quant.kernels.codegen.digits.tile import TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
@@ -115,7 +117,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         if device.arch not in rules.WGMMA_ARCHS:
             return no_kernel(f"written for sm_90, this is sm_{device.arch}")
-        least = LEAST_M if _has_few_rows(problem) else DECODE_M + 1
+        least = _least_m(problem)
         if problem.m < least and problem.m_is_bounded:
             return no_kernel(f"M = {problem.m} is not above {least - 1}")
         if not problem.has_weight_descriptors:
@@ -286,12 +288,24 @@ def _has_few_rows(problem: Problem) -> bool:
     return problem.groups is None and (has_tiles or looks_up_pairs(problem))
 
 
+def _least_m(problem: Problem) -> int:
+    if problem.groups is None and problem.k % NARROW[2]:
+        # The tiles of weight_only_direct do not divide K, or are narrow; those of
+        # weight_only_bytes, which may end beyond it, are faster for int8, up to 8 rows.
+        format = rules.weight_of(problem).format
+        is_integer = rules.weight_of(problem).tensors[format.code.source].dtype == torch.int8
+        is_scaled = all(op.kind in ("mul", "div") for op in format.dequant_ops)
+        return LEAST_M if is_integer and is_scaled else 1
+    return LEAST_M if _has_few_rows(problem) else DECODE_M + 1
+
+
 def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
     """Whether half of a tile's rows, or more, are there. Up to 16 rows one tile has them; if M is
     any number, it is taken to be larger."""
     m = problem.m if problem.m_is_bounded else max(problem.m, DECODE_M + 1)
     if m <= DECODE_M:
-        return config.block_m <= (2 * DECODE_M if looks_up_pairs(problem) else DECODE_M)
+        is_other = looks_up_pairs(problem) or problem.k % NARROW[2] != 0
+        return config.block_m <= (2 * DECODE_M if is_other else DECODE_M)
     if has_long_block(config):
         # With a table in each CTA one tile has all rows.
         most = config.block_m if looks_up_pairs(problem) else MOST_M_LONG

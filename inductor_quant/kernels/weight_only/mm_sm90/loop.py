@@ -72,8 +72,18 @@ def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLL
     """``unrolled``, or of the last turn a part is beyond K; 0: K is no multiple of a block, or has
     too few turns."""
     turns, rest = divmod(problem.k, offered[-1] * config.block_k)
-    may_pad = turns >= config.split_k and rest % config.block_k == 0
+    is_whole = rest % config.block_k == 0 or may_end_beyond(rules.weight_of(problem), config)
+    may_pad = turns >= config.split_k and is_whole
     return unrolled(problem, config, offered) or (offered[-1] if may_pad else 0)
+
+
+def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
+    """Whether the last tile may end beyond K, where x is 0 and words read as 0: not if that may be
+    NaN, as a table's first value may, if each k has numbers of its own, or x is in parts."""
+    view, order = words_in_parts(weight, config.block_k)
+    format = view.weight.format
+    is_finite = format.element == format.code or bool(format.element.entries)
+    return is_finite and order is None and not has_lists(format) and not varying(format)
 
 
 def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:
@@ -172,7 +182,9 @@ def boxed(
     """How a tile is assigned to threads, and the box of its words: for 16-bit x, or of a ``plan``
     whose tiles are neighbours along K."""
     view = as_words(weight) if plan else words_in_parts(weight, config.block_k)[0]
-    plan = plan or plan_of(view, of_consumer(config))
+    if plan is None:
+        beyond = may_end_beyond(weight, config)
+        plan = plan_of(view, of_consumer(config), ends_beyond=beyond)
     box = word_box(view.weight, plan) if plan is not None else None
     return (plan, box) if plan is not None and box is not None else None
 

@@ -73,8 +73,12 @@ def test_gptq_words_that_leave_sms_or_warps_idle_are_taken(n, k, is_taken):
 
 
 def test_whole_bytes_of_a_k_that_64_does_not_divide_have_another_kernel():
-    assert chosen(Case("int8_channel", 1, 1152, 4304, bf16)) is WEIGHT_ONLY_BYTES
-    assert chosen(Case("int8_channel", 1, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
+    assert chosen(Case("int8_channel", 8, 1152, 4304, bf16)) is WEIGHT_ONLY_BYTES
+    assert chosen(Case("int8_channel", 8, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
+    assert chosen(Case("int8_channel", 9, 1152, 4304, bf16)) is WEIGHT_ONLY_MM_SM90
+    for name in ("fp8_row", "int8_zero_channel"):
+        assert chosen(Case(name, 1, 1152, 4304, bf16)) is WEIGHT_ONLY_MM_SM90
+        assert chosen(Case(name, 1, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])

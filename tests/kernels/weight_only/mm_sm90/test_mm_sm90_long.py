@@ -137,9 +137,13 @@ def test_from_nine_rows_on_the_kernel_that_costs_less_has_them(large_groups):
 
 
 def test_a_prediction_that_is_close_is_not_followed(large_groups):
-    """0.956 and 0.949 of the cycles: that of ``weight_only_direct`` was above, those of the other
-    kernel below what was timed."""
-    for k, kernel in ((3072, WEIGHT_ONLY_DIRECT), (3584, WEIGHT_ONLY_MM_SM90)):
+    """Of the kernels that were timed ``weight_only_direct`` took 7.7 us of 8192 x 3584, the other
+    one 8.9; of 4608 both are predicted to take as long, of 5120 the other one takes less."""
+    for k, kernel in (
+        (3584, WEIGHT_ONLY_DIRECT),
+        (4608, WEIGHT_ONLY_DIRECT),
+        (5120, WEIGHT_ONLY_MM_SM90),
+    ):
         assert chosen(Case("nibble_pairs", 16, 8192, k, bf16))[0] is kernel
 
 

@@ -1,0 +1,69 @@
+"""Tiles of ``weight_only_mm_sm90`` that end beyond K: x and the words are 0 there, scales are those
+of the last k."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
+from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed
+from tests.support.gemms import formats
+from tests.support.gemms.generated import device, generated_by
+from tests.support.gemms.weight_only import (
+    Case,
+    assert_close,
+    gemm,
+    loadable,
+    make_inputs,
+    reference,
+)
+
+pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
+
+bf16, f16 = torch.bfloat16, torch.float16
+MM = WEIGHT_ONLY_MM_SM90.name
+
+
+@pytest.mark.interp
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "group", "config"),
+    [
+        ("int8_channel", 20, 64, 336, 32, "32x64x64_w4_s4_g8"),
+        ("int8_channel", 40, 72, 464, 32, "64x64x128_w4_s4_g8"),  # K in four boxes of rows
+        ("nibble_pairs", 20, 64, 320, 32, "32x64x128_w4_s4_g8"),
+        ("nibble_pairs", 33, 64, 352, 32, "64x64x64_w4_s4_g8"),
+        ("nibble_pairs", 16, 64, 1184, 32, "16x64x256_w4_s4_g8"),
+        ("nibble_pairs", 20, 64, 704, 32, "32x64x128_w4_s4_g8_k2"),
+        ("fp8_row", 20, 64, 336, 32, "32x64x64_w4_s4_g8"),
+        ("hqq", 20, 64, 320, 64, "32x64x128_w4_s4_g8"),
+        ("gptq", 20, 64, 320, 64, "32x64x128_w4_s4_g8"),
+        ("mxfp4", 20, 64, 352, 32, "32x64x64_w4_s4_g8"),
+    ],
+)
+def test_every_output_is_right(name, m, n, k, group, config, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    case = Case(name, m, n, k, bf16, bias=True)
+    inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_taken"),
+    [
+        ("int8_channel", True),
+        ("nf4", False),  # the first value of a table may be NaN
+        ("act_order", False),  # each k has a group of its own
+        ("halves_of_k", False),  # in parts
+    ],
+)
+def test_a_k_that_no_tile_divides_is_taken(name, is_taken, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 16)
+    spec, problem = loadable(Case(name, 64, 1152, 4320, bf16))
+    assert bool(WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))) == is_taken
+    assert (boxed(problem.weight, GemmConfig(64, 64, 64, 4, 8)) is not None) == is_taken
