@@ -134,7 +134,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 in_halves=in_halves,
                 k_order=k_order,
                 is_gated=problem.is_gated,
-                masks_rows=has_few_rows,
+                masks_rows=has_few_rows and not (_is_sorted(problem) and config.block_m == ROWS[0]),
                 reads_once=has_few_rows and not are_words_of_columns(weight),
                 looks_up_pairs=looks_up_pairs(problem, config),
             )
@@ -281,10 +281,13 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
 
 
 def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
-    """Up to 16, of a layer or of experts in any order, such as those of one token: of sorted rows
-    nothing was timed."""
-    is_sorted = problem.groups is not None and problem.groups.is_sorted
-    return max(problem.m, config.block_m) <= DECODE_M and not is_sorted
+    """Up to 16, of a layer, of experts in any order, such as those of one token, or of a tile of an
+    expert's rows, if they are sorted."""
+    return (0 if _is_sorted(problem) else problem.m) <= DECODE_M and config.block_m <= DECODE_M
+
+
+def _is_sorted(problem: Problem) -> bool:
+    return problem.groups is not None and problem.groups.is_sorted
 
 
 def _is_too_wide(problem: Problem, config: GemmConfig) -> bool:
