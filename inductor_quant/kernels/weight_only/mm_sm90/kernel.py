@@ -1,8 +1,9 @@
 """``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon with TMA.
 
 Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, or from 9 on where there are
-tiles for it (``_has_few_rows``), if the packed words of a tile are a box of a matrix (``box``),
-while ``weight_only_direct``, or W written once and a product of the library, take longer.
+tiles for it (``_has_few_rows``), or less if 64 does not divide K (``_least_m``), if the packed
+words of a tile are a box of a matrix (``box``), while ``weight_only_direct``, or W written once and
+a product of the library, take longer.
 
 swap_ab, with wgmma, warp-specialized and persistent: producer warps load x and packed weights by
 TMA, and the consumer warpgroups take turns at dequantizing and multiplying. The statements that

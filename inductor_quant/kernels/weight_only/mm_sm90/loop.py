@@ -213,8 +213,8 @@ def count_copied(problem: Problem, config: GemmConfig, constants: dict[str, Any]
     over tiles, ptxas waited for each product."""
     if problem.groups is not None or problem.n % config.block_n:
         return 0
-    k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]
-    turns = math.ceil(k_iters / turn)
+    k_iters, turn = problem.k // config.block_k, constants["UNROLLED"]  # those within K
+    turns = math.ceil(problem.k / (turn * config.block_k))
     parts = turns if constants["SHARES_TILES"] else config.split_k
     starts = [turn * (i * turns // parts) for i in range(parts + 1)]
     least = min(min(end, k_iters) - begin for begin, end in itertools.pairwise(starts))

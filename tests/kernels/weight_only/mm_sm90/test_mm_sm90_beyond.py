@@ -43,12 +43,31 @@ MM = WEIGHT_ONLY_MM_SM90.name
         ("hqq", 20, 64, 320, 64, "32x64x128_w4_s4_g8"),
         ("gptq", 20, 64, 320, 64, "32x64x128_w4_s4_g8"),
         ("mxfp4", 20, 64, 352, 32, "32x64x64_w4_s4_g8"),
+        ("int8_channel", 120, 64, 1104, 32, "128x64x64_w8_s8_g8"),  # two consumers
     ],
 )
 def test_every_output_is_right(name, m, n, k, group, config, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
     case = Case(name, m, n, k, bf16, bias=True)
     inputs = make_inputs(case, "cpu")
+    generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
+    assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
+
+
+@pytest.mark.interp
+def test_a_cta_that_has_only_the_last_turn_copies_nothing_beyond_k(monkeypatch):
+    """A tile of 9 turns in as many CTAs, as few rows of a symbolic M may have: the last turn is one
+    iteration, which ends beyond K."""
+    kernel, constants = type(WEIGHT_ONLY_MM_SM90), WEIGHT_ONLY_MM_SM90.own_constants
+    monkeypatch.setattr(kernel, "shares_tiles", lambda *_: True)
+    monkeypatch.setattr(kernel, "scratch", lambda *_: 9 * (32 * 64 + 4 * 2))
+    monkeypatch.setattr(
+        kernel, "own_constants", lambda _, *given: constants(*given) | {"NUM_CTAS": 9}
+    )
+    torch.manual_seed(0)
+    case = Case("int8_channel", 20, 64, 1040, bf16, bias=True)
+    inputs = make_inputs(case, "cpu")
+    config = "32x64x64_w4_s4_g8"
     generated = generated_by(MM, gemm(case), lambda device: make_inputs(case, device), config)
     assert_close(simulate.interpret(generated, inputs), reference(case, inputs))
 
