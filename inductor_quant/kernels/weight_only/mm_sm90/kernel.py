@@ -290,7 +290,7 @@ def _has_few_rows(problem: Problem) -> bool:
 
 
 def _least_m(problem: Problem) -> int:
-    if problem.groups is None and problem.k % NARROW[2]:
+    if problem.k % NARROW[2]:
         # The tiles of weight_only_direct do not divide K, or are narrow; those of
         # weight_only_bytes, which may end beyond it, are faster for int8, up to 8 rows.
         format = rules.weight_of(problem).format

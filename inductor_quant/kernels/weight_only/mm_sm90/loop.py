@@ -79,11 +79,10 @@ def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLL
 
 def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
     """Whether the last tile may end beyond K, where x is 0 and words read as 0: not if that may be
-    NaN, as a table's first value may, if each k has numbers of its own, or x is in parts."""
-    view, order = words_in_parts(weight, config.block_k)
-    format = view.weight.format
+    NaN, as a table's first value may, or if each k has numbers of its own."""
+    format = words_in_parts(weight, config.block_k)[0].weight.format
     is_finite = format.element == format.code or bool(format.element.entries)
-    return is_finite and order is None and not has_lists(format) and not varying(format)
+    return is_finite and not varying(format)
 
 
 def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:

@@ -73,16 +73,26 @@ def test_a_cta_that_has_only_the_last_turn_copies_nothing_beyond_k(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "is_taken"),
+    ("name", "group", "is_taken"),
     [
-        ("int8_channel", True),
-        ("nf4", False),  # the first value of a table may be NaN
-        ("act_order", False),  # each k has a group of its own
-        ("halves_of_k", False),  # in parts
+        ("int8_channel", 16, True),
+        ("nf4", 16, False),  # the first value of a table may be NaN
+        ("act_order", 16, False),  # each k has a group of its own
+        ("groups_of_n", 64, False),  # and a scale of its own
+        ("halves_of_k", 32, False),  # in parts
     ],
 )
-def test_a_k_that_no_tile_divides_is_taken(name, is_taken, monkeypatch):
-    monkeypatch.setattr(formats, "GROUP", 16)
-    spec, problem = loadable(Case(name, 64, 1152, 4320, bf16))
-    assert bool(WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))) == is_taken
-    assert (boxed(problem.weight, GemmConfig(64, 64, 64, 4, 8)) is not None) == is_taken
+def test_what_may_end_beyond_k(name, group, is_taken, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    _, problem = loadable(Case(name, 64, 1152, 1088, bf16))
+    assert (boxed(problem.weight, GemmConfig(64, 64, 128, 4, 4)) is not None) == is_taken
+
+
+def test_a_k_that_no_tile_divides_is_taken():
+    spec, problem = loadable(Case("int8_channel", 64, 1152, 4304, bf16))
+    assert WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+
+
+def test_a_tile_is_not_longer_than_k():
+    weight = loadable(Case("int8_channel", 64, 1152, 48, bf16))[1].weight
+    assert boxed(weight, GemmConfig(64, 64, 64, 4, 8)) is None
