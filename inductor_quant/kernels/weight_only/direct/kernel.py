@@ -1,8 +1,8 @@
 """``weight_only_direct``: x [M, K] @ W [K, N] for every weight format, in Gluon.
 
 Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
-format takes the GEMM; on sm_90 from M = 9 to 512 where it costs less than ``weight_only_mm_sm90``,
-and from 17 on than the library, as for small layers.
+format takes the GEMM; on sm_90 from M = 9 (1, if 64 does not divide K) to 512 where it costs less
+than ``weight_only_mm_sm90``, and from 17 on than the library, as for small layers.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -231,7 +231,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         found = cheapest(scaling or long) or cheapest(tiles)
         # words along N take tiles of 64 columns, whatever the others cost
         found.sort(key=lambda config: (is_of_columns and config.block_n != 64, cost_of(config)))
-        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:  # 9 rows or more
+        if WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device) is None:
             least = WEIGHT_ONLY_MM_SM90.least_cycles(spec, problem, device)
             if least < library.cycles(problem, device):  # else that kernel would not be chosen
                 found = [config for config in found if cost_of(config) < CLOSE * least]

@@ -78,11 +78,14 @@ def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLL
 
 
 def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
-    """Whether the last tile may end beyond K, where x is 0 and words read as 0: not if that may be
-    NaN, as a table's first value may, or if each k has numbers of its own."""
-    format = words_in_parts(weight, config.block_k)[0].weight.format
-    is_finite = format.element == format.code or bool(format.element.entries)
-    return is_finite and not varying(format)
+    """Whether the last tile may end beyond K, where x is 0 and words read as 0, or as those of the
+    next expert: not if that may be NaN, as a table's first value or float8 may, or if each k has
+    numbers of its own."""
+    view = words_in_parts(weight, config.block_k)[0].weight
+    format, code = view.format, view.format.code
+    is_float8 = bool(code.float8) or view.tensors[code.source].dtype.is_floating_point
+    is_finite = format.element == code or bool(format.element.entries)
+    return is_finite and not (is_float8 and format.experts > 1) and not varying(format)
 
 
 def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:

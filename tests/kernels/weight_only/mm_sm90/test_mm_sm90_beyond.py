@@ -3,14 +3,17 @@ of the last k."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.config import GemmConfig
+from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
-from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed
+from inductor_quant.kernels.weight_only.mm_sm90.loop import boxed, may_end_beyond
 from tests.support.gemms import formats
 from tests.support.gemms.generated import device, generated_by
 from tests.support.gemms.weight_only import (
@@ -25,7 +28,7 @@ from tests.support.gemms.weight_only import (
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 bf16, f16 = torch.bfloat16, torch.float16
-MM = WEIGHT_ONLY_MM_SM90.name
+MM, LONG = WEIGHT_ONLY_MM_SM90.name, GemmConfig(64, 64, 128, 4, 4)
 
 
 @pytest.mark.interp
@@ -85,12 +88,21 @@ def test_a_cta_that_has_only_the_last_turn_copies_nothing_beyond_k(monkeypatch):
 def test_what_may_end_beyond_k(name, group, is_taken, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", group)
     _, problem = loadable(Case(name, 64, 1152, 1088, bf16))
-    assert (boxed(problem.weight, GemmConfig(64, 64, 128, 4, 4)) is not None) == is_taken
+    assert (boxed(problem.weight, LONG) is not None) == is_taken
 
 
 def test_a_k_that_no_tile_divides_is_taken():
     spec, problem = loadable(Case("int8_channel", 64, 1152, 4304, bf16))
     assert WEIGHT_ONLY_MM_SM90._cost(spec, problem, device(90))
+
+
+@pytest.mark.parametrize(("name", "is_taken"), [("int8_channel", True), ("fp8_row", False)])
+def test_codes_of_the_next_expert_are_not_nan(name, is_taken):
+    """Beyond K of an expert are those of the next one, if words are along N."""
+    weight = loadable(Case(name, 64, 1152, 1088, bf16))[1].weight
+    format = dataclasses.replace(weight.format, e=(4,))
+    assert may_end_beyond(Weight(weight.format, weight.tensors), LONG)
+    assert may_end_beyond(Weight(format, weight.tensors), LONG) == is_taken
 
 
 def test_a_tile_is_not_longer_than_k():
