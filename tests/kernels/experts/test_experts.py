@@ -223,6 +223,8 @@ def test_sorted_rows_are_few_if_a_tile_has_few():
         assert codegen.word_policy
         assert codegen.masks_rows == (block_m == 16)
         assert bool(codegen.sum_ops) == (block_m == 8)
+    spec, problem = described("nibble_pairs", 20 * E)  # two tiles of an expert read the same words
+    assert not EXPERTS_DIRECT.codegen(spec, problem, config).word_policy
 
 
 def test_no_more_than_a_share_of_k_is_wasted():

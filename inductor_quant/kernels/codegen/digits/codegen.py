@@ -276,19 +276,19 @@ class DigitCodegen(Codegen):
             whole.lines.append(f"{kept(i, slot)} = gl.load({pointer}{policy}){wide}")
         return "\n".join([*lines, *out.lines, *whole.lines])
 
-    def beyond(self) -> TileDigit | None:
+    def digit_beyond_k(self) -> TileDigit | None:
         """The digit of K within which the last tile ends."""
         digit = self.k_digits[0] if self.k_digits else None
         return digit if digit and self.format.radix(digit.name) % digit.inner else None
 
     def is_beyond(self, field: Field) -> bool:
         """Whether a tile may have values of the field beyond K."""
-        digit = self.beyond()
+        digit = self.digit_beyond_k()
         return digit is not None and field != self.format.code and digit.name in field.digits
 
     def within_k(self, digits: dict[str, list[str]]) -> dict[str, list[str]]:
         """``digits``, beyond K those of the last value."""
-        if digit := self.beyond():
+        if digit := self.digit_beyond_k():
             last = self.format.radix(digit.name) - 1
             digits[digit.name] = [f"gl.minimum({sum_of(digits[digit.name])}, {last})"]
         return digits

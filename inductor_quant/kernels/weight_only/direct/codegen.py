@@ -67,9 +67,9 @@ def _lane_bits(plan: TilePlan, width: int) -> tuple[int, ...]:
 class DirectCodegen(DigitCodegen):
     """``x`` is the activation's name, loaded from ``x_base`` in elements of which ``x_packs`` are
     one; sums are of ``acc_type``. ``tile`` and ``plan`` are those of a half, if ``in_halves``.
-    ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M are not
-    loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read the same.
-    ``looks_up_pairs``: a table is in shared memory."""
+    ``k_order``: that of W's K, if it is not that of x. ``masks_rows``: rows of x beyond M, or
+    of an expert, are not loaded. ``reads_once``: words leave the L2 cache first, as few CTAs read
+    the same. ``looks_up_pairs``: a table is in shared memory."""
 
     x = x_base = "X"
     x_packs, acc_type = 1, "gl.float32"

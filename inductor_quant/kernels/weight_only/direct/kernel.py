@@ -1,8 +1,9 @@
 """``weight_only_direct``: x [M, K] @ W [K, N] for every weight format, in Gluon.
 
 Chosen for 16-bit x whose rows are aligned: M <= 16 on sm_80, 86, 89 and 90, when no kernel for one
-format takes the GEMM; on sm_90 from M = 9 (1, if 64 does not divide K) to 512 where it costs less
-than ``weight_only_mm_sm90``, and from 17 on than the library, as for small layers.
+format takes the GEMM; on sm_90 from M = 9 to 512, of bytes whose K 64 does not divide from 1 on,
+where it costs less than ``weight_only_mm_sm90``, and from 17 on than the library, as for small
+layers.
 
 swap_ab, with mma.sync: W^T is the first operand. The warps of a CTA split K among themselves. Each
 lane loads whole packed words straight to registers, dequantizes them there, and multiplies: nothing
@@ -91,7 +92,7 @@ MAX_COLUMNS, MAX_WARPS_ALONG_N = 64, 8
 # rows, whose words are neighbours along n; in tiles of 32 rows.
 LEAST_WARPS_JOINED, LEAST_COLUMNS_JOINED, COLUMNS_JOINED = 4, 32, 16
 _WARPS, _SPLITS = (2, 4, 8, 16), (1, 2, 4)
-# With 9 to 16 rows it is chosen up to so many times the cycles that are predicted for
+# Up to 16 rows it is chosen up to so many times the cycles that are predicted for
 # weight_only_mm_sm90: what is closer was faster here.
 CLOSE = 1.05
 # From 17 rows on, in as many tiles as it takes; N x K: of what weight_only_mm_sm90 takes too.
@@ -281,9 +282,11 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
 
 
 def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
-    """Up to 16, of a layer, of experts in any order, such as those of one token, or of a tile of an
-    expert's rows, if they are sorted."""
-    return (0 if _is_sorted(problem) else problem.m) <= DECODE_M and config.block_m <= DECODE_M
+    """Up to 16, of a layer, of experts in any order, such as those of one token, or of an expert in
+    the mean, if rows are sorted."""
+    groups = problem.groups
+    experts = groups.experts if groups is not None and groups.is_sorted else 1
+    return max(problem.m / experts, config.block_m) <= DECODE_M
 
 
 def _is_sorted(problem: Problem) -> bool:

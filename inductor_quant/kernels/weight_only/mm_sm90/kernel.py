@@ -1,7 +1,7 @@
 """``weight_only_mm_sm90``: x [M, K] @ W [K, N] for every weight format, in Gluon with TMA.
 
 Chosen on sm_90 for 16-bit x whose rows are aligned and M from 17 on, or from 9 on where there are
-tiles for it (``_has_few_rows``), or less if 64 does not divide K (``_least_m``), if the packed
+tiles for it (``_has_few_rows``), or from 1 on of bytes whose K 64 does not divide, if the packed
 words of a tile are a box of a matrix (``box``), while ``weight_only_direct``, or W written once and
 a product of the library, take longer.
 
@@ -83,6 +83,7 @@ from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import Field
 
 REGISTERS, THREADS = 65536, 256  # of an SM; of a CTA with one warpgroup of consumers
 # If threads load a scale for each value of a tile: values of a tile, and M up to which it is faster
@@ -290,14 +291,23 @@ def _has_few_rows(problem: Problem) -> bool:
 
 
 def _least_m(problem: Problem) -> int:
-    if problem.k % NARROW[2]:
-        # The tiles of weight_only_direct do not divide K, or are narrow; those of
-        # weight_only_bytes, which may end beyond it, are faster for int8, up to 8 rows.
-        format = rules.weight_of(problem).format
-        is_integer = rules.weight_of(problem).tensors[format.code.source].dtype == torch.int8
-        is_scaled = all(op.kind in ("mul", "div") for op in format.dequant_ops)
+    if _has_ragged_bytes(problem):
+        # The tiles of weight_only_bytes, which may end beyond K, are faster for int8 up to 8 rows.
+        weight = rules.weight_of(problem)
+        is_integer = weight.tensors[weight.format.code.source].dtype == torch.int8
+        is_scaled = all(op.kind in ("mul", "div") for op in weight.format.dequant_ops)
         return LEAST_M if is_integer and is_scaled else 1
     return LEAST_M if _has_few_rows(problem) else DECODE_M + 1
+
+
+def _has_ragged_bytes(problem: Problem) -> bool:
+    """Whether W is whole bytes, with numbers that all of a column share, of a K that 64 does not
+    divide: ``weight_only_direct`` has hardly a tile for them. Of others nothing was timed."""
+    format = rules.weight_of(problem).format
+    fields = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    is_of_columns = all(format.block(field)[0] < 0 for field in fields)
+    is_byte = not format.code.width and format.element == format.code
+    return is_byte and is_of_columns and problem.k % NARROW[2] != 0
 
 
 def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
@@ -305,7 +315,7 @@ def _suits_rows(problem: Problem, config: GemmConfig) -> bool:
     any number, it is taken to be larger."""
     m = problem.m if problem.m_is_bounded else max(problem.m, DECODE_M + 1)
     if m <= DECODE_M:
-        is_other = looks_up_pairs(problem) or problem.k % NARROW[2] != 0
+        is_other = looks_up_pairs(problem) or _has_ragged_bytes(problem)
         return config.block_m <= (2 * DECODE_M if is_other else DECODE_M)
     if has_long_block(config):
         # With a table in each CTA one tile has all rows.

@@ -69,8 +69,8 @@ def unrolled(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNRO
 
 
 def padded(problem: Problem, config: GemmConfig, offered: Sequence[int] = UNROLLED) -> int:
-    """``unrolled``, or of the last turn a part is beyond K; 0: K is no multiple of a block, or has
-    too few turns."""
+    """``unrolled``, or of the last turn a part is beyond K; 0: it is neither, or K has too
+    few turns."""
     turns, rest = divmod(problem.k, offered[-1] * config.block_k)
     is_whole = rest % config.block_k == 0 or may_end_beyond(rules.weight_of(problem), config)
     may_pad = turns >= config.split_k and is_whole

@@ -17,7 +17,7 @@ from inductor_quant.kernels.weight_only.direct import cost
 from inductor_quant.kernels.weight_only.direct.kernel import WEIGHT_ONLY_DIRECT
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from tests.support.gemms.generated import device
-from tests.support.gemms.weight_only import Case, aligned
+from tests.support.gemms.weight_only import Case, aligned, loadable
 
 pytestmark = [
     pytest.mark.usefixtures("large_groups"),
@@ -79,6 +79,10 @@ def test_whole_bytes_of_a_k_that_64_does_not_divide_have_another_kernel():
     for name in ("fp8_row", "int8_zero_channel"):
         assert chosen(Case(name, 1, 1152, 4304, bf16)) is WEIGHT_ONLY_MM_SM90
         assert chosen(Case(name, 1, 1152, 4288, bf16)) is WEIGHT_ONLY_DIRECT
+    for name in ("nibble_pairs", "mxfp4", "int8_group"):  # not timed in the other kernel
+        assert chosen(Case(name, 8, 1152, 4320, bf16)) is WEIGHT_ONLY_DIRECT
+        spec, problem = loadable(Case(name, 8, 1152, 4320, bf16))
+        assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is not None
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
