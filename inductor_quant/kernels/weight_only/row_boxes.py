@@ -24,10 +24,11 @@ class RowBoxes:
     counts: tuple[int, ...] = (1,)
 
     @classmethod
-    def of(cls, problem: Problem, block_m: int) -> RowBoxes:
-        """The fewest that have few rows beyond M."""
-        if problem.groups is not None:  # beyond those of an expert are the next one's
-            return cls(block_m)
+    def of(cls, problem: Problem, block_m: int, *, has_halves: bool = False) -> RowBoxes:
+        """The fewest that have few rows beyond M; of an expert, beyond whose rows are the next
+        one's, halves of a tile if it ``has_halves``."""
+        if problem.groups is not None:
+            return cls(block_m // 2, (1, 2)) if has_halves else cls(block_m)
         if not problem.m_is_static:
             rows = max(block_m // BOXES_OF_ANY_M, LEAST_ROWS)
             return cls(rows, tuple(range(1, block_m // rows + 1)))

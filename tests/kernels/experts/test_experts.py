@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import re
 
 import pytest
 import torch
@@ -318,6 +319,23 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     assert len(in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))) <= 4
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("name", "mean"), [("nibble_pairs", 32), pytest.param("nf4", 64, marks=pytest.mark.slow)]
+)
+def test_a_tile_with_half_its_rows_multiplies_these_alone(name, mean):
+    case = Case(name, (mean,) * E, 512, 2048)
+    generated = generate(gemm(case), lambda device: make_inputs(case, device))
+    [(kernel, source)] = generated.kernels.items()
+    compiled = simulate.compile_kernel(kernel, source)
+    assert not compiled.is_serialized
+    block_m = int(re.search(r"BLOCK_M : tl.constexpr = (\d+)", source)[1])
+    counts = compiled.matrix_instructions()
+    whole, half = (f"m64n{rows}k16" for rows in (block_m, block_m // 2))
+    found = {size: sum(counts[each] for each in counts if size in each) for size in (whole, half)}
+    assert found[whole] == found[half] == sum(counts.values()) // 2 > 0
 
 
 @pytest.mark.compiles

@@ -64,7 +64,8 @@ def most_lists(weight: Weight) -> int:
 
 class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
-    is not that of x, which is then read in parts."""
+    is not that of x, which is then read in parts. ``has_halves``: of a tile that has no more than
+    half its rows, these alone are multiplied."""
 
     box: WordBox
     x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
@@ -80,9 +81,10 @@ class MMSm90Codegen(DigitCodegen):
         k_order: Order | None = None,
         is_gated: bool = False,
         strips: int = 1,
+        has_halves: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
-        self.strips = strips
+        self.strips, self.has_halves = strips, has_halves
         self.row_boxes = RowBoxes(self.block_m)
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
@@ -123,8 +125,7 @@ class MMSm90Codegen(DigitCodegen):
             **({"GATED": layout((stored_m, self.stored_dims), **placed)} if is_gated else {}),
             "EXCHANGED": layout((self.exchanged_dims,), **placed),
             **({"STRIP": layout((self.strip_dims,), **placed)} if strips > 1 else {}),
-            "MMA": "gl.NVMMADistributedLayout("
-            f"[3, 0], [{self.warps}, 1], [16, {self.block_m}, {32 // self.x_bytes}])",
+            "MMA": self._mma(self.block_m),
             "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
             "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
@@ -132,6 +133,11 @@ class MMSm90Codegen(DigitCodegen):
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }
+        if has_halves:
+            self.layouts |= {
+                "HALF_MMA": self._mma(self.block_m // 2),
+                "W_HALF_MMA": f"gl.DotOperandLayout(0, HALF_MMA, {4 // self.x_bytes})",
+            }
         listed = listed_rows(tile.weight, plan, self.n_digits, self.warps)
         self.rows = RowStatements(self, listed) if listed else None
         if self.rows is not None:
@@ -187,6 +193,12 @@ class MMSm90Codegen(DigitCodegen):
     @property
     def x_bytes(self) -> int:
         return self.x_dtype.itemsize
+
+    def _mma(self, rows: int) -> str:
+        return (
+            "gl.NVMMADistributedLayout("
+            f"[3, 0], [{self.warps}, 1], [16, {rows}, {32 // self.x_bytes}])"
+        )
 
     def _shared(self, shape: list[int], type: str) -> str:
         return f"gl.NVMMASharedLayout.get_default_for({shape}, {type})"
@@ -406,6 +418,33 @@ class MMSm90Codegen(DigitCodegen):
         loop's body, and wait for the one before."""
         start = f"acc = warpgroup_mma(w, {x}, acc, is_async=True)"
         return f"{start}\nacc = warpgroup_mma_wait(1, deps=(acc,))"
+
+    def sums_of_half(self) -> str:
+        """``sums`` of half a tile's rows."""
+        return f"half = gl.zeros([BLOCK_N, {self.block_m // 2}], gl.float32, HALF_MMA)"
+
+    def multiplied_half(self, x: str) -> str:
+        """``multiplied``, with the first half of the rows of ``x``."""
+        x = f"{x}.slice(0, {self.block_m // 2}).permute((1, 0))"
+        return "\n".join(
+            [
+                "w = gl.convert_layout(w, W_HALF_MMA, assert_trivial=True)",
+                f"half = warpgroup_mma(w, {x}, half, is_async=True)",
+                "half = warpgroup_mma_wait(1, deps=(half,))",
+            ]
+        )
+
+    def whole_sums(self) -> str:
+        """Statements that wait for the last product of ``half``, and leave in ``acc`` its sums."""
+        none = f"gl.zeros([BLOCK_N, {self.block_m // 2}], gl.float32, HALF_MMA)"
+        both = f"gl.permute(gl.join(half, {none}), (0, 2, 1))"
+        return "\n".join(
+            [
+                "half = warpgroup_mma_wait(0, deps=(half,))",
+                f"acc = gl.reshape({both}, [BLOCK_N, BLOCK_M])",
+                "acc = gl.convert_layout(acc, MMA, assert_trivial=True)",
+            ]
+        )
 
     def finished(self) -> str:
         """Statements that wait for the last product. ptxas was seen to round sums before the wait,

@@ -68,6 +68,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     count_copied,
     ctas_per_sm,
     exchanged_slices,
+    has_halves,
     is_crowded,
     loaded_together,
     memory_of_cta,
@@ -149,8 +150,10 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
             k_order=k_order,
             is_gated=problem.is_gated,
             strips=strips,
+            has_halves=has_halves(problem, config),
         )
-        codegen.load_in(RowBoxes.of(problem, config.block_m))
+        boxes = RowBoxes.of(problem, config.block_m, has_halves=codegen.has_halves)
+        codegen.load_in(boxes)
         return codegen
 
     def constants(

@@ -39,6 +39,7 @@ MOST_CONSUMERS, MOST_SUMS = 2, 128 * 64
 # Scales and zero points that a thread has for each of four K iterations if K is in parts, half as
 # many in the largest tiles: with more it spills.
 MAX_SCALES = 8
+LEAST_ROWS_HALVED = 64  # of a tile, half of which may be multiplied alone
 MAX_VALUES = 64  # of W a thread, with which four K iterations are unrolled
 # Pairs of stages that are filled at different times, at least; fewer if a tile has few rows of x.
 PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 64, 3
@@ -88,6 +89,12 @@ def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
     return is_finite and not (is_float8 and format.experts > 1) and not varying(format)
 
 
+def has_halves(problem: Problem, config: GemmConfig) -> bool:
+    """Whether tiles may have no more than half their rows, which are then multiplied alone: those
+    of experts. A second loop for them takes registers, so that a turn has two K iterations."""
+    return problem.groups is not None and config.block_m >= LEAST_ROWS_HALVED
+
+
 def turns_of(problem: Problem, config: GemmConfig, offered: Sequence[int]) -> tuple[int, int]:
     """K iterations of a turn, and turns of a tile."""
     turn = padded(problem, config, offered) or 1
@@ -112,7 +119,7 @@ def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
     is_full = config.block_m * config.block_n == MAX_ACCUMULATORS * 32 * config.num_warps
     is_long = has_lists(format) or values > MAX_VALUES or (is_full and varying(format))
-    if takes_turns or is_long:
+    if takes_turns or is_long or has_halves(problem, config):
         return UNROLLED[-1:]
     groups = _groups(problem, config).values()
     if format.element != format.code and is_full and min(groups, default=0) and max(groups) > 1:

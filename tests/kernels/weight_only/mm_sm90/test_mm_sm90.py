@@ -45,15 +45,15 @@ BESIDE_LOOP = 8  # bytes that may be spilled there
     ("name", "rows"),
     [
         ("awq", (17, 1024)),
-        ("nibble_pairs", (17, 4096)),
+        ("nibble_pairs", (16, 4096)),
         ("hqq", (16, 1024)),
-        ("int8_group", (17, 1024)),
+        ("int8_group", (17, 4096)),
         ("int8_channel", (17, 4096)),
-        ("nf4", (16, 1024)),
+        ("nf4", (16, 4096)),
         ("mxfp4", (16, 4096)),
-        ("nvfp4", (16, 1024)),  # one number divides
+        ("nvfp4", (16, 4096)),  # one number divides
         ("uint2", (17, 4096)),
-        ("fp8_row", (17, 1024)),
+        ("fp8_row", (17, 4096)),
         ("fp8_block", (17, 4096)),
         ("e5m2_group", (17, 4096)),
         ("act_order", (16, 256)),  # the group of each k is data
