@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.rules import ExpertsKernel, groups_of, mean_rows
@@ -28,8 +29,9 @@ from inductor_quant.kernels.weight_only.direct.kernel import (
     FLOAT8,
     WeightOnlyDirect,
     cheapest_of_each,
+    has_few_rows,
 )
-from inductor_quant.kernels.weight_only.direct.operands import scales_sums
+from inductor_quant.kernels.weight_only.direct.operands import ROWS, scales_sums
 from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
@@ -88,6 +90,25 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         if problem.is_gated and pair_of(weight, config, in_order=True) is None:
             return rules.bad_blocks(f"{config}: a tile has one column of each pair")
         return reject_if_split(config) or super().config_rejection(spec, tile, config, device)
+
+    def constants(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
+    ) -> dict[str, Any]:
+        found = super().constants(spec, problem, config, device)
+        few = self._of_few_rows(spec, problem, config)
+        return found if few is None else found | {"FEW": few}
+
+    def _of_few_rows(
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+    ) -> DirectCodegen | None:
+        """What a CTA does that has no more than half a tile's rows, if a tile of these has its
+        sums in the same order."""
+        if config.block_m != ROWS[1] or not has_few_rows(problem, config):
+            return None
+        few = self.codegen(spec, problem, dataclasses.replace(config, block_m=ROWS[0]))
+        all = self.codegen(spec, problem, config)
+        is_alike = few.mma_rows == all.mma_rows and few.are_divided == all.are_divided
+        return few if is_alike and groups_of(problem).is_sorted else None
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         block_m = 8 if mean_rows(problem) <= MAX_MEAN_8 else 16

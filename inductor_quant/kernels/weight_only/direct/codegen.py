@@ -241,7 +241,7 @@ class DirectCodegen(DigitCodegen):
         """``x`` [warps, BLOCK_M, slice of K] as the second operand."""
         dims = (*self.warp_dims, *self.row_dims, *self.k_dims)
         target = (*self.warp_dims, *self.mma_k_dims, *self.row_dims)
-        shape = f"[{self.warps}, {self.tile_k}, BLOCK_M]"
+        shape = f"[{self.warps}, {self.tile_k}, {self.block_m}]"
         x = f"gl.convert_layout({x}, X_READ)" if self.x_is_shared and self.parts == 1 else x
         code = self.dialect.reordered(x, dims, target, shape)
         return f"gl.convert_layout({code}, X_MMA, assert_trivial=True)"
@@ -312,7 +312,7 @@ class DirectCodegen(DigitCodegen):
 
     @property
     def sums_shape(self) -> str:
-        return f"[{self.warps}, BLOCK_N, BLOCK_M]"
+        return f"[{self.warps}, {self.block_n}, {self.block_m}]"
 
     def sums(self) -> str:
         """Statements that set the sums before the loop."""
@@ -323,6 +323,14 @@ class DirectCodegen(DigitCodegen):
 
     def _no_x_sums(self) -> str:
         return f"x_sums = gl.full({[self.warps, MMA_ROWS, self.block_m]}, 0.0, gl.float32, MMA)"
+
+    def widened(self, rows: int) -> str:
+        """Statements that leave in ``acc`` sums of twice as many rows, ``rows``, of which the last
+        ones are 0."""
+        none = f"gl.full({self.sums_shape}, {self.zero}, {self.acc_type}, MMA)"
+        both = f"gl.permute(gl.join(acc, {none}), (0, 1, 3, 2))"
+        shape = [self.warps, self.block_n, rows]
+        return f"acc = gl.convert_layout(gl.reshape({both}, {shape}), MMA, assert_trivial=True)"
 
     def end(self) -> str:
         """Statements behind the loop."""

@@ -127,7 +127,7 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
         assert plan is not None
         tile = rules.tile_of(spec, view.weight, config)
         order = n_order(view.weight.format)
-        has_few_rows = _has_few_rows(problem, config)
+        is_few = has_few_rows(problem, config)
 
         def of(tile: WeightTile) -> DirectCodegen:
             return DirectCodegen(
@@ -135,8 +135,8 @@ class WeightOnlyDirect(rules.WeightOnlyKernel):
                 in_halves=in_halves,
                 k_order=k_order,
                 is_gated=problem.is_gated,
-                masks_rows=has_few_rows and not (_is_sorted(problem) and config.block_m == ROWS[0]),
-                reads_once=has_few_rows and not are_words_of_columns(weight),
+                masks_rows=is_few and not (_is_sorted(problem) and config.block_m == ROWS[0]),
+                reads_once=is_few and not are_words_of_columns(weight),
                 looks_up_pairs=looks_up_pairs(problem, config),
             )
 
@@ -278,10 +278,10 @@ def _count_sum_ops(spec: QuantGemmSpec, problem: Problem, config: GemmConfig) ->
     weight = rules.weight_of(problem)
     if scales_sums(spec, weight, config):
         return 2
-    return int(_has_few_rows(problem, config) and scales_sums_alone(spec, weight, config))
+    return int(has_few_rows(problem, config) and scales_sums_alone(spec, weight, config))
 
 
-def _has_few_rows(problem: Problem, config: GemmConfig) -> bool:
+def has_few_rows(problem: Problem, config: GemmConfig) -> bool:
     """Up to 16, of a layer, of experts in any order, such as those of one token, or of an expert in
     the mean, if rows are sorted."""
     groups = problem.groups
