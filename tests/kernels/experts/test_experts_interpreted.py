@@ -111,6 +111,14 @@ def test_direct(name, config, monkeypatch):
         check(Case(name, (0, 3, 0, 18, 1), 72, 256, 2 * is_sorted, is_sorted), config)
 
 
+@pytest.mark.one_in(1)
+@pytest.mark.parametrize(("name", "gather"), [("nibble_pairs", GATHERED[-1]), ("mxfp4", {})])
+def test_few_of_16_rows(name, gather, monkeypatch):
+    """Some CTAs have more than half a tile's rows, others do not."""
+    monkeypatch.setattr(formats, "GROUP", 128)
+    check(Case(name, (9, 3, 0, 8, 17), 72, 256, 2, **gather), DIRECT_16)
+
+
 def test_one_compilation_serves_any_number_of_rows(monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     torch.manual_seed(0)
