@@ -330,11 +330,13 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
     # A table; 28 on Triton 3.9. Registers enough for it would leave 12 warps an SM instead of 16.
-    most = 28 if HOISTS_MORE else 24
-    assert compiled.spill_stores <= (most if name == "nf4" else 0)
+    # With two loops two words, beside them.
+    most = (28 if HOISTS_MORE else 24) if name == "nf4" else 16 if "few_rows(" in source else 0
+    assert compiled.spill_stores <= most
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
-    assert len(in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))) <= 4
+    in_loops = in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))
+    assert len(in_loops) <= (4 if name == "nf4" else 0)
 
 
 @pytest.mark.compiles
