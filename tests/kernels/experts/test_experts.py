@@ -329,14 +329,15 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
-    # A table; 28 on Triton 3.9. Registers enough for it would leave 12 warps an SM instead of 16.
-    # With two loops two words, beside them.
-    most = (28 if HOISTS_MORE else 24) if name == "nf4" else 16 if "few_rows(" in source else 0
+    if "few_rows(" in source:  # words that both loops need, beside them
+        most = 72 if HOISTS_MORE else 16
+    else:  # a table; registers enough for it would leave 12 warps an SM instead of 16
+        most = (28 if HOISTS_MORE else 24) if name == "nf4" else 0
     assert compiled.spill_stores <= most
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     in_loops = in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))
-    assert len(in_loops) <= (4 if name == "nf4" else 0)
+    assert len(in_loops) <= (4 if name == "nf4" and "few_rows(" not in source else 0)
 
 
 @pytest.mark.compiles
@@ -397,8 +398,8 @@ def test_scales_of_small_groups_do_not_spill(name, mean, monkeypatch):
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    # Two of 1211 instructions of a turn on Triton 3.9.
-    most = 4 if ((name, mean) == ("gptq", 100) and TRITON >= (3, 9)) or name == "awq" else 0
+    # Up to two words.
+    most = {("gptq", 100): 4 * (TRITON >= (3, 9)), ("awq", 100): 8}.get((name, mean), 0)
     assert compiled.spill_stores <= most
 
 
