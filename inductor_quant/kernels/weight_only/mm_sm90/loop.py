@@ -91,7 +91,8 @@ def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
 
 def has_halves(problem: Problem, config: GemmConfig) -> bool:
     """Whether tiles may have no more than half their rows, which are then multiplied alone: those
-    of experts. A second loop for them takes registers, so that a turn has two K iterations."""
+    of experts, which have one consumer. A second loop for them takes registers, so that a turn has
+    two K iterations."""
     return problem.groups is not None and config.block_m >= LEAST_ROWS_HALVED
 
 
@@ -113,7 +114,8 @@ def _groups(problem: Problem, config: GemmConfig) -> dict[DequantOp, int]:
 
 def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales and zero points of many groups take the registers that large tiles need: of a
-    table's values, and if K is in parts. What each k has of its own takes much code."""
+    table's values, and if K is in parts. What each k has of its own takes much code; so do tiles
+    that may be halved, ``has_halves``."""
     format = rules.weight_of(problem).format
     takes_turns, config = consumers(config) > 1, of_consumer(config)
     values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
