@@ -13,7 +13,6 @@ and zero points of each k that all columns of a tile share the relay leaves ther
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,19 +22,19 @@ from inductor_quant.kernels.codegen.dialect import UNKNOWN_ZERO, Dim
 from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
-from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed, Uses
+from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed
 from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
-from inductor_quant.kernels.codegen.statements import Value
 from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.digit_tiles import relayed, varying
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import RowStatements, listed_rows
+from inductor_quant.kernels.weight_only.mm_sm90.relay import OfConsumer, OfRelay, of_list
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
-from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+from inductor_quant.spec.weight_format import AffineIndex, Field
 
 T: Dim = ("t", 4)
 LANES = 32
@@ -346,7 +345,7 @@ class MMSm90Codegen(DigitCodegen):
         """Statements of the relay that leave in a stage the ``positions``, and the operands of
         ``relayed``, of what ``load_lists`` loaded: each thread of the consumers would compute them
         again."""
-        out = _OfRelay(self, stride, size, slot)
+        out = OfRelay(self, stride, size, slot)
         found = []
         for (index, _), (source, dim) in self.positions.items():
             position = out.assign("i", out.index(index))
@@ -398,7 +397,7 @@ class MMSm90Codegen(DigitCodegen):
 
     def dequantized(self, stride: Hook, size: Hook, slot: int) -> str:
         """Statements that leave in ``w`` the first operand, of what was loaded."""
-        out = _OfConsumer(self, stride, size, slot)
+        out = OfConsumer(self, stride, size, slot)
         code = self.w_operand(out.dequantized())
         return "\n".join([*out.lines, f"w = {code}"])
 
@@ -497,39 +496,3 @@ class MMSm90Codegen(DigitCodegen):
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
-
-
-class _OfRelay(DigitStatements):
-    """Computes what it leaves in a stage, of the fields loaded into a ``slot``."""
-
-    def __init__(self, codegen: Any, stride: Hook, size: Hook, slot: int) -> None:
-        super().__init__(codegen, stride, size, f"r{slot}_", codegen.digits_of_lists())
-        self.slot = slot
-
-    def read(self, field: Field) -> tuple[str, int, int]:
-        return self.codegen.used(self.codegen.loaded.index(field), self.slot), 1, 1
-
-
-class _OfConsumer(Uses):
-    """Reads the operands that the relay has left in a stage."""
-
-    def operand(self, op: DequantOp) -> Value:
-        codegen = self.codegen
-        if op not in codegen.relayed:
-            return super().operand(op)
-        i = len(codegen.positions) + codegen.relayed.index(op)
-        code = f"gl.convert_layout({of_list(i, self.slot)}, TILE, assert_trivial=True)"
-        code = self.assign("f", f"{code}.to(gl.float32, bitcast=True)")
-        return Value(code, 1, 1, is_float=True)
-
-    def integer_within(self, op: DequantOp, low: int, high: int) -> str:
-        return "" if op in self.codegen.relayed else super().integer_within(op, low, high)
-
-    def exact_product(self, ops: Sequence[DequantOp]) -> str:
-        is_there = self.codegen.relays_product
-        return self.operand(ops[0]).code if is_there else super().exact_product(ops)
-
-
-def of_list(i: int, slot: int) -> str:
-    """The variable with the ``i``-th of ``lists`` in a K iteration."""
-    return f"listed{slot}_at{i}"
