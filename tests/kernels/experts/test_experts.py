@@ -245,6 +245,7 @@ def test_a_cta_with_few_of_16_rows_has_a_loop_for_8(name, mean, is_sorted, confi
     assert "experts_direct" in generated.choices[0][0].name
     [source] = generated.kernels.values()
     assert ("few_rows(" in source) == has_both
+    assert ("pid_n = pid % columns" in source) == is_sorted  # all columns, then the next tile
 
 
 def test_no_more_than_a_share_of_k_is_wasted():
@@ -332,15 +333,16 @@ def test_nothing_spills(name, is_sorted, mean, gather):
     generated = generate(gemm(case), lambda device: make_inputs(case, device))
     [(kernel, source)] = generated.kernels.items()
     compiled = simulate.compile_kernel(kernel, source)
-    if "few_rows(" in source:  # words that both loops need, beside them
-        most = 72 if HOISTS_MORE else 16
-    else:  # a table; registers enough for it would leave 12 warps an SM instead of 16
-        most = (32 if HOISTS_MORE else 24) if name == "nf4" else 0
+    most = 0
+    if name == "nf4":  # a table; with registers enough an SM would have 12 warps instead of 16
+        most = 32 if HOISTS_MORE else 24
+    elif "few_rows(" in source:  # words that both loops need, beside them
+        most = 32 if HOISTS_MORE else 16
     assert compiled.spill_stores <= most
     assert compiled.matrix_instructions()
     # Of 340 instructions and more.
     in_loops = in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))
-    assert len(in_loops) <= (4 if name == "nf4" and "few_rows(" not in source else 0)
+    assert len(in_loops) <= (4 if name == "nf4" else 0)
 
 
 @pytest.mark.compiles
@@ -401,9 +403,9 @@ def test_scales_of_small_groups_do_not_spill(name, mean, monkeypatch):
     [(kernel, source)] = generated.kernels.items()
     assert "gl.warp_specialize" in source
     compiled = simulate.compile_kernel(kernel, source)
-    # Up to two words.
-    most = {("gptq", 100): 4 * (TRITON >= (3, 9)), ("awq", 100): 8}.get((name, mean), 0)
-    assert compiled.spill_stores <= most
+    # One or two words, of 1211 instructions of a turn one access.
+    most = {"gptq": 4 * (TRITON >= (3, 9)), "awq": 4 + 4 * (TRITON >= (3, 9))}.get(name, 0)
+    assert compiled.spill_stores <= (most if mean == 100 else 0)
 
 
 @pytest.mark.compiles

@@ -95,21 +95,20 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> dict[str, Any]:
         found = super().constants(spec, problem, config, device)
-        few = self._of_few_rows(spec, problem, config)
+        few = self._of_few_rows(spec, problem, config, found["CODEGEN"])
         return found if few is None else found | {"FEW": few}
 
     def _of_few_rows(
-        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig
+        self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, whole: DirectCodegen
     ) -> DirectCodegen | None:
         """What a CTA does that has no more than half a tile's rows, if a tile of these has its
-        sums in the same order. Not of a table that is looked up: two loops with its planes spill up
-        to 350 bytes, and were not timed."""
+        sums in the order of ``whole``. Not of a table that is looked up: two loops with its planes
+        spill (README.md), and were not timed."""
         element = rules.weight_of(problem).format.element
         is_looked_up = element != rules.weight_of(problem).format.code and not element.entries
         is_of_16 = config.block_m == ROWS[1] and has_few_rows(problem, config)
         if not (is_of_16 and groups_of(problem).is_sorted) or is_looked_up:
             return None
-        whole = self.codegen(spec, problem, config)
         few = self.codegen(spec, problem, dataclasses.replace(config, block_m=ROWS[0]))
         is_alike = few.mma_rows == whole.mma_rows and few.are_divided == whole.are_divided
         return few if is_alike else None

@@ -415,8 +415,7 @@ class MMSm90Codegen(DigitCodegen):
     def multiplied(self, x: str, i: int, count: int) -> str:
         """Statements that start the product of ``w`` with ``x``, the ``i``-th of ``count`` in the
         loop's body, and wait for the one before."""
-        start = f"acc = warpgroup_mma(w, {x}, acc, is_async=True)"
-        return f"{start}\nacc = warpgroup_mma_wait(1, deps=(acc,))"
+        return _started("acc", x)
 
     def sums_of_half(self) -> str:
         """``sums`` of half a tile's rows."""
@@ -425,13 +424,8 @@ class MMSm90Codegen(DigitCodegen):
     def multiplied_half(self, x: str) -> str:
         """``multiplied``, with the first half of the rows of ``x``."""
         x = f"{x}.slice(0, {self.block_m // 2}).permute((1, 0))"
-        return "\n".join(
-            [
-                "w = gl.convert_layout(w, W_HALF_MMA, assert_trivial=True)",
-                f"half = warpgroup_mma(w, {x}, half, is_async=True)",
-                "half = warpgroup_mma_wait(1, deps=(half,))",
-            ]
-        )
+        w = "w = gl.convert_layout(w, W_HALF_MMA, assert_trivial=True)"
+        return f"{w}\n{_started('half', x)}"
 
     def whole_sums(self) -> str:
         """Statements that wait for the last product of ``half``, and leave in ``acc`` its sums."""
@@ -496,3 +490,8 @@ class MMSm90Codegen(DigitCodegen):
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
+
+
+def _started(sums: str, x: str) -> str:
+    start = f"{sums} = warpgroup_mma(w, {x}, {sums}, is_async=True)"
+    return f"{start}\n{sums} = warpgroup_mma_wait(1, deps=({sums},))"

@@ -114,8 +114,8 @@ def _groups(problem: Problem, config: GemmConfig) -> dict[DequantOp, int]:
 
 def unrolls(problem: Problem, config: GemmConfig) -> Sequence[int]:
     """The scales and zero points of many groups take the registers that large tiles need: of a
-    table's values, and if K is in parts. What each k has of its own takes much code; so do tiles
-    that may be halved, ``has_halves``."""
+    table's values, and if K is in parts. What each k has of its own takes much code, and two
+    loops (``has_halves``) leave fewer registers."""
     format = rules.weight_of(problem).format
     takes_turns, config = consumers(config) > 1, of_consumer(config)
     values = config.block_n * config.block_k // (32 * config.num_warps)  # of a thread
