@@ -38,10 +38,10 @@ TOPS: dict[str, tuple[int, ...]] = {
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
-    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8 and 32: up to them
-    # experts_direct, by card and the width of values. 16, 64 and 128: taller tiles beyond. 2048:
-    # the library beyond.
-    "experts": (5, 8, 16, 32, 64, 128, 256, 2048),
+    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8, 12 and 32: up to them
+    # experts_direct, by card, format and the width of values. 16, 64 and 128: taller tiles beyond.
+    # 2048: the library beyond.
+    "experts": (5, 8, 12, 16, 32, 64, 128, 256, 2048),
     # 16: taller tiles, and the library, beyond. 64: the kernel of large M beyond. 128: taller tiles
     # beyond.
     "scaled_experts": (16, 64, 128),

@@ -46,6 +46,7 @@ def check_that_it_stays(graphs, module, rows):
     assert torch.equal(frozen, plain)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["awq", "gptq_act_order", "hqq", "halves_of_k"])
 def test_a_frozen_weight_in_a_slow_layout_is_repacked_as_by_prepack(graphs, name):

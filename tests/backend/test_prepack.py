@@ -71,6 +71,7 @@ def test_layers_are_replaced_in_place_and_compute_the_same():
     assert inductor_quant.prepack_(model, x) == []  # once
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("change", [None, "unequal", "unused"])
 def test_groups_of_any_k_become_neighbours_if_all_have_as_many(change):
@@ -104,6 +105,7 @@ def test_groups_of_any_k_become_neighbours_if_all_have_as_many(change):
         assert torch.equal(copy.deepcopy(other)(x), model(x))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_groups_that_repeat_become_neighbours(is_reversed):
@@ -280,6 +282,7 @@ class OfIntegers(HqqLike):
         self.zeros[0, 0], self.zeros[0, 1] = first, last
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     "ranges", [((0, 9), (10, 20)), ((10, 20), (0, 9)), ((0, 9), (-50, 90)), ((-50, 90), (10, 20))]
@@ -333,6 +336,7 @@ def test_a_tensor_with_two_owners_is_not_doubled():
     assert inductor_quant.prepack_(model, torch.randn(2, K, dtype=bf16)) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", ["awq_autoawq_g64", "gptq_4b_act_order"])
 def test_a_prepacked_layer_is_read_by_the_kernels_for_packed_weights(name):

@@ -236,6 +236,7 @@ def sams_own_positions(monkeypatch):
     return original
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("sams_own_positions")
 @pytest.mark.parametrize("case", MODELS)
 @torch.no_grad()

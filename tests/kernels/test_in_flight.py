@@ -48,6 +48,7 @@ def test_a_spill_that_waits_for_a_load_is_found():
     assert in_flight.stored_as_loaded([load, *LOOP[1:], store], apart=3) == []
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.parametrize(

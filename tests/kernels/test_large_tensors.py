@@ -26,6 +26,7 @@ def assert_compiles(fn, make, kernel):
     assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("of", "case", "kernel"),
     [

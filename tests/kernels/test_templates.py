@@ -88,6 +88,7 @@ def names_in(text: str) -> set[str]:
 UNGROUPED = {"QUANT_K": 0, "A_SCALE_GROUPED": False, "B_SCALE_GROUPED": False}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("alpha", [1.0, 0.5])
 def test_every_combination_parses_and_uses_what_it_declares(alpha):
     for kernel, flags, zeros in [

@@ -27,6 +27,7 @@ def float_linear(x, w, b_scale):
     return torch.relu(out).reshape(*x.shape[:-1], -1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layer", [int8_linear, float_linear])
 @pytest.mark.parametrize(
     ("length", "k"),

@@ -14,6 +14,7 @@ from tests.support.producers.experts import Experts, bf16
 E = 6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("count", [1, 7, 256])
 def test_places(count, dtype):
@@ -41,6 +42,7 @@ def test_places_of_any_number_of_ids():
         assert torch.equal(run(ids), ops.places_op(ids, E))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("count", [2, 8, 16, 17])
 @pytest.mark.parametrize("keepdim", [True, False])
 def test_a_sum(count, keepdim):

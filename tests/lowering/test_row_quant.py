@@ -60,6 +60,7 @@ def dynamic(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return ((acc - zero * w.sum(1)) * scale).to(bf16)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("m", [2, 16, 63, 64, 130])
 def test_the_sums_of_an_input_weight_cost_a_kernel_only_where_rows_are_many(m: int) -> None:
     def make(device: str) -> tuple[torch.Tensor, ...]:
@@ -70,6 +71,7 @@ def test_the_sums_of_an_input_weight_cost_a_kernel_only_where_rows_are_many(m: i
     assert len(names) == (2 if m < 64 else 3)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("divides", [True, False])
 def test_a_smoothed_activation_is_scaled_in_the_kernel_that_quantizes_it(divides: bool) -> None:
     def fn(x: torch.Tensor, smooth: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -97,6 +99,7 @@ BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("before", "m"), list(zip(BEFORE, (7, 129, 1, 4097), strict=True)))
 def test_a_quantization_is_one_kernel_with_what_precedes_it(before: str, m: int) -> None:
     """However many rows: the rows are not split, and what precedes is computed once."""
@@ -118,6 +121,7 @@ def test_a_quantization_is_one_kernel_with_what_precedes_it(before: str, m: int)
     assert re.search(PRODUCT, second)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_a_residual_is_added_in_the_kernel_that_quantizes_the_norm(norm: str) -> None:
     """And stored for what follows, for any number of rows."""

@@ -27,6 +27,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("low", "high"), [(-128, 127), (-127, 127), (-8, 7), (0, 0)])
 def test_it_rounds_to_even_and_saturates(dtype, low, high):

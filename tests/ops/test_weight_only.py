@@ -26,6 +26,7 @@ from tests.support.gemms.weight_only import (
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("k", "n"), [(32, 8), (96, 40), (256, 256)])
 def test_dequantize_is_what_plain_code_computes(name, k, n):

@@ -132,6 +132,7 @@ def test_a_llama_without_quantization_costs_next_to_nothing() -> None:
     assert calls < PLAIN_CALLS * LAYERS * len(PRODUCTS)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MOST_CALLS)
 def test_a_packed_weight_is_read_in_few_calls_and_without_fake_tensors(name: str) -> None:
     """An op on a fake tensor costs as much as a thousand calls."""

@@ -168,6 +168,7 @@ def call(family: str, format: str, gemm: Gemm):
     return fn, make
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("family", "format", "sizes", "arch"),

@@ -29,6 +29,8 @@ bf16 = torch.bfloat16
 
 def test_the_table_has_every_threshold_of_passes_and_ops():
     from inductor_quant.kernels import dispatch, problem
+    from inductor_quant.kernels.experts.direct import kernel as direct
+    from inductor_quant.kernels.experts.mm_sm90 import kernel as mm_sm90
     from inductor_quant.kernels.scaled_mm.decode import kernel as decode
     from inductor_quant.kernels.scaled_mm.two_block_sm90 import kernel as two_block
     from inductor_quant.ops import fp8
@@ -46,6 +48,8 @@ def test_the_table_has_every_threshold_of_passes_and_ops():
     assert rows | {quantized_linear.MAX_ROWS, fp8.MIN_GLUON_ROWS - 1} <= {*tops["fp8"]}
     assert rows | {decode.BLOCK_M} <= {*tops["fp8_block"]}
     assert {two_block.MAX_M, two_block.MAX_M - 1} <= {*tops["fp8_block"]}
+    means = {direct.MAX_MEAN, direct.MAX_MEAN_WIDE, direct.MAX_MEAN_8}
+    assert means | {mm_sm90.MIN_MEAN, mm_sm90.MIN_MEAN_KNOWN} <= {*tops["experts"]}
     assert tops.keys() == {*FAMILIES}
 
 
@@ -196,6 +200,7 @@ def test_tensor_parallel_parts_have_ranges():
     assert all(len(each) == 3 for each in found.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", sampled([1, 3, 8, 16, 20, 48, 64, 100, 200, 300, 1000, 4096], 3))
 @pytest.mark.parametrize("family", formats.FAMILIES)
 def test_a_range_chooses_what_a_static_compilation_does(family, m):

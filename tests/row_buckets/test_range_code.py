@@ -37,6 +37,7 @@ def test_masks_of_rows_are_not_kept_as_bits():
     assert "setp.ne.b64" not in kernel.ptx
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_a_symbolic_number_of_rows_is_padded_like_a_number(is_dynamic):
     def inputs(device):

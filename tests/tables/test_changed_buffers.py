@@ -131,6 +131,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", sampled(CHANGES), ids=lambda change: change.__name__)
 def test_a_change_of_a_table_is_seen(rewrites, change):
     module, x = gptq(), x_of()

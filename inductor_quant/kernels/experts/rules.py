@@ -9,6 +9,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.experts.gate import GateCode
 from inductor_quant.kernels.kernel import Kernel
 from inductor_quant.kernels.problem import Device, Groups, Problem
+from inductor_quant.kernels.shared.grids import span_of
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
 
@@ -40,6 +41,7 @@ class TilesOfExperts(Kernel):
                 "MASK_M": True,
                 "EXPERTS": groups.experts,
                 "GROUPS": 1 << groups.experts.bit_length(),  # one more for rows without an expert
+                "SPAN": span_of(groups.experts),
                 "IS_SORTED": groups.is_sorted,
                 "REPEATS": groups.repeats,
                 "HAS_ROWS": groups.has_rows,
@@ -93,9 +95,9 @@ def expected_tiles(problem: Problem, config: GemmConfig) -> float:
     return experts * of_expert * math.ceil(problem.n / config.block_n)
 
 
-def walking_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
-    """``NUM_CTAS`` CTAs that walk along the offsets of ``EXPERTS``; fewer if there cannot be so
-    many tiles, none without rows."""
+def staying_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:
+    """``NUM_CTAS`` CTAs that take tile after tile of ``EXPERTS``; fewer if there cannot be so many
+    tiles, none without rows."""
     m, n, meta = sizes
     tiles = min(m, m // meta["BLOCK_M"] + meta["EXPERTS"] + 1) * cdiv(n, stored_columns(meta))
     return (min(tiles, meta["NUM_CTAS"]), 1, 1)

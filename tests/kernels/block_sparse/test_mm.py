@@ -122,6 +122,7 @@ CASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("arch", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES, ids=str)

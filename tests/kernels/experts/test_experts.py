@@ -114,6 +114,9 @@ def test_a_range_of_rows_has_one_kernel(name):
         ("int8_channel", 9 * E, EXPERTS_MM_SM90),
         ("fp8_row", 8 * E, EXPERTS_MM),
         ("fp8_row", 9 * E, EXPERTS_MM_SM90),
+        ("nf4", 9 * E, EXPERTS_MM_SM90),
+        *((name, 12 * E, EXPERTS_DIRECT) for name in ("mxfp4", "nvfp4")),  # tables that are known
+        *((name, 13 * E, EXPERTS_MM_SM90) for name in ("mxfp4", "nvfp4")),
         ("nf4", 256 * E, EXPERTS_MM_SM90),
         ("fp8_row", 256 * E, EXPERTS_MM_SM90),
         ("act_order", 256 * E, EXPERTS_MM),  # scales of each value

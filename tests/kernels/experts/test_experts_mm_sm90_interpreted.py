@@ -27,6 +27,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def few_rows_and_a_small_chip(monkeypatch):
     monkeypatch.setattr(mm_sm90, "MIN_MEAN", 0)
+    monkeypatch.setattr(mm_sm90, "MIN_MEAN_KNOWN", 0)
     small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
 
@@ -56,6 +57,16 @@ CASES = [
 def test_rows_of_an_expert_are_close_to_fp64(case, config, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     check(case, config)
+
+
+@pytest.mark.parametrize("count", [33, 128, 129])
+def test_tiles_of_many_experts_are_found(count):
+    """Of which a warp looks at 32 together, or at 128, with one and several a lane."""
+    counts = [
+        (0, 2, 0, 1, 40)[expert * 7 % 5] if expert % 11 == 0 else 0 for expert in range(count)
+    ]
+    counts[-1] = 3
+    check(Case("int8_channel", tuple(counts), 72, 128, left_over=5), SMALL)
 
 
 def test_rows_without_an_expert_are_0_whatever_the_scales_of_the_last_one():

@@ -77,6 +77,13 @@ def test_rows_of_an_expert_are_close_to_fp64(case, columns):
     check(case, columns)
 
 
+@pytest.mark.parametrize("count", [33, 129])
+def test_tiles_of_many_experts_are_found(count):
+    counts = [150 if expert % 37 == 3 else 0 for expert in range(count)]
+    counts[-1] = 3
+    check(Case(tuple(counts), 136, 144, i8, left_over=5), 64)
+
+
 @pytest.mark.parametrize("offsets", [(-5, 2, 900), (7, 3, 1), (2**31 - 1, -(2**31), 5)])
 def test_arbitrary_offsets_leave_the_rows_they_miss(offsets):
     """Autotuning runs on them: nothing beyond the tensors is read or written."""

@@ -97,6 +97,7 @@ def test_silu_times_up_is_in_the_one_kernel(case):
     assert len(generated.kernels) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("along_m", [False, True])
 def test_silu_times_up_and_its_quantization_in_blocks_are_one_kernel(along_m):
     """It writes the scales in the layout of the graph."""

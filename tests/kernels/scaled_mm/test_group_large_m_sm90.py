@@ -96,6 +96,7 @@ def test_fp8_of_groups_without_a_kernel_runs_as_blocks():
     assert "fp8_block" in " ".join(generated.kernels.values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("family", ["w8a8", "fp8"])
 @pytest.mark.parametrize("rows", [256, pytest.param(128, marks=pytest.mark.slow)])

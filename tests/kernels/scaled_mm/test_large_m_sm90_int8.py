@@ -81,6 +81,7 @@ def test_the_tile_is_the_one_that_was_fastest(m, n, k, columns):
     assert best.block_n == columns
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize("columns", [96, 256])

@@ -66,6 +66,7 @@ def generated(m, hidden, kv, follows, **options):
     return found, chosen
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ def test_q_k_and_v_are_one_kernel(m, hidden, kv, kernel):
         assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("m", "hidden", "kv", "follows"),

@@ -145,6 +145,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("arch", "case"),

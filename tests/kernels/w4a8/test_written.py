@@ -41,6 +41,7 @@ def test_its_sums_are_exact(name, times):
     assert torch.equal(got.double(), w4a8.reference(case, inputs))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", w4a8.NAMES)
 def test_it_is_computed_without_floats(name):

@@ -50,6 +50,7 @@ def reductions(gm: fx.GraphModule) -> int:
     return count(gm, row_reduce.op) + count(gm, aten.amax.default) + count(gm, aten.amin.default)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     sampled(itertools.product(QUANTIZERS, [(7, K), (1, K), (2, 3, K)]), every=4),  # each of both

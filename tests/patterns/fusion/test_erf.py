@@ -45,6 +45,7 @@ def plain(x, w, w_scale):
     return linear(x, w, w_scale), F.gelu(x.float())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.parametrize("fn", [gelu_linear, returned, added, other_sum, two_users, plain])
 def test_it_is_short_where_nothing_but_a_quantization_sees_it(fn):

@@ -64,6 +64,7 @@ def sorts(graph) -> list[torch.dtype]:
     return [node.args[0].meta["val"].dtype for each in SORTS for node in calls(graph, each)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fn", [scattered, sorted_twice])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_few_ids_are_counted(fn, dtype):
@@ -85,6 +86,7 @@ def test_many_ids_are_sorted_by_their_last_bytes(monkeypatch):
     assert not calls(graph, ops.places_op)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("fn", [scattered, sorted_twice])
 def test_a_bounded_number_of_ids_is_counted(fn, monkeypatch):
     graph = routed(fn, dynamic=True)
@@ -128,6 +130,7 @@ def test_values_are_those_of_the_ids():
     assert not sorts(routed(written))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("numerics", ["default", "strict"])
 def test_sums_over_the_experts_of_a_token(numerics):
     pytest.importorskip("transformers.integrations.moe")

@@ -61,6 +61,7 @@ def check(fn, *args, rows=False, repeats=1, op=experts.op):
     return rewrite, call
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", GATHERS)
 def test_every_spelling(name):
     gather, has_rows, repeats = GATHERS[name]
@@ -71,6 +72,7 @@ def test_every_spelling(name):
     assert not calls(rewrite.after, aten.index.Tensor)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("form", ["transformers_grouped", "transformers_batched", "einsum"])
 def test_layers(form, tokens):
@@ -224,6 +226,7 @@ def test_a_tensor_that_is_written_to_is_gathered_before():
 # rows of 8 bits
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ["int8", "fp8_block"])
 def test_scales_are_read_where_their_rows_are(format):
     torch.manual_seed(0)

@@ -180,6 +180,7 @@ def test_another_quantization_to_e4m3_stays(fn):
 # ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", [TorchaoLinear, GptFastLinear, TenLines])
 def test_producers(layer):
     torch.manual_seed(0)
@@ -227,6 +228,7 @@ def test_two_reductions_of_promoted_types_stay():
     assert torch.equal(got[1], fn(x, w)[1])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "scale", [torch.tensor(0.05), torch.tensor([[0.05]]), torch.tensor([[0.02], [0.05], [0.2]])]
 )

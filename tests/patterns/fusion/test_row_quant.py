@@ -66,6 +66,7 @@ def test_long_rows_are_quantized_in_one_kernel(fn, m):
     assert not adding or fn is float_linear, kernels  # its GEMM splits K
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("k", [1280, 16384])
 def test_a_row_is_read_and_its_gelu_computed_once(k):

@@ -63,6 +63,7 @@ TAKEN: dict[str, tuple[str, Fn]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_padded_product_is_the_product(name: str) -> None:
     family, fn = TAKEN[name]

@@ -79,6 +79,7 @@ def test_every_format(format, form):
     check(format, form, 6)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["transformers_grouped", "transformers_batched", "gather_first"])
 def test_one_token(form):
     check("int4_words", form, 1)

@@ -294,6 +294,7 @@ TAKEN_IN_PART: dict[str, tuple[str, Fn, list[torch.Tensor]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", TAKEN_IN_PART)
 def test_the_part_that_is_taken_is_right(name: str) -> None:
     spec, fn, inputs = TAKEN_IN_PART[name]

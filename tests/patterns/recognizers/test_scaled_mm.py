@@ -66,6 +66,7 @@ def test_a_spelling_computes_what_it_says(spelling: Spelling) -> None:
     assert_close(simulate.interpret(generated, inputs), spelling.exact(inputs), slack=2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("spelling", [*SCALED_MM, *DEQUANTIZED, STATIC], ids=str)
 def test_the_rewritten_graph_means_the_same(spelling: Spelling) -> None:
     """On a CPU, where torch has these ops too."""
@@ -102,6 +103,7 @@ BEFORE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.compiles
 @pytest.mark.parametrize("kind", ["row", "block"])
 @pytest.mark.parametrize(

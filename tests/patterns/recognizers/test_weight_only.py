@@ -169,6 +169,7 @@ def test_nothing_of_the_dequantization_stays(producer: Producer) -> None:
 # what is meant
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("producer", sampled(MATCHED, 2, str))
 def test_the_format_is_what_the_producer_stored(producer: Producer) -> None:
     _, _, _, rewrite = rewritten(producer, producer.dtypes[0])

@@ -41,6 +41,7 @@ SPELLINGS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "dtype"), sampled(itertools.product(SPELLINGS, (f32, bf16)), every=2), ids=str
 )

@@ -47,6 +47,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "stored", "z_dtype", "x_dtype"),
     sampled(

@@ -1,6 +1,6 @@
 """``experts_mm_sm90``: each row of x times the weight of its expert, for many rows each, in Gluon.
 
-The template of ``weight_only_mm_sm90``, with ``experts/walk.jinja`` in front: a CTA takes tile
+The template of ``weight_only_mm_sm90``, with ``experts/tiles.jinja`` in front: a CTA takes tile
 after tile, of up to BLOCK_M rows of one expert times BLOCK_N columns, and finds them along the
 offsets, on the device. Chosen on sm_90 for sorted 16-bit rows that are aligned and packed weights
 that are a box of a matrix, from a mean of rows an expert on.
@@ -17,7 +17,7 @@ from inductor_quant.kernels.experts.rules import (
     groups_of,
     mean_rows,
     reject_if_gathered,
-    walking_grid,
+    staying_grid,
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
@@ -42,14 +42,16 @@ AS_BEFORE: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
     ((256, 64, 64, 4, 6), (660, 0), (695, 0)),
 )
-MIN_MEAN = 8  # up to here a tile of experts_direct has the rows of most experts
+# Up to here a tile of experts_direct has the rows of most experts; of a table that is known, whose
+# values it computes, while this kernel looks them up.
+MIN_MEAN, MIN_MEAN_KNOWN = 8, 12
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
 
 class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
     name = "experts_mm_sm90"
     takes_lists = False
-    grid = staticmethod(walking_grid)
+    grid = staticmethod(staying_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         found = super().rejection(spec, problem, device) or reject_if_gathered(problem)
@@ -57,7 +59,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return found
         if not groups_of(problem).is_sorted:
             return no_kernel("rows are not sorted by expert")
-        if mean_rows(problem) <= MIN_MEAN:
+        is_known = bool(rules.weight_of(problem).format.element.entries)
+        if mean_rows(problem) <= (MIN_MEAN_KNOWN if is_known else MIN_MEAN):
             return no_kernel(f"M = {problem.m}: few rows an expert")
         if mm_sm90.count_words(rules.weight_of(problem)) >= MAX_WORDS:
             return no_kernel("positions of packed weights need 64 bits")

@@ -1,7 +1,7 @@
 """``scaled_experts_large_m_sm90``, ``scaled_experts_int8_large_m_sm90``: 8-bit rows times the 8-bit
 weight of their expert, for many rows an expert on Hopper, in Gluon.
 
-The template of ``w8a8_large_m_sm90`` and its siblings, with ``experts/walk.jinja`` in front: one
+The template of ``w8a8_large_m_sm90`` and its siblings, with ``experts/tiles.jinja`` in front: one
 warp loads by TMA, two warpgroups multiply 64 rows each of a tile of 128 rows, one CTA an SM takes
 tile after tile. Tiles of 192 rows have three warpgroups. TMA reads 128 rows wherever an expert's
 begin; what follows its last row is multiplied and not stored. A CTA finds its tiles along the
@@ -23,7 +23,7 @@ from inductor_quant.kernels.experts.rules import (
     groups_of,
     mean_rows,
     reject_if_gathered,
-    walking_grid,
+    staying_grid,
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.scaled_mm.base import unlisted_rejection
@@ -45,7 +45,7 @@ TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8
 class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
     family = "scaled_experts"
 
-    grid = staticmethod(walking_grid)
+    grid = staticmethod(staying_grid)
 
     def rejection(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> Rejection | None:
         found = super().rejection(spec, problem, device) or reject_if_gathered(problem)

@@ -14,6 +14,7 @@ from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.config import RESERVED_SHARED_MEMORY, GemmConfig
 from inductor_quant.kernels.problem import Device, Problem, Weight
+from inductor_quant.kernels.shared.grids import memory_of_experts
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     columns_of,
@@ -170,7 +171,8 @@ def memory_of_cta(weight: Weight, config: GemmConfig) -> int:
     lists = config.num_stages * config.block_k * INT32 * most_lists(weight)
     rows = rows_of(weight, config)
     stages = config.num_stages * stage_bytes(weight, config, found[1])
-    return stages + table + lists + (rows.memory if rows else 0) + BARRIERS
+    experts = memory_of_experts(weight.format.experts) if weight.format.e else 0
+    return stages + experts + table + lists + (rows.memory if rows else 0) + BARRIERS
 
 
 def rows_of(weight: Weight, config: GemmConfig) -> ListedRows | None:

@@ -149,6 +149,7 @@ def test_shifted_nibbles_are_exact(dtype, signed):
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
+@pytest.mark.one_in(2)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_a_thread_holds_an_operand_of_mma(name, tile):
     assert sorted(plan.depth) == list(range(len(plan.depth)))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [
@@ -150,6 +151,7 @@ def test_zero_points_of_small_groups_spill_nothing_with_16_warps(monkeypatch):
     assert simulate.compile_kernel(*named).spill_stores == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("m", "group", "zeros", "values"),
     [
@@ -308,6 +310,7 @@ def test_listed_groups_are_those_of_neighbouring_columns():
     assert WEIGHT_ONLY_DIRECT.rejection(spec, problem, device(90)) is None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("scales", "n", "group"),
     [
@@ -368,6 +371,7 @@ def test_a_launch_asks_for_no_more_registers_than_there_are(n, m):
         assert 32 * warps * most <= 65536
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "m", "config", "is_moved"),
     [

@@ -85,6 +85,7 @@ def test_whole_bytes_of_a_k_that_64_does_not_divide_have_another_kernel():
         assert WEIGHT_ONLY_MM_SM90.rejection(spec, problem, device(90)) is not None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
 def test_tables_have_the_kernel_that_costs_less_from_nine_rows_on(name):
     for m, n, k, kernel in (
@@ -99,6 +100,7 @@ def test_tables_have_the_kernel_that_costs_less_from_nine_rows_on(name):
     assert chosen(Case("int8_channel", 16, 5120, 13824, bf16)) is WEIGHT_ONLY_DIRECT
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "hqq", "int8_channel", "fp8_row", "nf4"])
 def test_it_takes_more_rows_of_small_layers(name):
     for m in (17, 33, 64, 100):

@@ -51,6 +51,7 @@ def test_scales_of_another_type_than_x_are_those_of_w(monkeypatch):
     assert not scales_x(spec, problem.weight, parse_config("8x32x512_w8_s1_g8"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", [1, 8, 16])
 def test_scales_of_each_k_take_few_instructions(m, monkeypatch):
     """Two and a half for each value of W; 6 where W was scaled."""
@@ -98,6 +99,7 @@ def test_a_pair_is_one_load_from_shared_memory():
     assert len(loop) < 3.5 * 2 * 128
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("m", [1, 8])
 def test_products_with_bytes_of_float_are_scaled_once_a_block(m):
     case, config = Case("fp8_block", m, 4096, 4096, bf16), "8x32x512_w4_s1_g8"
@@ -109,6 +111,7 @@ def test_products_with_bytes_of_float_are_scaled_once_a_block(m):
     assert sum("FMUL" in text for _, text in code) < 64
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "m"), [("int4_words", 1), ("int4_words", 16), ("int8_channel", 1), ("hqq", 8)]
 )
@@ -125,6 +128,7 @@ def test_words_are_loaded_an_iteration_before_they_are_needed(name, m, monkeypat
     assert moves < 0.05 * len(loop)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", [1028, 1030])
 def test_bytes_along_n_need_not_be_words(n):
     """1030 is no multiple of the four bytes of a word."""

@@ -107,6 +107,7 @@ def test_consumers_take_turns_if_a_cta_has_one_tile(name, m, n, k, split_k, chan
         assert WEIGHT_ONLY_MM_SM90.launched_warps(config) == 4
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "tile", "ctas"),
     [

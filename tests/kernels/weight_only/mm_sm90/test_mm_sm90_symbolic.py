@@ -24,6 +24,7 @@ bf16, f16 = torch.bfloat16, torch.float16
 BESIDE_LOOP = 16  # bytes that may be spilled there
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "dtype", "addends"),
     [
