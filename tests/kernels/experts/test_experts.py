@@ -43,15 +43,23 @@ def _groups(large_groups):
     """Of 128."""
 
 
-def described(name: str, rows: int, *, is_sorted: bool = True, n: int = 1536, k: int = 2048):
+def described(
+    name: str,
+    rows: int,
+    *,
+    is_sorted: bool = True,
+    n: int = 1536,
+    k: int = 2048,
+    x_dtype: torch.dtype = bf16,
+):
     packed = packed_of(name, k, n)
     format = stacked(packed, E)
     spec = weight_only.make_spec(
         format,
         [dtype for _, _, dtype in packed.tensors],
-        x_dtype=bf16,
+        x_dtype=x_dtype,
         column_scale=None,
-        out_dtype=bf16,
+        out_dtype=x_dtype,
         bias=False,
     )
     tensors = tuple(
@@ -115,7 +123,7 @@ def test_a_range_of_rows_has_one_kernel(name):
         ("fp8_row", 8 * E, EXPERTS_MM),
         ("fp8_row", 9 * E, EXPERTS_MM_SM90),
         ("nf4", 9 * E, EXPERTS_MM_SM90),
-        *((name, 12 * E, EXPERTS_DIRECT) for name in ("mxfp4", "nvfp4")),  # tables that are known
+        *((name, 12 * E, EXPERTS_DIRECT) for name in ("mxfp4", "nvfp4")),  # which it computes
         *((name, 13 * E, EXPERTS_MM_SM90) for name in ("mxfp4", "nvfp4")),
         ("nf4", 256 * E, EXPERTS_MM_SM90),
         ("fp8_row", 256 * E, EXPERTS_MM_SM90),
@@ -138,6 +146,14 @@ def test_many_rows_an_expert_are_for_tma(name, rows, kernel):
             {"n": 2**25},  # 64-bit positions
         ):
             assert chosen(**change) is not EXPERTS_MM_SM90
+
+
+def test_a_table_that_is_looked_up_either_way_is_for_tma():
+    """MXFP4's exponents as scales of fp16 are multiplied in fp32."""
+    for x_dtype, kernel in ((bf16, EXPERTS_DIRECT), (torch.float16, EXPERTS_MM_SM90)):
+        spec, problem = described("mxfp4", 12 * E, x_dtype=x_dtype)
+        problem = dataclasses.replace(problem, has_weight_descriptors=True)
+        assert next(candidates("experts", spec, problem, device(90)))[0] is kernel
 
 
 @pytest.mark.parametrize(

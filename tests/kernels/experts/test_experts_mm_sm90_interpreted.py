@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def few_rows_and_a_small_chip(monkeypatch):
     monkeypatch.setattr(mm_sm90, "MIN_MEAN", 0)
-    monkeypatch.setattr(mm_sm90, "MIN_MEAN_KNOWN", 0)
+    monkeypatch.setattr(mm_sm90, "MIN_MEAN_COMPUTED", 0)
     small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
     monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
 

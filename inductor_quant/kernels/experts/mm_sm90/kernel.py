@@ -1,7 +1,7 @@
 """``experts_mm_sm90``: each row of x times the weight of its expert, for many rows each, in Gluon.
 
 The template of ``weight_only_mm_sm90``, with ``experts/tiles.jinja`` in front: a CTA takes tile
-after tile, of up to BLOCK_M rows of one expert times BLOCK_N columns, and finds them along the
+after tile, of up to BLOCK_M rows of one expert times BLOCK_N columns, and finds them by the
 offsets, on the device. Chosen on sm_90 for sorted 16-bit rows that are aligned and packed weights
 that are a box of a matrix, from a mean of rows an expert on.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from inductor_quant.kernels.codegen.digits import table_lookup
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
+from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.rules import (
     ExpertsKernel,
     expected_tiles,
@@ -42,9 +44,9 @@ AS_BEFORE: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
     ((256, 64, 64, 4, 6), (660, 0), (695, 0)),
 )
-# Up to here a tile of experts_direct has the rows of most experts; of a table that is known, whose
-# values it computes, while this kernel looks them up.
-MIN_MEAN, MIN_MEAN_KNOWN = 8, 12
+# Up to here a tile of experts_direct has the rows of most experts; the second one if it computes
+# the values of a table, while this kernel looks them up.
+MIN_MEAN, MIN_MEAN_COMPUTED = 8, 12
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
 
@@ -59,8 +61,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return found
         if not groups_of(problem).is_sorted:
             return no_kernel("rows are not sorted by expert")
-        is_known = bool(rules.weight_of(problem).format.element.entries)
-        if mean_rows(problem) <= (MIN_MEAN_KNOWN if is_known else MIN_MEAN):
+        is_few = mean_rows(problem) <= MIN_MEAN_COMPUTED and _computes(spec, problem, device)
+        if is_few or mean_rows(problem) <= MIN_MEAN:
             return no_kernel(f"M = {problem.m}: few rows an expert")
         if mm_sm90.count_words(rules.weight_of(problem)) >= MAX_WORDS:
             return no_kernel("positions of packed weights need 64 bits")
@@ -95,6 +97,16 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         costs = self._costs(spec, problem, legal[0], device)
         costs = _Costs(**vars(costs))
         return sorted(filter(costs.listed, legal), key=costs.whole)
+
+
+def _computes(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
+    """Whether ``experts_direct`` computes the values of a table."""
+    table = rules.weight_of(problem).format.element
+    if not table.entries or EXPERTS_DIRECT.rejection(spec, problem, device):
+        return False
+    configs = EXPERTS_DIRECT.configs(spec, problem, device)[:1]
+    codegens = (EXPERTS_DIRECT.codegen(spec, problem, config) for config in configs)
+    return any(table_lookup.is_computed(codegen, table) for codegen in codegens)
 
 
 def _takes_long_rows(problem: Problem, config: GemmConfig) -> bool:

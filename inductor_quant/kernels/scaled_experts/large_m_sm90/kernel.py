@@ -4,7 +4,7 @@ weight of their expert, for many rows an expert on Hopper, in Gluon.
 The template of ``w8a8_large_m_sm90`` and its siblings, with ``experts/tiles.jinja`` in front: one
 warp loads by TMA, two warpgroups multiply 64 rows each of a tile of 128 rows, one CTA an SM takes
 tile after tile. Tiles of 192 rows have three warpgroups. TMA reads 128 rows wherever an expert's
-begin; what follows its last row is multiplied and not stored. A CTA finds its tiles along the
+begin; what follows its last row is multiplied and not stored. A CTA finds its tiles by the
 offsets, on the device.
 
 Chosen on sm_90 for sorted rows with a mean of more than MIN_MEAN_ROWS an expert, operands that TMA
