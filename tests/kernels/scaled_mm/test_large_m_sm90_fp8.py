@@ -157,6 +157,7 @@ def test_warpgroups_multiply_and_nothing_spills(case, config):
 
 @needs_gluon
 @pytest.mark.compiles
+@pytest.mark.slow
 def test_bias_and_silu_take_few_instructions():
     """Roundings of two values, and neither ``exp`` nor division of full range: no spill either."""
     [(name, source)] = generate_gluon(
