@@ -14,12 +14,14 @@ import triton
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.codegen.dialect import HOISTS_MORE
+from inductor_quant.kernels.config import parse_config
 from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import CONFIGS, EXPERTS_MM
 from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.experts.rules import ExpertsKernel
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
+from inductor_quant.kernels.weight_only.mm_sm90 import loop
 from inductor_quant.ops import experts, weight_only
 from inductor_quant.spec import row_ranges
 from tests.support import in_flight
@@ -172,6 +174,16 @@ def test_rows_of_packed_weights_are_long(name, group, tile, monkeypatch):
     problem = dataclasses.replace(problem, has_weight_descriptors=True)
     kernel, config = next(candidates("experts", spec, problem, device(90)))
     assert (kernel, str(config)) == (EXPERTS_MM_SM90, tile)
+
+
+@pytest.mark.parametrize("tile", ["64x64x128_w4_s4_g8", "64x64x64_w4_s8_g8"])
+def test_a_tile_that_fits_once_beside_a_table_is_taken_whatever_the_experts(tile):
+    spec, problem = described("nf4", 40 * E)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    config, gpu = parse_config(tile), device(90)
+    assert EXPERTS_MM_SM90.config_rejection(spec, problem, config, gpu) is None
+    most = loop.memory_of_cta(problem.weight, config)
+    assert most == loop.memory_of_tile(problem.weight, config) + 8 * E <= gpu.shared_memory
 
 
 @pytest.mark.parametrize("name", ["int8_channel", "fp8_row"])

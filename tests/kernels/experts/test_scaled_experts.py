@@ -100,6 +100,14 @@ def test_next_to_nothing_spills(dtype, block, mean, arch, gather):
 LARGE = ("scaled_experts_large_m_sm90", "scaled_experts_int8_large_m_sm90")
 
 
+@pytest.mark.parametrize(("experts", "config"), [(256, TALL), (257, tile(256, group_m=16))])
+def test_the_tallest_tiles_leave_room_for_no_more_experts(experts, config):
+    """Which are compiled below; with 257 CTAs need 100 bytes more than there are."""
+    groups, n, k = Groups(experts, is_sorted=True), 4096, 7168
+    assert first(128 * experts, groups=groups, n=n, k=k) == (LARGE[0], config)
+    assert first(128 * 1025, groups=Groups(1025, is_sorted=True))[0] not in LARGE
+
+
 @pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
 def test_many_rows_an_expert_are_for_the_kernel_of_large_m(dtype, block):
     name = LARGE[dtype == i8]

@@ -40,6 +40,8 @@ WIDEST = 256  # columns of a tile
 # By three warpgroups, for a mean of about 128 rows: half of the experts have a few more, for which
 # a second tile of 128 rows reads the weight again. Its time, of the widest tile's.
 TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 0.72
+# Whose tiles fit in shared memory beside the stages (``memory_of_experts``).
+MOST_EXPERTS, MOST_EXPERTS_TALL = 1024, 256
 
 
 class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
@@ -73,18 +75,22 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
             return (rounds + 0.5) * (TALL_COST * WIDEST if config == TALL else cost)
 
         is_tall = mean_rows(problem) <= TALL.block_m
-        return sorted((c for c in self._listed(spec) if c != TALL or is_tall), key=time)
+        offered = (c for c in self._listed(spec) if c != TALL or is_tall)
+        return sorted((c for c in offered if not _is_crowded(problem, c)), key=time)
 
     def config_rejection(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> Rejection | None:
+        if _is_crowded(problem, config):
+            detail = f"{config}: no room for where the tiles of so many experts end"
+            return Rejection(RejectionCode.SHARED_MEMORY, detail)
         return unlisted_rejection(config, self._listed(spec)) or large_m_sm90.reject_if_it_spills(
             spec, problem, config
         )
 
     def _filled(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> float:
-        best = self.configs(spec, problem, device)[0]
-        return random_tiles(problem, best) / device.num_sms
+        configs = self.configs(spec, problem, device)
+        return random_tiles(problem, configs[0]) / device.num_sms if configs else 0.0
 
     def _listed(self, spec: QuantGemmSpec) -> tuple[GemmConfig, ...]:
         is_blocked = is_block_scaled(spec)
@@ -94,6 +100,11 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
         if is_block_scaled(spec):
             return large_m_sm90.BLOCK_ELEMENT_COST
         return large_m_sm90.ELEMENT_COST
+
+
+def _is_crowded(problem: Problem, config: GemmConfig) -> bool:
+    most = MOST_EXPERTS_TALL if config == TALL else MOST_EXPERTS
+    return groups_of(problem).experts > most
 
 
 def random_tiles(problem: Problem, config: GemmConfig) -> float:

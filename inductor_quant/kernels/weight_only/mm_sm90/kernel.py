@@ -72,6 +72,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     is_crowded,
     loaded_together,
     memory_of_cta,
+    memory_of_tile,
     most_ctas,
     of_consumer,
     padded,
@@ -234,10 +235,11 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         weight = rules.weight_of(problem)
         if consumers(config) > 1 and (misfit := turns_misfit(problem, config, device)):
             return bad_blocks(f"{config}: {misfit}")
+        whole = dataclasses.replace(config, split_k=1)
+        tiles = most_ctas(config) * memory_of_tile(weight, whole)
         return tile_misfit(
             *(problem, of_consumer(config), device, boxed(weight, config)),
-            memory=most_ctas(config)
-            * memory_of_cta(weight, dataclasses.replace(config, split_k=1)),
+            memory=max(tiles, memory_of_cta(weight, whole)),
             offered=unrolls(problem, config),
         )
 

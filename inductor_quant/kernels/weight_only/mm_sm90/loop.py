@@ -160,9 +160,15 @@ def ctas_per_sm(problem: Problem, config: GemmConfig, device: Device) -> int:
     return most_ctas(config) if 2 * one <= of_sm else 1
 
 
-@functools.lru_cache(maxsize=1024)
 def memory_of_cta(weight: Weight, config: GemmConfig) -> int:
     """Bytes of shared memory; 0: a tile is no box."""
+    tile = memory_of_tile(weight, config)
+    return tile + memory_of_experts(weight.format.experts) if tile and weight.format.e else tile
+
+
+@functools.lru_cache(maxsize=1024)
+def memory_of_tile(weight: Weight, config: GemmConfig) -> int:
+    """Without what a CTA has for each expert."""
     found = boxed(weight, config)
     if found is None:
         return 0
@@ -171,8 +177,7 @@ def memory_of_cta(weight: Weight, config: GemmConfig) -> int:
     lists = config.num_stages * config.block_k * INT32 * most_lists(weight)
     rows = rows_of(weight, config)
     stages = config.num_stages * stage_bytes(weight, config, found[1])
-    experts = memory_of_experts(weight.format.experts) if weight.format.e else 0
-    return stages + experts + table + lists + (rows.memory if rows else 0) + BARRIERS
+    return stages + table + lists + (rows.memory if rows else 0) + BARRIERS
 
 
 def rows_of(weight: Weight, config: GemmConfig) -> ListedRows | None:
