@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from inductor_quant.kernels.codegen.digits import table_lookup
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.rules import (
@@ -61,8 +60,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return found
         if not groups_of(problem).is_sorted:
             return no_kernel("rows are not sorted by expert")
-        is_few = mean_rows(problem) <= MIN_MEAN_COMPUTED and _computes(spec, problem, device)
-        if is_few or mean_rows(problem) <= MIN_MEAN:
+        mean = mean_rows(problem)
+        if mean <= MIN_MEAN or (mean <= MIN_MEAN_COMPUTED and _computes(spec, problem, device)):
             return no_kernel(f"M = {problem.m}: few rows an expert")
         if mm_sm90.count_words(rules.weight_of(problem)) >= MAX_WORDS:
             return no_kernel("positions of packed weights need 64 bits")
@@ -101,12 +100,10 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
 
 def _computes(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
     """Whether ``experts_direct`` computes the values of a table."""
-    table = rules.weight_of(problem).format.element
-    if not table.entries or EXPERTS_DIRECT.rejection(spec, problem, device):
+    if EXPERTS_DIRECT.rejection(spec, problem, device) is not None:
         return False
     configs = EXPERTS_DIRECT.configs(spec, problem, device)[:1]
-    codegens = (EXPERTS_DIRECT.codegen(spec, problem, config) for config in configs)
-    return any(table_lookup.is_computed(codegen, table) for codegen in codegens)
+    return any(EXPERTS_DIRECT.codegen(spec, problem, each).computes_table for each in configs)
 
 
 def _takes_long_rows(problem: Problem, config: GemmConfig) -> bool:

@@ -18,6 +18,7 @@ import torch
 
 from inductor_quant.kernels.codegen.base import Hook, WeightTile
 from inductor_quant.kernels.codegen.dialect import HOISTS_MORE, Dim, bits
+from inductor_quant.kernels.codegen.digits import table_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import Uses
@@ -149,6 +150,11 @@ class DirectCodegen(DigitCodegen):
             axes = (self.warp_dims, tuple(rows), x_dims)
             self.layouts["X_LOADED"] = layout(axes, lanes=lanes, warps=(w,))
             self.x_layout = "X_LOADED"
+
+    @property
+    def computes_table(self) -> bool:
+        """Whether W's values are those of a table, and none is looked up."""
+        return table_lookup.is_computed(self, self.format.element)
 
     @property
     def has_sums_of_x(self) -> bool:

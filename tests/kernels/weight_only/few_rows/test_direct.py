@@ -73,6 +73,7 @@ def test_k_need_not_be_a_multiple_of_what_the_warps_share():
     assert 11008 % (config.block_k * config.split_k)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("m", "is_shared"), [(8, False), (16, True)])
 def test_lanes_load_whole_lines_of_x_for_words_in_the_order_of_fragments(m, is_shared):
     """As tinygemm has them: a lane multiplies two neighbours along K, a word has 4 of 32 such."""
@@ -234,6 +235,7 @@ def test_wide_tiles_are_for_few_rows_of_bytes(m, arch, is_wide):
     ) == is_wide
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["nibble_pairs", "int8_channel"])
 def test_only_with_few_rows_words_are_read_once(name):
     """And rows beyond M are not loaded; else words stay in the L2 cache, for other rows' CTAs."""
@@ -279,7 +281,7 @@ def test_tiles_of_float_zero_points_are_within_a_group(m, monkeypatch):
 @pytest.mark.parametrize(
     ("m", "n", "dtype"),
     [
-        (16, 4096, f16),
+        pytest.param(16, 4096, f16, marks=pytest.mark.slow),
         pytest.param(8, 14336, bf16, marks=pytest.mark.slow),
         pytest.param(32, 14336, f16, marks=pytest.mark.slow),
         pytest.param(64, 14336, f16, marks=pytest.mark.slow),
