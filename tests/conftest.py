@@ -77,13 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _mark_slow(items: list[pytest.Item]) -> None:
     """Marks what CI leaves out of the cases of a test that is marked ``one_in(n)``; of a test that
-    runs in the interpreter, seven of eight."""
+    runs in the interpreter, eleven of twelve."""
     seen: Counter[str] = Counter()
     for item in items:
         if "slow" in item.keywords:
             continue
         marker = item.get_closest_marker("one_in")
-        every = marker.args[0] if marker else 8 if "interp" in item.keywords else 1
+        every = marker.args[0] if marker else 12 if "interp" in item.keywords else 1
         test = item.nodeid.partition("[")[0]
         if seen[test] % every:
             item.add_marker("slow")

@@ -36,6 +36,7 @@ def test_systems_are_timed_in_turn_and_compared_with_ours():
     assert harness.geometric_means([row, row]) == {"ours/peer": (0.5, 2)}
 
 
+@pytest.mark.slow
 def test_a_system_that_raises_dies_or_hangs_says_why_and_leaves_the_others():
     names = ["ours", "raises", "dies", "hangs", "lacks"]
     with harness.open_systems(names, WORKER) as systems:
