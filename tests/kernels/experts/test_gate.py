@@ -128,7 +128,7 @@ def test_a_gate_takes_no_registers_from_the_loop(name, mean, gate):
     found, source = compiled(Case(name, (mean,) * 8, 1024, 2048, **gate))
     # Beside the loops: with NF4's planes, and with a bias, which is a kernel of its own if rows are
     # sorted and a graph is compiled.
-    most = {("nf4", 8): 192, ("nibble_pairs", 600): 60, ("gptq", 600): 60}.get((name, mean), 24)
+    most = {("nf4", 8): 192, ("nibble_pairs", 600): 60, ("gptq", 600): 60}.get((name, mean), 32)
     assert found.spill_stores <= without.spill_stores + most
     assert found.registers <= max(without.registers + 6, 128)
     codes = [in_flight.machine_code(kernel.ptx) for kernel in (without, found)]
