@@ -283,6 +283,15 @@ def dequantize_pair(
     return assembly(lines, declared, inputs, pack=2)
 
 
+def multiply_pair(dtype: torch.dtype, *, in_halves: bool = False) -> Assembly:
+    """``t * c + b`` for two fields t that lie within a byte each, of one word or two, and are
+    subnormal floats of ``dtype`` there. Arguments: as of ``dequantize_pair`` the words, what moves
+    them, masks and flipped signs; then c and b."""
+    moved = "shr.u32 t, $1, $3;" if in_halves else "prmt.b32 t, $1, $2, $3;"
+    lines = [moved, f"lop3.b32 t, t, $5, $7, {_XOR};", f"fma.rn.{FMA_TYPES[dtype]} $0, t, $9, $10;"]
+    return assembly(lines, "t", 10, pack=2)
+
+
 def float8_pair(kind: str) -> tuple[Assembly, int]:
     """fp16 of two floats in bytes of one word or two, exactly ("e4m3", "e5m2").
 

@@ -180,14 +180,16 @@ def plan_of(
     own: bool = False,
     low: tuple[int, ...] | None = None,
     ends_beyond: bool = False,
+    in_pairs: bool = False,
 ) -> TilePlan | None:
     """How a tile is assigned to threads; None: the blocks end within a digit, or are too small.
     ``low``: as ``tile_plan`` takes it, by default for 16-bit x; ``ends_beyond``: the last tile may
-    end beyond K."""
+    end beyond K; ``in_pairs``: as ``tile_plan`` takes it."""
     warps = config.num_warps
     tile_k = config.block_k // (warps if own else 1)
     in_halves = own and config.block_m <= MAX_ROWS_HALVES and warps <= MAX_WARPS_HALVES
-    return _plan_of(view.weight, config.block_n, tile_k, warps, own, low, in_halves, ends_beyond)
+    of_lanes = own, low, in_halves, ends_beyond, in_pairs
+    return _plan_of(view.weight, config.block_n, tile_k, warps, *of_lanes)
 
 
 def _bit_of_halves(format: WeightFormat, k: Sequence[TileDigit]) -> int | None:
@@ -217,6 +219,7 @@ def _plan_of(
     low: tuple[int, ...] | None,
     in_halves: bool,
     ends_beyond: bool,
+    in_pairs: bool,
 ) -> TilePlan | None:
     format = weight.format
     n = tile_digits(format, "n", block_n, n_order(format))
@@ -237,7 +240,14 @@ def _plan_of(
     # group of each k takes many columns.
     is_long = format.element != format.code or has_lists(format)
     vectors = (2 * VECTORS[0], *VECTORS) if own and is_long else VECTORS
-    return tile_plan(weight, format.code, n, k, warps=warps, low=low, own=own, vectors=vectors)
+    return tile_plan(
+        *(weight, format.code, n, k),
+        warps=warps,
+        low=low,
+        own=own,
+        vectors=vectors,
+        in_pairs=in_pairs,
+    )
 
 
 def pair_of(weight: Weight, config: GemmConfig, *, in_order: bool = False) -> int | None:

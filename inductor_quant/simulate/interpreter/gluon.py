@@ -134,23 +134,30 @@ class _Buffer:
     def permute(self, order: Any) -> Any:
         return tl.permute(self.load(None), order)
 
-    def slice(self, first: Any, size: Any) -> _Slice:
-        return _Slice(self, _integer(first), _integer(size))
+    def slice(self, first: Any, size: Any, dim: Any = 0) -> _Slice:
+        return _Slice(self, _integer(first), _integer(size), _integer(dim))
 
 
 @dataclasses.dataclass
 class _Slice:
-    """Rows of a buffer. Slices arrive in their order."""
+    """Rows of a buffer, or columns. Slices arrive in their order."""
 
     buffer: _Buffer
     first: int
     size: int
+    dim: int = 0
 
     def receive(self, tile: Any, barrier: _Buffer) -> None:
         self.buffer.receive(tile, barrier)
 
+    def load(self, layout: Any) -> Any:
+        tile = self.buffer.load(layout)
+        part = [slice(None), slice(None)]
+        part[self.dim] = slice(self.first, self.first + self.size)
+        return _tensor(tile.handle.data[tuple(part)], tile.dtype)
+
     def permute(self, order: Any) -> Any:
-        return tl.permute(_rows(self.buffer.load(None), self.first, self.size), order)
+        return tl.permute(self.load(None), order)
 
 
 def _of_rows(data: Any, count: int) -> Any:
@@ -158,10 +165,6 @@ def _of_rows(data: Any, count: int) -> Any:
     missing = max(0, count - data.shape[0])
     garbage = np.full((missing, *data.shape[1:]), -1, np.dtype(f"i{data.dtype.itemsize}"))
     return np.concatenate([data, garbage.view(data.dtype)])
-
-
-def _rows(tile: Any, first: int, size: int) -> Any:
-    return _tensor(tile.handle.data[first : first + size], tile.dtype)
 
 
 def _tensor(data: Any, scalar: Any) -> Any:
@@ -248,10 +251,12 @@ def _multiply(a: Any, b: Any, acc: Any, use_acc: Any = True, is_async: bool = Fa
     return tl.dot(first, b, acc if _integer(use_acc) else None, out_dtype=acc.dtype)
 
 
-def _copy(buffer: _Buffer | _Part, pointer: Any, mask: Any = None) -> None:
+def _copy(buffer: _Buffer | _Part | _Slice, pointer: Any, mask: Any = None) -> None:
     zero = 0.0 if pointer.dtype.element_ty.is_floating() else 0
     tile = tl.load(pointer) if mask is None else tl.load(pointer, mask=mask, other=zero)
-    whole = buffer.buffer if isinstance(buffer, _Part) else buffer
+    whole = buffer if isinstance(buffer, _Buffer) else buffer.buffer
+    if isinstance(buffer, _Slice) and buffer.dim:
+        whole.across = max(whole.across, buffer.first // buffer.size + 1)
     whole.value = tile
     _copied.append((whole, tile))
 

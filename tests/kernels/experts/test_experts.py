@@ -176,6 +176,25 @@ def test_rows_of_packed_weights_are_long(name, group, tile, monkeypatch):
     assert (kernel, str(config)) == (EXPERTS_MM_SM90, tile)
 
 
+@pytest.mark.parametrize(
+    ("name", "k", "stages"),
+    [
+        ("nibble_pairs", 2048, (8, 6, 4)),
+        ("mxfp4", 2048, (6, 4)),  # beside a table
+        ("mxfp4", 2880, (4,)),  # 128 does not divide it
+        ("quarters_of_k", 2048, (4,)),  # words in parts
+        ("awq", 2048, (4,)),  # rows along N
+        ("int8_channel", 2048, (4,)),  # more than 4 bits
+    ],
+)
+def test_stages_are_more_where_words_of_two_iterations_are_a_box(name, k, stages):
+    spec, problem = described(name, 64 * E, n=1536, k=k)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    offered = EXPERTS_MM_SM90.configs(spec, problem, device(90))
+    found = {config.num_stages for config in offered if str(config).startswith("64x128x64_w4_")}
+    assert found == set(stages)
+
+
 @pytest.mark.parametrize("tile", ["64x64x128_w4_s4_g8", "64x64x64_w4_s8_g8"])
 def test_a_tile_that_fits_once_beside_a_table_is_taken_whatever_the_experts(tile):
     spec, problem = described("nf4", 40 * E)

@@ -318,6 +318,55 @@ def test_zero_points_of_eight_bits_give_the_weight_bit_for_bit(
     assert torch.equal(got, weight_only.dequantize(format, weight).to(dtype)[64 - m : 64])
 
 
+@pytest.mark.parametrize(
+    ("name", "zero", "is_folded"),
+    [
+        ("nibble_pairs", None, True),  # 8 of the field
+        ("nibble_pairs", 8.0, False),  # 16 of a field of 4 bits
+        ("nibble_pairs", -8.0, True),  # none
+        ("nibble_pairs", -4.0, True),
+        ("nibble_pairs", -5.0, False),  # 3
+        ("int8_group", None, True),  # 128
+    ],
+)
+@pytest.mark.parametrize("config", ["32x64x64_w4_s4_g8", "32x64x64_w4_s8_g8"])
+def test_a_number_is_subtracted_with_the_product_bit_for_bit(name, zero, is_folded, config):
+    """Scales from 2**-70 to 2**42 of both signs; words one by one, and two tiles in a box."""
+    torch.manual_seed(0)
+    case = Case(name, 32, 256, 256, bf16)
+    format, weight = case.packed.format, make_inputs(case, "cpu")[3:]
+    weight = (weight[0], weight[-1])
+    operand = dataclasses.replace(format.dequant_ops[-1].operand, source=1)
+    ops = [] if zero is None else [DequantOp("sub", zero)]
+    format = dataclasses.replace(format, dequant_ops=(*ops, DequantOp("mul", operand)))
+    powers = torch.randint(-70, 42, weight[1].shape)
+    scales = torch.ldexp(1 + torch.rand(powers.shape), powers) * (1 - 2 * (powers & 1))
+    weight = (weight[0], scales.to(bf16))
+    want = weight_only.dequantize(format, weight).to(bf16)
+    for first in (0, 224):
+        rows = torch.eye(256, dtype=bf16)[first : first + 32]
+        generated, got = product(MM, config, format, rows, *weight)
+        assert torch.equal(got, want[first : first + 32])
+    assert is_folded == any("x2 $0, t, $9, $10" in text for text in generated.kernels.values())
+
+
+def test_bytes_that_are_16_bits_apart_give_the_weight_bit_for_bit():
+    """In the order 0, 2, 1, 3 of a word."""
+    torch.manual_seed(0)
+    at = form(("n0", 1)), form(("k0", 16), ("k1", 1))
+    scale = Field(1, (form(("n0", 1)), form(("k0", 1))))
+    format = WeightFormat(
+        *((4, 16, 2, 2), (64,), Field(0, at, form(("k3", 16), ("k2", 8)), 8)),
+        (DequantOp("sub", 128.0), DequantOp("mul", scale)),
+    )
+    words = torch.randint(-(2**31), 2**31 - 1, (64, 64), dtype=torch.int32)
+    weight = words, (torch.rand(64, 4) + 0.5).to(bf16)
+    want = weight_only.dequantize(format, weight).to(bf16)
+    rows = torch.eye(256, dtype=bf16)[32:64]
+    _, got = product(MM, "32x64x64_w4_s4_g8", format, rows, *weight)
+    assert torch.equal(got, want[32:64])
+
+
 @pytest.mark.parametrize("add", [0, -4])
 def test_joined_numbers_give_the_weight_bit_for_bit(add):
     """Rows of K of the first warps and of the last, in two slices."""

@@ -44,13 +44,14 @@ class DigitCodegen(Codegen):
                     are called
     raised          listed zero points that are read with what wraps around already added
     is_in_fp32      W is not dequantized in 16 bits
+    folds           one multiply-add may subtract a zero point and scale (``narrow.folds_zero``)
     word_policy     arguments of the loads of words
     unknown_zero    a variable that is 0 and that the compiler cannot fold: a multiply-add with two
                     constants would copy one of them to a register each time
     """
 
     unknown_zero = word_policy = ""
-    looks_up_pairs = is_in_fp32 = ends_beyond = False
+    looks_up_pairs = is_in_fp32 = ends_beyond = folds = False
     raised: tuple[Field, ...] = ()
 
     def __init__(
@@ -119,8 +120,11 @@ class DigitCodegen(Codegen):
 
     @property
     def divisor(self) -> int:
-        """What ``dequantized`` in 16 bits leaves W divided by, where W itself is not scaled: sums
-        are multiplied by it, with a scale of theirs or if they ``are_divided``."""
+        """What ``dequantized`` in 16 bits leaves W divided by, where W itself is not scaled, or
+        with its zero point in one multiply-add: sums are multiplied by it, with a scale of theirs
+        or if they ``are_divided``."""
+        if narrow.folds_zero(self):
+            return 1 << narrow.FOLDED_BITS
         is_scaled = any(op.kind != "sub" for op in self.loop_ops)
         is_scaled = is_scaled or bool(self.format.element.float8)
         return 1 if is_scaled or self.x_dtype not in PLACES else PLACES[self.x_dtype].divisor
@@ -129,6 +133,14 @@ class DigitCodegen(Codegen):
     def are_divided(self) -> bool:
         """Whether the template's sums over K are to be multiplied by ``divisor``."""
         return self.divisor > 1 and not self.sum_ops and self.is_in_16_bits()
+
+    def selector_of(self, first: str, second: str, apart: int = 8) -> str:
+        """The selector, for ``prmt``, of bytes ``first`` and ``second`` of two words: those of two
+        values, or, in pairs, both of each. Their digits are ``apart`` bits apart."""
+        if self.plan.pair is None:
+            return f"({first}) | (({second}) + 4 << {apart})"
+        word = f"d_{self.plan.digits[self.plan.pair].name} * 4"
+        return f"({first}) + {word} | (({second}) + {word} << {apart})"
 
     def is_fetched(self, field: Field, slot: int = 0) -> bool:
         """Whether ``load`` of ``slot`` leaves the field to the template."""

@@ -15,13 +15,18 @@ from typing import Any
 import torch
 
 from inductor_quant.kernels.codegen.base import Codegen
-from inductor_quant.kernels.codegen.unpack_ptx import PLACES, dequantize_pair
+from inductor_quant.kernels.codegen.unpack_ptx import PLACES, dequantize_pair, multiply_pair
 from inductor_quant.ops.dequantize import EXPONENTS
 from inductor_quant.spec.weight_format import DequantOp, Field
 
 # Of a field less its zero point: bf16 has it exactly; its 5 bits and those 3 are the 8 of bf16.
 MAX_DIFFERENCE, MAX_IN_PARTS = 256, 32
 HALF = 16  # bits of a word
+# W is divided by 2**48 where one multiply-add subtracts the zero point and scales, as the factor of
+# a subnormal field would be infinite: it is for scales of 2**43 and more, and what is below 2**-78,
+# values of W and their products with x, loses bits. The biased exponent of that factor without a
+# scale.
+FOLDED_BITS, SUBNORMAL = 48, 127 + 133
 
 
 def in_16_bits(out: Any) -> str:
@@ -86,12 +91,26 @@ def in_16_bits(out: Any) -> str:
     if is_number and codegen.unknown_zero:
         added += f" + {codegen.unknown_zero}"
     # The assembly takes 32-bit registers; bytes that form no words are widened.
-    selector = "({}) & -8" if is_in_halves(codegen) else "(({}) >> 3) | ((({}) >> 3) + 4 << 8)"
+    bytes_of = [f"({half}) >> 3" for half in halves]
+    selector = f"({halves[0]}) & -8" if is_in_halves(codegen) else codegen.selector_of(*bytes_of)
     arguments = [
         f"{out.read(field)[0]}.to(gl.int32)",
-        selector.format(*halves),
+        selector,
         both(f"{mask} << {{at}}"),
         both(f"{place.exponent} | ({sign} << {{at}})"),
+    ]
+    if folds_zero(codegen):
+        at = f"({out.index(field.offset)}) & 7"
+        factor = power(f"{SUBNORMAL - FOLDED_BITS} - ({at})")
+        summand = f"({zero}) * {-(2.0**-FOLDED_BITS)}"
+        arguments += [
+            f"{factors[0]} * ({each} + {none}).to({x_type})" for each in (factor, summand)
+        ]
+        arguments = [out.assign("a", code) for code in arguments]
+        assembly = multiply_pair(x_dtype, in_halves=is_in_halves(codegen))
+        out.lines += out.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
+        return "pairs"
+    arguments += [
         both(f"({place.power} - {{at}}) << {place.mantissa}") + codegen.or_hidden_zero,
         f"({added}).to({x_type})",
     ]
@@ -134,6 +153,25 @@ def in_16_bits(out: Any) -> str:
     )
     out.lines += out.dialect.inline_asm(assembly, ["pairs"], arguments, x_dtype)
     return "pairs"
+
+
+def folds_zero(codegen: Any) -> bool:
+    """Whether one multiply-add subtracts the zero point of a field and scales it: what is
+    subtracted is 0 or a power of two, times the scale exactly, and fields are subnormals of bf16.
+    W is left divided by ``2**FOLDED_BITS``."""
+    field, ops = codegen.format.element, list(codegen.loop_ops)
+    if not codegen.folds or codegen.is_in_fp32 or codegen.x_dtype != torch.bfloat16:
+        return False
+    if not (codegen.is_paired and is_in_place(field, 8)):
+        return False
+    zero = (1 << field.width - 1 if field.signed else 0) - field.add
+    if ops and ops[0].kind == "sub" and not isinstance(ops[0].operand, Field):
+        zero += float(ops.pop(0).operand)
+    scale = ops[0].operand if [op.kind for op in ops] == ["mul"] else None
+    if not isinstance(scale, Field) or scale in codegen.listed or scale.float8 in EXPONENTS:
+        return False
+    is_power = math.frexp(zero)[0] in (0, 0.5) and float(zero).is_integer()
+    return codegen.is_in_x_dtype(scale) and is_power and 0 <= zero < 1 << field.width
 
 
 def is_in_halves(codegen: Any) -> bool:

@@ -143,7 +143,7 @@ class Uses(DigitStatements):
         assembly, digit = float8_pair(field.float8)
         first, second = (f"(({self.offset_of(half)}) >> 3)" for half in "01")
         apart = 8 if digit else 4  # digits of the selector that the two bytes go to
-        selector = f"({first} << {4 * digit}) | ({second} + 4 << {4 * digit + apart})"
+        selector = f"({self.codegen.selector_of(first, second, apart)}) << {4 * digit}"
         [pair] = self.codegen.plan.low
         arguments = [
             f"{self.read(field)[0]}.to(gl.int32)",

@@ -18,6 +18,7 @@ from inductor_quant.spec.weight_format import Field, WeightFormat
 
 VECTORS = (16, 8, 4, 2, 1)  # bytes that a thread loads at once, best first
 LINE = 128  # bytes that lanes load side by side
+OF_LANES = 1, 2  # bits of k of the lanes that share a row, with pairs of values in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,7 @@ class TilePlan:
     rows    the bits of n, by significance, in the order of the bits of a row of the MMA
     depth   the bits of k likewise
     order   the bits of k, by significance, in the order of ``digits``, the slowest first
+    pair    the dimension that tells apart two words which a thread reads both, and lanes share
     """
 
     digits: tuple[TileDigit, ...]
@@ -85,6 +87,7 @@ class TilePlan:
     rows: tuple[int, ...]
     depth: tuple[int, ...]
     order: tuple[int, ...]
+    pair: int | None = None
 
     @property
     def rank(self) -> int:
@@ -141,6 +144,7 @@ def tile_plan(
     low: tuple[int, ...] = (),
     own: bool = False,
     vectors: Sequence[int] = VECTORS,
+    in_pairs: bool = False,
 ) -> TilePlan | None:
     """Assigns a tile to ``warps`` warps; None: it is too small for them.
 
@@ -149,6 +153,7 @@ def tile_plan(
     whose bits of k are ``low``, those 16 bytes further along K, and those 8 rows apart. Further
     bits are those of further MMAs. Without ``low`` a pair of values is not dequantized together.
 
+    in_pairs: the four lanes share two words that are neighbours, bytes of K: None if they do not.
     own: each warp has such a tile (WARP), and k is in an order in which a thread holds all values
     of the words that it loads. Else warps have other rows, as in wgmma; k is in the order of
     memory, and lanes share words.
@@ -157,7 +162,7 @@ def tile_plan(
         return None
     others = [digit for digit in n if digit.inner > 1]
     of_warps = [TileDigit(WARP, warps, 1)] if own else []
-    parts, lowest, places = _split(k, low)
+    parts, lowest, places = _split(k, low, OF_LANES[1] if in_pairs else None)
     if len(lowest) < len(low):
         return None
     dims = (*of_warps, *others, *parts, *lowest)
@@ -176,6 +181,13 @@ def tile_plan(
     # The column beside another, of a pair, may be far from it, and is in the same thread.
     is_pair = bool(others) and others[-1].inner == 2 and len(others) > 1 and not own
     shape = tuple(digit.inner for digit in dims)
+    pair = None
+    if in_pairs:
+        of_k = {bit.position: bit.apart for bit in bits if bit.axis == "k"}
+        are_shared = low == (0,) and [of_k.get(bit) for bit in (0, *OF_LANES)] == [0, 0, itemsize]
+        pair = next((i for i, d in enumerate(dims) if places.get(d.name) == OF_LANES[1]), None)
+        if code.total_width != 8 or not are_shared or pair is None or dims[pair].inner != 2:
+            return None
     for vector in vectors:
         found = _assigned(bits, shape, itemsize, vector, 1 if own else warps, low or (0,), is_pair)
         if found is not None:
@@ -188,7 +200,7 @@ def tile_plan(
                 for digit in (*parts, *lowest)
                 for bit in reversed(range(digit.inner.bit_length() - 1))
             )
-            return TilePlan(dims, tuple(lowest), loaded, layout, rows, depth, order)
+            return TilePlan(dims, tuple(lowest), loaded, layout, rows, depth, order, pair)
     return None
 
 
@@ -197,10 +209,11 @@ def _unit(rank: int, axis: int) -> Basis:
 
 
 def _split(
-    k: Sequence[TileDigit], low: Sequence[int]
+    k: Sequence[TileDigit], low: Sequence[int], alone: int | None = None
 ) -> tuple[list[TileDigit], list[TileDigit], dict[str, int]]:
     """(dimensions of a tile's digits of K without the bits ``low``, one dimension for each of
-    these, slowest first; the significance in k of each one's lowest bit)."""
+    these, slowest first; the significance in k of each one's lowest bit). The bit ``alone`` is a
+    dimension, too."""
     parts: list[TileDigit] = []
     lowest: dict[int, TileDigit] = {}
     places: dict[str, int] = {}
@@ -213,7 +226,7 @@ def _split(
                 name = f"low{low.index(first + bit)}"
                 lowest[first + bit] = TileDigit(name, 2, 1, digit.name, 1 << bit)
                 places[name] = first + bit
-            elif runs and runs[-1][-1] == bit - 1:
+            elif runs and runs[-1][-1] == bit - 1 and alone not in (first + bit, first + bit - 1):
                 runs[-1].append(bit)
             else:
                 runs.append([bit])

@@ -22,6 +22,7 @@ from inductor_quant.kernels.experts.rules import (
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
+from inductor_quant.kernels.weight_only.digit_tiles import words_in_parts
 from inductor_quant.kernels.weight_only.mm_sm90 import cost, loop
 from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
@@ -33,6 +34,11 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 128, 128, 4, 6), (930, 1600), None),
     ((32, 128, 128, 4, 4), (960, 1660), None),
+)
+# Up to 4 bits, if words of two K iterations are a box, and two CTAs have room for the stages.
+DEEP_BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
+    ((64, 128, 64, 4, 8), (610, 1005), (770, 1290)),
+    ((64, 128, 64, 4, 6), (615, 1040), (780, 1320)),
 )
 # Tiles of that kernel whose cycles were measured anew, for single layers alone.
 AS_BEFORE: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
@@ -85,6 +91,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
         long = (GemmConfig(*block) for block, *_ in BLOCKS)
         offered += [config for config in long if _takes_long_rows(problem, config)]
+        deep = (GemmConfig(*block) for block, *_ in DEEP_BLOCKS)
+        offered += [config for config in deep if _takes_deep(problem, config, device)]
         legal = [
             config
             for config in offered
@@ -114,10 +122,20 @@ def _takes_long_rows(problem: Problem, config: GemmConfig) -> bool:
     return is_plain and loop.row_along_k(problem, config) > 0
 
 
+def _takes_deep(problem: Problem, config: GemmConfig, device: Device) -> bool:
+    weight, count = rules.weight_of(problem), loop.loaded_together(problem, config)
+    found = loop.boxed(weight, config)
+    format = words_in_parts(weight, config.block_k)[0].weight.format
+    if format.code.total_width > 4 or count < 2 or found is None:
+        return False
+    is_box = found[1].is_followed(format, config.block_k, count)
+    return is_box and loop.ctas_per_sm(problem, config, device) > 1
+
+
 @dataclasses.dataclass(frozen=True)
 class _Costs(cost.Costs):
     def blocks(self) -> tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...]:
-        return (*super().blocks(), *AS_BEFORE, *BLOCKS)
+        return (*super().blocks(), *AS_BEFORE, *BLOCKS, *DEEP_BLOCKS)
 
     def tiles(self, config: GemmConfig) -> float:
         return expected_tiles(self.problem, config)

@@ -11,10 +11,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from inductor_quant.kernels.codegen.dialect import Dim
 from inductor_quant.kernels.codegen.digits.tile import TileDigit, TilePlan, word_strides
 from inductor_quant.kernels.codegen.gluon_layout import Basis, Layout
 from inductor_quant.kernels.problem import Weight
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
+from inductor_quant.spec.weight_format import WeightFormat
 
 MOST = 256  # rows or columns of a box
 RUN = 32  # columns of a box that is contiguous
@@ -47,6 +49,15 @@ class WordBox:
         """The boxes of a tile."""
         return 2 if self.apart else 1
 
+    def is_followed(self, format: WeightFormat, block_k: int, count: int) -> bool:
+        """Whether the rows of ``count`` neighbouring K iterations follow each other in memory: TMA
+        takes as long for 32 bytes of a row as for 128."""
+        apart = {name: self.strides[name] for name in format.digits("k") if self.strides[name]}
+        are_neighbours = all(
+            step * block_k == self.columns * format.weight_of(name) for name, step in apart.items()
+        )
+        return are_neighbours and math.prod(format.k) % (count * block_k) == 0
+
     def first(self, digits: Sequence[TileDigit]) -> str:
         """The first word of a tile, from the first values of its digits."""
         terms = [
@@ -55,6 +66,23 @@ class WordBox:
             if digit.outer > 1 and self.strides[digit.name]
         ]
         return " + ".join(terms) or "0"
+
+
+def read_order(plan: TilePlan, box: WordBox) -> tuple[list[Dim], list[Dim], str]:
+    """The bits of the words that a thread reads of a box, as they are there and as a tile has them;
+    the tile's shape."""
+    named: dict[tuple[int, int], Dim] = {bit: (f"{bit}", 2) for bit in box.bits}
+    count = box.rows.bit_length() - 1
+    dims = [named[bit] for bit in (*box.bits[:count][::-1], *box.bits[count:][::-1])]
+    if box.other is not None:
+        dims.append(named.setdefault(box.other, ("other", 2)))
+    counts = [range(digit.inner.bit_length() - 1) for digit in plan.digits]
+    own = [[(axis, bit) for bit in bits[::-1]] for axis, bits in enumerate(counts)]
+    # Both words of a pair are given to the two values that are next to each other.
+    if plan.pair is not None:
+        own[-1], own[plan.pair] = own[plan.pair], []
+    target = [named[bit] for bits in own for bit in bits if bit in named]
+    return dims, target, str([1 << sum(bit in named for bit in bits) for bits in own])
 
 
 def word_box(weight: Weight, plan: TilePlan) -> WordBox | None:
@@ -121,6 +149,12 @@ def _word_box(weight: Weight, plan: TilePlan, other: tuple[int, int] | None) -> 
         tuple(map(basis, part))
         for part in (plan.layout.registers, plan.layout.lanes, plan.layout.warps)
     )
+    if plan.pair is not None:  # a thread has both words
+        own = tuple(int(axis == plan.pair) for axis in range(plan.rank))
+        lanes = tuple(
+            (0, 0) if b == own else of for b, of in zip(plan.layout.lanes, lanes, strict=True)
+        )
+        registers = (basis(own), *registers)
     layout = Layout(tuple(b for b in registers if any(b)), lanes, warps, (rows, columns))
     order = tuple(bit for _, bit in bits)
     order = (*order[columns.bit_length() - 1 :], *order[: columns.bit_length() - 1])

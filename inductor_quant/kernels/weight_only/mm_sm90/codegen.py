@@ -23,15 +23,19 @@ from inductor_quant.kernels.codegen.digits import narrow, pair_lookup
 from inductor_quant.kernels.codegen.digits.codegen import DigitCodegen, kept
 from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Listed
-from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan, is_listed
+from inductor_quant.kernels.codegen.digits.tile import LINE, TilePlan
 from inductor_quant.kernels.codegen.digits.words import WordView
 from inductor_quant.kernels.codegen.gluon_layout import layout, positions
 from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE
-from inductor_quant.kernels.problem import Weight
-from inductor_quant.kernels.weight_only.digit_tiles import relayed, varying
-from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
+from inductor_quant.kernels.weight_only.digit_tiles import relayed
+from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, read_order, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import RowStatements, listed_rows
-from inductor_quant.kernels.weight_only.mm_sm90.relay import OfConsumer, OfRelay, of_list
+from inductor_quant.kernels.weight_only.mm_sm90.relay import (
+    OfConsumer,
+    OfRelay,
+    listed_positions,
+    of_list,
+)
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import ALIGNMENT
 from inductor_quant.spec.weight_format import AffineIndex, Field
@@ -41,26 +45,6 @@ LANES = 32
 PAIR_OF_M: Dim = ("pair", 2)
 
 
-def listed_positions(weight: Weight) -> dict[tuple[AffineIndex, int | None], tuple[int, int]]:
-    """The positions that tensors list for each k, of so many: the source and the dimension of one
-    of the fields that are there."""
-    format, tensors = weight.format, weight.tensors
-    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
-    return {
-        (index, tensors[field.source].shape[dim]): (field.source, dim)
-        for field in operands
-        if is_listed(format, field)
-        for dim, index in enumerate(field.index)
-        if index.is_data
-    }
-
-
-def most_lists(weight: Weight) -> int:
-    """Numbers that the relay leaves in a stage for each k, at most."""
-    fields = [each for each in varying(weight.format) if not is_listed(weight.format, each)]
-    return len(fields) + len(listed_positions(weight))
-
-
 class MMSm90Codegen(DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
     is not that of x, which is then read in parts. ``has_halves``: of a tile that has no more than
@@ -68,7 +52,7 @@ class MMSm90Codegen(DigitCodegen):
 
     box: WordBox
     x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
-    looks_up_pairs = ends_beyond = True
+    looks_up_pairs = ends_beyond = folds = True
 
     def __init__(
         self,
@@ -85,6 +69,7 @@ class MMSm90Codegen(DigitCodegen):
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
         self.strips, self.has_halves = strips, has_halves
         self.row_boxes = RowBoxes(self.block_m)
+        self.box_iterations = 1  # whose words are a box
         self.k_order = k_order
         self.part_k = k_order.neighbours(self.block_k) if k_order else self.block_k
         self.parts = self.block_k // self.part_k
@@ -160,6 +145,21 @@ class MMSm90Codegen(DigitCodegen):
         if boxes.rows < self.block_m:
             self.part_k = min(self.part_k, LINE // self.x_bytes)
             self.parts = self.block_k // self.part_k
+
+    def load_together(self, count: int) -> None:
+        """The words of ``count`` K iterations are one box, if they are neighbours in each row."""
+        if self.box.is_followed(self.format, self.block_k, count):
+            self.box_iterations = count
+            columns = count * self.box.columns
+            self.layouts["W_SHARED"] = self._shared([self.box.rows, columns], self.packed_type)
+
+    def place_of_words(self, stage: str, member: int, i: int) -> str:
+        """The ``i``-th box of an iteration's words, the ``member``-th under its barrier."""
+        if self.box_iterations == 1:
+            return f"w_stages.index({self.stage_of_box(stage, i)})"
+        of_all = self.stage_of_box(f"({stage}) // {self.box_iterations}", i)
+        columns = self.box.columns
+        return f"w_stages.index({of_all}).slice({member * columns}, {columns}, 1)"
 
     @property
     def has_small_groups(self) -> bool:
@@ -284,32 +284,19 @@ class MMSm90Codegen(DigitCodegen):
                 if i
                 else f"gl.multiple_of(word, {each})"
             )
-            to = f"w_stages.index({self.stage_of_box(str(stage), i)})"
+            to = self.place_of_words(str(stage), stage % self.box_iterations, i)
             lines.append(f"copy_async({to}, {self.packed} + {at} + words_at)")
         return "\n".join(lines)
 
     def read(self, stage: str, slot: int) -> str:
         """Statements that read the words of a stage."""
         box, digits = self.box, self.plan.digits
-        named: dict[tuple[int, int], Dim] = {bit: (f"{bit}", 2) for bit in box.bits}
-        count = box.rows.bit_length() - 1
-        dims = [named[bit] for bit in (*box.bits[:count][::-1], *box.bits[count:][::-1])]
-        if box.other is not None:
-            dims.append(named.setdefault(box.other, ("other", 2)))
-        target = [
-            named[axis, bit]
-            for axis, digit in enumerate(digits)
-            for bit in reversed(range(digit.inner.bit_length() - 1))
-            if (axis, bit) in named
-        ]
-        sizes = [
-            1 << sum((axis, bit) in named for bit in range(digit.inner.bit_length() - 1))
-            for axis, digit in enumerate(digits)
-        ]
-        code = self.dialect.reordered("words", dims, target, str(sizes))
+        dims, target, sizes = read_order(self.plan, box)
+        code = self.dialect.reordered("words", dims, target, sizes)
         name = kept(self.loaded.index(self.format.code), slot)
         boxes = [
-            f"w_stages.index({self.stage_of_box(stage, i)}).load(W_READ)" for i in range(box.count)
+            f"{self.place_of_words(stage, slot % self.box_iterations, i)}.load(W_READ)"
+            for i in range(box.count)
         ]
         words = f"gl.join({', '.join(boxes)})" if box.count > 1 else boxes[0]
         lines = [f"words = {words}", f"{name} = {code}"]
@@ -444,7 +431,7 @@ class MMSm90Codegen(DigitCodegen):
         not to compute with them."""
         code = "acc = warpgroup_mma_wait(0, deps=(acc,))"
         if self.are_divided:
-            return f"{code} * {self.divisor}"
+            return f"{code} * {float(self.divisor)}"
         return f"{code} + {self.unknown_zero}" if self.acc_type == "gl.float32" else code
 
     def exchanged(self, sums: str) -> str:
@@ -485,6 +472,13 @@ class MMSm90Codegen(DigitCodegen):
     @property
     def stored_m(self) -> int:
         return self.block_m // self.strips
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether values are taken from pairs of words: by bytes, without shifts of words."""
+        if self.format.element.float8:
+            return not self.loop_ops
+        return self.is_in_16_bits() and not narrow.is_in_halves(self)
 
     def is_looked_up_in_16_bits(self) -> bool:
         return self.pair_places is not None and not pair_lookup.is_in_fp32(

@@ -45,10 +45,7 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     words_in_parts,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox
-from inductor_quant.kernels.weight_only.mm_sm90.codegen import (
-    MMSm90Codegen,
-    listed_positions,
-)
+from inductor_quant.kernels.weight_only.mm_sm90.codegen import MMSm90Codegen
 from inductor_quant.kernels.weight_only.mm_sm90.cost import (
     BLOCKS,
     LOOKED_UP,
@@ -81,6 +78,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     turns_misfit,
     unrolls,
 )
+from inductor_quant.kernels.weight_only.mm_sm90.relay import listed_positions
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
@@ -142,8 +140,23 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
     def codegen(
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, strips: int = 1
     ) -> MMSm90Codegen:
+        found = boxed(rules.weight_of(problem), config, in_pairs=True)
+        if found is not None:
+            codegen = self._codegen(spec, problem, config, found, strips)
+            if codegen.reads_pairs:
+                return codegen
         found = boxed(rules.weight_of(problem), config)
         assert found is not None
+        return self._codegen(spec, problem, config, found, strips)
+
+    def _codegen(
+        self,
+        spec: QuantGemmSpec,
+        problem: Problem,
+        config: GemmConfig,
+        found: tuple[TilePlan, WordBox],
+        strips: int,
+    ) -> MMSm90Codegen:
         view, k_order = words_in_parts(rules.weight_of(problem), config.block_k)
         tile = rules.tile_of(spec, view.weight, of_consumer(config))
         codegen = MMSm90Codegen(
@@ -155,6 +168,7 @@ class WeightOnlyMMSm90(rules.WeightOnlyKernel):
         )
         boxes = RowBoxes.of(problem, config.block_m, has_halves=codegen.has_halves)
         codegen.load_in(boxes)
+        codegen.load_together(loaded_together(problem, config))
         return codegen
 
     def constants(

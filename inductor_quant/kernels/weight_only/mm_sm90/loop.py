@@ -24,8 +24,8 @@ from inductor_quant.kernels.weight_only.digit_tiles import (
     words_in_parts,
 )
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, word_box
-from inductor_quant.kernels.weight_only.mm_sm90.codegen import most_lists
 from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import ListedRows, listed_rows
+from inductor_quant.kernels.weight_only.mm_sm90.relay import most_lists
 from inductor_quant.spec.weight_format import DequantOp, Field
 
 INT32 = 4
@@ -195,14 +195,14 @@ def stage_bytes(weight: Weight, config: GemmConfig, box: WordBox, x_bytes: int =
 
 
 def boxed(
-    weight: Weight, config: GemmConfig, plan: TilePlan | None = None
+    weight: Weight, config: GemmConfig, plan: TilePlan | None = None, *, in_pairs: bool = False
 ) -> tuple[TilePlan, WordBox] | None:
     """How a tile is assigned to threads, and the box of its words: for 16-bit x, or of a ``plan``
-    whose tiles are neighbours along K."""
+    whose tiles are neighbours along K. ``in_pairs``: as ``plan_of`` takes it."""
     view = as_words(weight) if plan else words_in_parts(weight, config.block_k)[0]
     if plan is None:
         beyond = may_end_beyond(weight, config)
-        plan = plan_of(view, of_consumer(config), ends_beyond=beyond)
+        plan = plan_of(view, of_consumer(config), ends_beyond=beyond, in_pairs=in_pairs)
     box = word_box(view.weight, plan) if plan is not None else None
     return (plan, box) if plan is not None and box is not None else None
 

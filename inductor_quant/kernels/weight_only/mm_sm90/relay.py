@@ -8,8 +8,31 @@ from typing import Any
 
 from inductor_quant.kernels.codegen.base import Hook
 from inductor_quant.kernels.codegen.digits.statements import DigitStatements, Uses
+from inductor_quant.kernels.codegen.digits.tile import is_listed
 from inductor_quant.kernels.codegen.statements import Value
-from inductor_quant.spec.weight_format import DequantOp, Field
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.kernels.weight_only.digit_tiles import varying
+from inductor_quant.spec.weight_format import AffineIndex, DequantOp, Field
+
+
+def listed_positions(weight: Weight) -> dict[tuple[AffineIndex, int | None], tuple[int, int]]:
+    """The positions that tensors list for each k, of so many: the source and the dimension of one
+    of the fields that are there."""
+    format, tensors = weight.format, weight.tensors
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    return {
+        (index, tensors[field.source].shape[dim]): (field.source, dim)
+        for field in operands
+        if is_listed(format, field)
+        for dim, index in enumerate(field.index)
+        if index.is_data
+    }
+
+
+def most_lists(weight: Weight) -> int:
+    """Numbers that the relay leaves in a stage for each k, at most."""
+    fields = [each for each in varying(weight.format) if not is_listed(weight.format, each)]
+    return len(fields) + len(listed_positions(weight))
 
 
 class OfRelay(DigitStatements):

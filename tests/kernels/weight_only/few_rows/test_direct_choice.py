@@ -151,9 +151,9 @@ def test_a_tile_is_planned_once(monkeypatch):
     """Dozens of configurations are listed, checked and compared."""
     planned = Counter()
 
-    def tile_plan(weight, code, n, k, *, warps, own, **kwargs):
-        planned[tuple(n), tuple(k), warps, own] += 1
-        return plan_tile(weight, code, n, k, warps=warps, own=own, **kwargs)
+    def tile_plan(weight, code, n, k, *, warps, own, in_pairs, **kwargs):
+        planned[tuple(n), tuple(k), warps, own, in_pairs] += 1
+        return plan_tile(weight, code, n, k, warps=warps, own=own, in_pairs=in_pairs, **kwargs)
 
     plan_tile = digit_tiles.tile_plan
     monkeypatch.setattr(digit_tiles, "tile_plan", tile_plan)
