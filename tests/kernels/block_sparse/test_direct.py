@@ -145,7 +145,7 @@ CASES = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.compiles
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_no_configuration_spills_and_the_loads_of_a_step_are_together(case):

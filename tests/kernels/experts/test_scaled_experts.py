@@ -200,7 +200,7 @@ def test_random_tiles_are_those_of_drawn_routings():
         assert random_tiles(problem, config) == pytest.approx(drawn, rel=0.02)
 
 
-@pytest.mark.one_in(8)  # int8: in test_large_m_sm90_int8.py
+@pytest.mark.one_in(16)  # int8: in test_large_m_sm90_int8.py
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

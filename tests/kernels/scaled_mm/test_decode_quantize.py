@@ -88,7 +88,7 @@ def test_statements_round_as_the_steps_do(scale_ops, want):
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def generate_gluon(fn, make, config=None, **simulated):
 needs_gluon = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_q_k_and_v_are_one_kernel(m, hidden, kv, kernel):
         assert simulate.compile_kernel(name, source).spill_stores == 0
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.compiles
 @pytest.mark.parametrize(
     ("m", "hidden", "kv", "follows"),
@@ -127,7 +127,7 @@ def tiles_of(kernel):
     return kernel.ptx.count("cp.async.bulk.tensor"), len(kernel.matrix_instructions())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @needs_gluon
 @pytest.mark.compiles
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ def test_a_launch_asks_for_no_more_registers_than_there_are(n, m):
         assert 32 * warps * most <= 65536
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "m", "config", "is_moved"),
     [

@@ -51,7 +51,7 @@ def test_scales_of_another_type_than_x_are_those_of_w(monkeypatch):
     assert not scales_x(spec, problem.weight, parse_config("8x32x512_w8_s1_g8"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("m", [1, 8, 16])
 def test_scales_of_each_k_take_few_instructions(m, monkeypatch):
     """Two and a half for each value of W; 6 where W was scaled."""
@@ -111,7 +111,7 @@ def test_products_with_bytes_of_float_are_scaled_once_a_block(m):
     assert sum("FMUL" in text for _, text in code) < 64
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "m"), [("int4_words", 1), ("int4_words", 16), ("int8_channel", 1), ("hqq", 8)]
 )

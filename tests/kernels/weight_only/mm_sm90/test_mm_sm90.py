@@ -346,7 +346,7 @@ def test_a_turn_is_short_if_its_iterations_have_groups_of_many_parts(
     assert constants["UNROLLED"] == iterations
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "m", "dtype"),
     [

@@ -25,7 +25,7 @@ TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 BESIDE_LOOP = 8  # bytes that may be spilled there
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("m", "dtype", "tile"),
     [
