@@ -39,7 +39,8 @@ def gated(y: Any, gate: Gate, dtype: torch.dtype, call: Callable[..., Any]) -> A
     def apply(op: str, *operands: Any) -> Any:
         a, *others = operands
         if isinstance(a, float):  # a constant comes first where it cannot be second
-            a = call(aten.full_like.default, others[0], a)
+            # As a tensor, NaN where the other is: by ops that have lowerings.
+            a = call(aten.clamp_min.default, call(aten.clamp_max.default, others[0], a), a)
         is_bound = others and isinstance(others[0], float)
         return call(_SCALARS.get(op, _TENSORS[op]) if is_bound else _TENSORS[op], a, *others)
 

@@ -86,6 +86,19 @@ def test_a_layer_has_no_kernel_for_its_activation(kind, form, tokens):
     assert {"mul", "sum"} <= {*combining[0].split("_")}
 
 
+@pytest.mark.parametrize("name", [*GATES][::-1])
+def test_every_op_of_a_gate_is_lowered_where_no_kernel_has_it(name):
+    """And a constant that comes first."""
+    case = Case("nibble_pairs", (40, 0, 7), 256, 512, gate=name)
+
+    def make(device):
+        return make_inputs(case, device)
+
+    kernels = generate(gemm(case), make, "experts_mm_sm90 512x64x64_w4_s8_g8").kernels
+    assert kernels
+    assert not any("_tem_" in kernel for kernel in kernels)
+
+
 def test_what_follows_a_row_is_in_the_kernel_of_the_product():
     """The routing weight, a bias and a cast, where nothing adds up rows."""
     case = Case("nibble_pairs", (3, 5), 512, 1024)
