@@ -22,7 +22,7 @@ PAIRS = 32  # of values that a thread has in a K iteration
 
 
 def loop_of(case, config=CONFIG):
-    """The instructions of a K iteration: their names, and how many wgmma there are."""
+    """The names of the instructions of the loop, and how many K iterations it has."""
     generated = generate_case(case, f"weight_only_mm_sm90 {config}")
     [(name, source)] = generated.kernels.items()
     loop = in_flight.loop(in_flight.machine_code(simulate.compile_kernel(name, source).ptx))
