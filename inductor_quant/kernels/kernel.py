@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from importlib import resources
 from typing import Any, ClassVar
 
+from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.spec.decisions import Rejection
@@ -94,6 +95,11 @@ class Kernel(ABC):
         self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig, device: Device
     ) -> ColumnOrder | None:
         """The order in which partials, or a single one, have the columns; None: that of n."""
+        return None
+
+    def k_order(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> Order | None:
+        """An order of W's K in which the kernel is faster than in its own; x is put in that order
+        where it is written for the kernel in any case."""
         return None
 
     def scratch(

@@ -11,7 +11,9 @@ import torch
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
-from inductor_quant.kernels.codegen.digits.order import paired
+from inductor_quant.kernels import Kernel
+from inductor_quant.kernels.codegen.digits.order import Order, paired
+from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Groups, Problem
 from inductor_quant.lowering import expert_rows
 from inductor_quant.lowering.select import lower_gemm, lowering_of
@@ -106,9 +108,7 @@ class _Call:
             return None
         groups = dataclasses.replace(self.groups, gate=gate, has_bias=bias is not None)
         alone, with_gate = (
-            expert_rows.best(
-                "experts", *self._described(dataclasses.replace(of, **_NEIGHBOURS), by), self.device
-            )
+            self._best(dataclasses.replace(of, **_NEIGHBOURS), by)
             for of, by in ((self.groups, self.format), (groups, format))
         )
         if alone is None or alone != with_gate:
@@ -136,6 +136,21 @@ class _Call:
         problem = describe_packed(x, format, stored, self.count)
         return spec, dataclasses.replace(problem, groups=groups)
 
+    def _k_order(self, groups: Groups, format: WeightFormat) -> Order | None:
+        """The order of K in which the kernel that is best is faster; None: it is none, or another
+        would be the best then."""
+        found = self._best(groups, format)
+        if found is None:
+            return None
+        kernel, config = found
+        order = kernel.k_order(*self._described(groups, format), config)
+        if order is None or self._best(groups, order.counted("k")) != found:
+            return None
+        return order
+
+    def _best(self, groups: Groups, format: WeightFormat) -> tuple[Kernel, GemmConfig] | None:
+        return expert_rows.best("experts", *self._described(groups, format), self.device)
+
     def _fused(
         self, groups: Groups, format: WeightFormat, columns: int, given: Sequence[Any] = ()
     ) -> Any | None:
@@ -147,6 +162,9 @@ class _Call:
         ):
             x, rows = expert_rows.gathered(x, rows, self.repeats), None
             groups = dataclasses.replace(groups, **_NEIGHBOURS)
+            order = self._k_order(groups, format)
+            if order is not None:
+                x, format = expert_rows.in_order(x, order), order.counted("k")
             _, problem = self._described(groups, format, x)
         tensors = [x, *self.weight, *given, *([] if rows is None else [rows])]
         inputs = [*map(compat.realize, tensors), route]

@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     # the kernel half
     "kernels.problem": PLAIN,
     "kernels.config": PLAIN | {"kernels.problem"},
-    "kernels.kernel": PLAIN | {"kernels.config", "kernels.problem"},
+    "kernels.kernel": PLAIN | {"kernels.codegen", "kernels.config", "kernels.problem"},
     "kernels.tuning": PLAIN | {"kernels.config", "kernels.problem"},
     "kernels.codegen": PLAIN | {"ops", "kernels.config", "kernels.problem"},
     "kernels.shared": PLAIN
@@ -72,7 +72,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"ops", "kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem"}
     | {"kernels.scaled_mm", "kernels.shared", "kernels.weight_only"},
     "kernels.experts": PLAIN
-    | {"kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"}
+    | {"kernels.codegen", "kernels.config", "kernels.kernel", "kernels.problem", "kernels.shared"}
     | {"kernels.weight_only"},
     "kernels.scaled_experts": PLAIN
     | {"kernels.config", "kernels.experts", "kernels.problem", "kernels.scaled_mm"},

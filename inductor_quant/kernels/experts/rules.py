@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -87,12 +88,15 @@ def mean_rows(problem: Problem) -> float:
     return problem.m / groups.experts if problem.m_is_bounded else math.inf
 
 
-def expected_tiles(problem: Problem, config: GemmConfig) -> float:
-    """Tiles of rows that are sorted: random routing leaves half a tile of an expert empty in the
-    mean, and each expert has one at least."""
-    experts = groups_of(problem).experts
-    of_expert = max(1.0, problem.m / experts / config.block_m + 0.5)
-    return experts * of_expert * math.ceil(problem.n / config.block_n)
+@functools.lru_cache(maxsize=1024)
+def expected_tiles(mean: float, block_m: int, few: int = 0) -> tuple[float, float]:
+    """Of an expert whose rows are sorted, as of random routing, which leaves it a number that is
+    Poisson-distributed: tiles with more than ``few`` rows, and with fewer."""
+    most = math.ceil(mean + 8 * math.sqrt(mean) + 8)
+    logs = ((rows, rows * math.log(mean) - mean - math.lgamma(rows + 1)) for rows in range(most))
+    found = [(*divmod(rows, block_m), math.exp(log)) for rows, log in logs]
+    large = sum(share * (whole + (left > few)) for whole, left, share in found)
+    return large, sum(share for _, left, share in found if 0 < left <= few)
 
 
 def staying_grid(*sizes: Any, cdiv: Any, min: Any = min) -> tuple[Any, Any, Any]:

@@ -26,9 +26,10 @@ class RowBoxes:
     @classmethod
     def of(cls, problem: Problem, block_m: int, *, has_halves: bool = False) -> RowBoxes:
         """The fewest that have few rows beyond M; of an expert, beyond whose rows are the next
-        one's, halves of a tile if it ``has_halves``."""
+        one's, halves of a tile if it ``has_halves``, or thirds of one of 96 rows."""
         if problem.groups is not None:
-            return cls(block_m // 2, (1, 2)) if has_halves else cls(block_m)
+            parts = 3 if block_m & (block_m - 1) else 2
+            return cls(block_m // parts, tuple(range(1, parts + 1))) if has_halves else cls(block_m)
         if not problem.m_is_static:
             rows = max(block_m // BOXES_OF_ANY_M, LEAST_ROWS)
             return cls(rows, tuple(range(1, block_m // rows + 1)))

@@ -14,9 +14,10 @@ from inductor_quant.kernels.dispatch import candidates
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.mm.kernel import EXPERTS_MM
 from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
-from inductor_quant.kernels.experts.rules import ExpertsKernel
+from inductor_quant.kernels.experts.rules import ExpertsKernel, expected_tiles
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
 from inductor_quant.kernels.weight_only.mm_sm90 import loop
+from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import experts, weight_only
 from inductor_quant.spec import row_ranges
 from tests.support.gemms import formats
@@ -186,6 +187,52 @@ def test_stages_are_more_where_words_of_two_iterations_are_a_box(name, k, stages
     offered = EXPERTS_MM_SM90.configs(spec, problem, device(90))
     found = {config.num_stages for config in offered if str(config).startswith("64x128x64_w4_")}
     assert found == set(stages)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "is_offered"),
+    [
+        ("nibble_pairs", 128, True),
+        ("uint2", 32, True),  # groups of more
+        ("nibble_pairs", 32, False),
+        ("gptq", 128, False),  # zero points that are stored
+        ("mxfp4", 128, False),  # looked up
+        ("int8_channel", 128, False),
+    ],
+)
+def test_tiles_of_96_rows_are_those_of_weights_that_do_not_spill(
+    name, group, is_offered, monkeypatch
+):
+    monkeypatch.setattr(formats, "GROUP", group)
+    spec, problem = described(name, 64 * E, n=6144)
+    problem = dataclasses.replace(problem, has_weight_descriptors=True)
+    offered = EXPERTS_MM_SM90.configs(spec, problem, device(90))
+    assert any(config.block_m == 96 for config in offered) == is_offered
+    if name == "nibble_pairs" and is_offered:
+        assert offered[0].block_m == 96
+
+
+def test_tiles_of_96_rows_are_those_of_experts():
+    spec, problem = described("nibble_pairs", 96 * E)
+    single = dataclasses.replace(problem, has_weight_descriptors=True, groups=None)
+    for tile, is_taken in (("96x128x64_w4_s6_g8", True), ("80x128x64_w4_s4_g8", False)):
+        config = parse_config(tile)
+        refused = EXPERTS_MM_SM90.config_rejection(spec, problem, config, device(90))
+        assert (refused is None) == is_taken
+        refused = WEIGHT_ONLY_MM_SM90.config_rejection(spec, single, config, device(90))
+        assert "tiles of two products" in str(refused)
+
+
+@pytest.mark.parametrize("mean", [3.0, 40.0, 300.0])
+@pytest.mark.parametrize(("block_m", "few"), [(32, 0), (64, 32), (96, 64)])
+def test_tiles_are_expected_as_random_routing_has_them(mean, block_m, few):
+    drawn = torch.poisson(
+        torch.full((200_000,), mean, dtype=torch.float64), torch.Generator().manual_seed(0)
+    ).long()
+    left = drawn % block_m
+    large = float((drawn // block_m + (left > few)).double().mean())
+    small = float(((left > 0) & (left <= few)).double().mean())
+    assert expected_tiles(mean, block_m, few) == pytest.approx((large, small), abs=0.01, rel=0.01)
 
 
 @pytest.mark.parametrize("tile", ["64x64x128_w4_s4_g8", "64x64x64_w4_s8_g8"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -34,6 +35,8 @@ def few_rows_and_a_small_chip(monkeypatch):
 
 SMALL, TALL = "experts_mm_sm90 32x64x64_w4_s8_g8", "experts_mm_sm90 128x64x64_w4_s4_g8"
 WIDE, LARGE = "experts_mm_sm90 64x128x64_w8_s8_g8", "experts_mm_sm90 256x64x64_w4_s4_g8"
+# Products of 64 and of 32 rows, or of the first 64 alone.
+THIRDS, WIDE_THIRDS = "experts_mm_sm90 96x64x64_w4_s6_g8", "experts_mm_sm90 96x128x64_w4_s4_g8"
 # Of K; two iterations at a time, and one.
 LONG, LONG_BYTES = "experts_mm_sm90 32x128x128_w4_s6_g8", "experts_mm_sm90 32x128x128_w4_s4_g8"
 # N ends within a tile; empty experts at both ends and between; rows of no expert, more than a tile;
@@ -50,6 +53,10 @@ CASES = [
     (Case("fp8_row", (130, 1), 72, 256, dtype=torch.float16), TALL),
     (Case("nibble_pairs", (5, 0, 33), 136, 640, left_over=3), LONG),  # a turn goes beyond K
     (Case("int8_channel", (5, 0, 33), 136, 640, left_over=3), LONG_BYTES),
+    (Case("nibble_pairs", (65, 0, 31, 200, 97), 136, 256, left_over=40), THIRDS),
+    (Case("gptq", (96, 33, 0, 130, 64), 136, 320, left_over=100), THIRDS),
+    (Case("mxfp4", (70, 0, 95), 136, 320), WIDE_THIRDS),
+    (Case("int8_channel", (0, 3, 0, 135, 1, 0), 136, 256, left_over=3), THIRDS),
 ]
 
 
@@ -57,6 +64,37 @@ CASES = [
 def test_rows_of_an_expert_are_close_to_fp64(case, config, monkeypatch):
     monkeypatch.setattr(formats, "GROUP", 128)
     check(case, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "gate"),
+    sampled(
+        [
+            ("nibble_pairs", THIRDS, ""),
+            ("nibble_pairs", TALL, "silu"),
+            ("nibble_pairs", WIDE, "clamped"),
+            ("mxfp4", WIDE, ""),  # looked up: in the order of memory
+            ("nibble_pairs", SMALL, ""),  # few rows: likewise
+        ],
+        2,
+    ),
+)
+def test_rows_that_are_gathered_before_are_in_the_order_of_lanes(name, config, gate, monkeypatch):
+    """What gathers them writes them so."""
+    monkeypatch.setattr(formats, "GROUP", 64)
+    case = Case(name, (65, 0, 31, 97), 272, 256, 5, repeats=3, has_rows=True, gate=gate)
+    torch.manual_seed(0)
+    inputs = make_inputs(case, "cpu")
+    generated = generate(gemm(case), lambda device: make_inputs(case, device), config)
+    *copies, kernel = generated.kernels.values()
+    assert [f"BLOCK_M : tl.constexpr = {config.split()[1].split('x')[0]}" in kernel] == [True]
+    # A value is 4 beside that which is next to it in memory
+    is_in_order = any(re.search(r"\b4\*x\d", text) for text in copies)
+    assert len(copies) == 1
+    assert is_in_order == (name == "nibble_pairs" and config != SMALL)
+    got = simulate.interpret(generated, inputs)
+    assert_close(got, reference(case, inputs), slack=4)
+    assert not got[sum(case.counts) :].any()
 
 
 @pytest.mark.one_in(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_a_tile_with_half_its_rows_multiplies_these_alone(name, mean):
     whole, half = (f"m64n{rows}k16" for rows in (block_m, block_m // 2))
     found = {size: sum(counts[each] for each in counts if size in each) for size in (whole, half)}
     assert found[whole] == found[half] == sum(counts.values()) // 2 > 0
+
+
+@pytest.mark.compiles
+def test_a_tile_of_96_rows_has_two_products_or_the_first_alone():
+    """x is in the order of lanes, so that no byte of a word is chosen."""
+    case = Case("nibble_pairs", (64,) * E, 512, 2048, has_rows=True)
+    make, tile = functools.partial(make_inputs, case), "experts_mm_sm90 96x128x64_w4_s6_g8"
+    generated = generate(gemm(case), make, tile)
+    [(kernel, source)] = [each for each in generated.kernels.items() if "specialize" in each[1]]
+    compiled = simulate.compile_kernel(kernel, source)
+    assert not compiled.is_serialized
+    assert compiled.spill_stores == 0
+    found = Counter(int(rows) for rows in re.findall(r"wgmma\S*m64n(\d+)k16", compiled.ptx))
+    assert found[64] == 2 * found[32] > 0
+    code = in_flight.machine_code(compiled.ptx)
+    assert in_flight.overwritten(code) == []
+    # Of 64 pairs of values of two K iterations.
+    chosen = len(in_flight._in_loops(code, re.compile(r"\bPRMT\b")))
+    assert chosen < 64
 
 
 @pytest.mark.compiles

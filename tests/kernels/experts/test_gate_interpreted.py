@@ -21,6 +21,7 @@ MM, DIRECT = "experts_mm 32x16x32_w4_s2_g8", "experts_direct 8x32x256_w2_s1_g8"
 DIRECT_16 = "experts_direct 16x64x128_w2_s1_g8"
 SMALL, TALL = "experts_mm_sm90 32x64x64_w4_s8_g8", "experts_mm_sm90 128x64x64_w4_s4_g8"
 WIDE, LONG = "experts_mm_sm90 64x128x64_w8_s8_g8", "experts_mm_sm90 32x128x128_w4_s6_g8"
+THIRDS = "experts_mm_sm90 96x128x64_w4_s6_g8"
 COUNTS = (0, 3, 0, 18, 1)
 GPT_OSS = {"gate": "clamped", "has_bias": True}
 
@@ -46,6 +47,8 @@ CASES = [
     (Case("fp8_row", (130, 1), 144, 256, gate="silu", has_bias=True), TALL),
     (Case("nf4", (5, 33, 0), 144, 256, 3, gate="clamped"), SMALL),
     (Case("nibble_pairs", (5, 33, 0), 272, 640, 3, gate="silu"), LONG),
+    (Case("nibble_pairs", (5, 97, 0, 65), 272, 320, 3, gate="silu"), THIRDS),
+    (Case("gptq", (96, 7), 272, 256, gate="silu", has_bias=True), THIRDS),
 ]
 
 

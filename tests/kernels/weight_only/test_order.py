@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
+from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.problem import Weight, WeightTensor
+from inductor_quant.kernels.weight_only.lane_order import lane_order
 from inductor_quant.ops import weight_only
-from tests.support.gemms.formats import build
+from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
+from tests.support.gemms import formats
+from tests.support.gemms.formats import build, form
 
 
 @pytest.mark.parametrize("axis", ["k", "n"])
@@ -68,3 +73,63 @@ def test_neighbours_of_an_order_are_those_of_the_axis():
         (("k1", "k2", "k0"), 64, 1),
     ):
         assert Order(format, order).neighbours(block) == count
+
+
+def weight_of(packed: formats.Packed) -> Weight:
+    tensors = (WeightTensor(dtype, shape) for _, shape, dtype in packed.tensors)
+    return Weight(packed.format, tuple(tensors))
+
+
+def words_along_k(k: int, n: int, *, is_reversed: bool = False) -> Weight:
+    """compressed-tensors' words of eight values along K."""
+    offset = form(("k1", -4), const=28) if is_reversed else form(("k1", 4))
+    code = Field(0, (form(("n0", 1)), form(("k0", 1))), offset, 4)
+    scale = DequantOp("mul", Field(1, (form(("n0", 1)),)))
+    format = WeightFormat((k // 8, 8), (n,), code, (scale,))
+    return Weight(
+        format, (WeightTensor(torch.int32, (n, k // 8)), WeightTensor(torch.bfloat16, (n,)))
+    )
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_a_lane_has_all_values_of_its_words(group, monkeypatch):
+    """Of each 16 of K the lanes of a row have two neighbours, and two 8 behind them."""
+    monkeypatch.setattr(formats, "GROUP", group)
+    for weight in (weight_of(build("nibble_pairs", 512, 64)), words_along_k(512, 64)):
+        order = lane_order(weight)
+        assert order is not None
+        at = [eval(order.place(str(i))) for i in range(512)]
+        want = torch.arange(512).view(-1, 8, 4).transpose(1, 2).flatten()
+        assert at == want.tolist()
+        for lane in range(4):
+            first = torch.arange(0, 32, 8)[:, None] + torch.tensor([2 * lane, 2 * lane + 1])
+            assert len({at[i] // 8 for i in first.flatten().tolist()}) == 1
+        words = as_words(Weight(order.counted("k"), weight.tensors)).weight
+        assert words.tensors[0].dtype == torch.int32
+        # 16 bits apart are the two that are next to each other
+        last = words.format.digits("k")[-1]
+        assert dict(words.format.code.offset.linear)[last] == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("gptq", 128),  # neighbouring words are along N
+        ("awq", 128),
+        ("int8_channel", 128),
+        ("nf4", 128),  # looked up
+        ("uint2", 128),
+        ("halves_of_k", 128),  # neighbours are in other words
+        ("act_order", 128),
+        ("nibble_pairs", 16),  # a lane would have values of several groups
+    ],
+)
+def test_other_weights_have_no_order_of_lanes(name, group, monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", group)
+    assert lane_order(weight_of(build(name, 512, 64))) is None
+
+
+def test_words_in_another_order_have_no_order_of_lanes():
+    assert lane_order(words_along_k(512, 64)) is not None
+    assert lane_order(words_along_k(512, 64, is_reversed=True)) is None
+    assert lane_order(words_along_k(496, 64)) is None

@@ -339,9 +339,11 @@ class DigitCodegen(Codegen):
     def pairs(self, value: str) -> str:
         """``value`` [BLOCK_M, N], in the order of the tile, as [BLOCK_M, N / 2, 2]."""
         assert self.pair is not None
-        m: Dim = ("m", self.block_m)
+        m: Dim = ("m", self.stored_m)
         dims, target = (m, *self.column_dims), (m, *self.stored_dims, self.pair)
-        return self.dialect.reordered(value, dims, target, f"[BLOCK_M, {self.block_n // 2}, 2]")
+        return self.dialect.reordered(
+            value, dims, target, f"[{self.stored_m}, {self.block_n // 2}, 2]"
+        )
 
     def first_of_pair(self) -> str:
         """The position of the first column of each pair ``rn``."""

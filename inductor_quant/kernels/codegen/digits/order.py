@@ -125,6 +125,10 @@ class Order:
     format: WeightFormat
     digits: tuple[str, ...]
 
+    def counted(self, axis: str) -> WeightFormat:
+        """``format`` with the axis counted so."""
+        return reordered(self.format, axis, self.digits)
+
     def neighbours(self, block: int) -> int:
         """How many positions of a block follow one another in the axis, from its first one on."""
         count = 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from inductor_quant.kernels.codegen.digits.order import is_linear, split
 from inductor_quant.kernels.codegen.runs import WORD, parts_of, run_of
 from inductor_quant.kernels.problem import Weight
-from inductor_quant.spec.weight_format import AffineIndex, Field
+from inductor_quant.spec.weight_format import AffineIndex, Field, WeightFormat
 
 BYTES, BITS = 4, 8  # of a word, and of each of them
 _FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -50,22 +51,21 @@ def as_words(weight: Weight) -> WordView:
     if len(known) < len(code.index) or any(index.is_data for index in indices) or code.size:
         return WordView(weight)
     for dim, (index, stride) in enumerate(zip(code.index, known, strict=True)):
-        for name, coef in index.linear:
-            if coef * stride != 1 or format.radix(name) % BYTES or name[0] == "e":
-                continue
+        for names in _digits_of_bytes(format, {name: c * stride for name, c in index.linear}):
             others = [
                 c * s
                 for i, s in zip(code.index, known, strict=True)
                 for n, c in i.linear
-                if n != name
+                if n not in names
             ]
             others += [i.const * s for i, s in zip(code.index, known, strict=True)]
             others += [
                 s for d, s in enumerate(known) if d != dim and code.index[d] != AffineIndex()
             ]
-            is_plain = is_linear(format, name) and not any(i.tables for i in code.index)
+            is_plain = all(is_linear(format, name) for name in names)
+            is_plain = is_plain and not any(i.tables for i in code.index)
             if is_plain and not any(other % BYTES for other in others):
-                return WordView(_split(weight, dim, name), dim)
+                return WordView(_joined(weight, dim, names), dim)
     return WordView(weight)
 
 
@@ -89,6 +89,8 @@ def joined_words(weight: Weight) -> WordView | None:
         words, element = view.weight.format, view.weight.format.element
         if view.dim is None or (view.dim, words.k, words.n) != (views[0].dim, first.k, first.n):
             return None  # other bytes are neighbours there
+        if len(words.k) + len(words.n) == len(format.k) + len(format.n):
+            return None  # two digits count them
         of_part = element.offset.linear[:-1]  # without the byte
         offset = dataclasses.replace(element.offset, linear=of_part)
         parts.append(dataclasses.replace(element, offset=offset))
@@ -102,18 +104,36 @@ def joined_words(weight: Weight) -> WordView | None:
     return WordView(Weight(format, tuple(tensors)), views[0].dim, tuple(parts))
 
 
-def _split(weight: Weight, dim: int, name: str) -> Weight:
-    """``weight`` with the digit ``name`` as two, the second of which chooses a byte of a word."""
-    old, format = weight.format.code, split(weight.format, name, BYTES)
-    low = f"{name[0]}{int(name[1:]) + 1}"
+def _digits_of_bytes(format: WeightFormat, apart: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    """Digits that count the bytes of a word, of those ``apart`` bytes from their neighbour: one of
+    bytes, or two that take two values each, those of single bytes and of pairs."""
+    of_two = [name for name in apart if format.radix(name) == 2 and name[0] != "e"]
+    for name, bytes_apart in apart.items():
+        if bytes_apart != 1 or name[0] == "e":
+            continue
+        if format.radix(name) % BYTES == 0:
+            yield (name,)
+        if name in of_two:
+            yield from ((name, pair) for pair in of_two if apart[pair] == 2)
+
+
+def _joined(weight: Weight, dim: int, names: tuple[str, ...]) -> Weight:
+    """``weight`` read from words, whose bytes the digits ``names`` count; a digit of more bytes
+    becomes two, the second of which chooses one."""
+    old, format = weight.format.code, weight.format
+    bits = {name: BITS << i for i, name in enumerate(names)}
+    if len(names) == 1:
+        [name] = names
+        format = split(format, name, BYTES)
+        bits = {f"{name[0]}{int(name[1:]) + 1}": BITS}
     tensor = weight.tensors[old.source]
     code = format.code
     whole = code.index[dim]
     words = AffineIndex(
         whole.const // BYTES,
-        tuple((digit, coef // BYTES) for digit, coef in whole.linear if digit != low),
+        tuple((digit, coef // BYTES) for digit, coef in whole.linear if digit not in bits),
     )
-    offset = dataclasses.replace(code.offset, linear=(*code.offset.linear, (low, BITS)))
+    offset = dataclasses.replace(code.offset, linear=(*code.offset.linear, *bits.items()))
     is_integer = tensor.dtype.is_signed and not tensor.dtype.is_floating_point
     read = dataclasses.replace(
         code,

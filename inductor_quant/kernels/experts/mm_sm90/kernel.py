@@ -9,7 +9,9 @@ that are a box of a matrix, from a mean of rows an expert on.
 from __future__ import annotations
 
 import dataclasses
+import math
 
+from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.rules import (
@@ -23,35 +25,48 @@ from inductor_quant.kernels.experts.rules import (
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import words_in_parts
+from inductor_quant.kernels.weight_only.lane_order import lane_order
 from inductor_quant.kernels.weight_only.mm_sm90 import cost, loop
 from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
+from inductor_quant.kernels.weight_only.mm_sm90.products import few_rows
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
+from inductor_quant.spec.weight_format import Field
 
 # Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights along K
 # are longer and read faster (``_takes_long_rows``). README.md says what was measured.
 BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
-    ((32, 128, 128, 4, 6), (930, 1600), None),
-    ((32, 128, 128, 4, 4), (960, 1660), None),
+    ((32, 128, 128, 4, 6), (880, 1510), None),
+    ((32, 128, 128, 4, 4), (910, 1570), None),
 )
 # Up to 4 bits, if words of two K iterations are a box, and two CTAs have room for the stages.
 DEEP_BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((64, 128, 64, 4, 8), (610, 1005), (770, 1290)),
     ((64, 128, 64, 4, 6), (615, 1040), (780, 1320)),
 )
-# Tiles of that kernel whose cycles were measured anew, for single layers alone.
-AS_BEFORE: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
+# A product of 64 rows and one of 32 (``_takes_tall``).
+TALL_BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
+    ((96, 128, 64, 4, 6), (780, 1320), None),
+    ((96, 128, 64, 4, 4), (790, 1340), None),
+)
+FEW = 0.8  # of the time of a tile that one takes whose first rows alone are multiplied
+# Tiles of that kernel whose cycles are others here: those of 128 columns were fitted on products
+# of experts, single layers' of the others were measured anew since.
+OF_EXPERTS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 64, 128, 4, 4), (645, 915), (645, 1050)),
     ((64, 64, 64, 4, 8), (390, 650), (415, 710)),
     ((64, 64, 128, 4, 4), (690, 1165), (690, 1320)),
     ((64, 128, 64, 8, 8), (585, 0), (710, 0)),
-    ((128, 128, 64, 8, 8), (675, 0), (805, 0)),
+    ((64, 128, 128, 8, 4), (1120, 0), (1325, 0)),
+    ((128, 128, 128, 8, 4), (1370, 0), None),
     ((256, 64, 64, 4, 6), (660, 0), (695, 0)),
+    ((256, 128, 64, 8, 4), (1230, 0), (1310, 0)),
 )
 # Up to here a tile of experts_direct has the rows of most experts; the second one if it computes
 # the values of a table, while this kernel looks them up.
 MIN_MEAN, MIN_MEAN_COMPUTED = 8, 12
+LEAST_IN_ORDER = 64  # rows of a tile, whose products leave fewer instructions time
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
 
@@ -86,6 +101,9 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
             return bad_blocks(f"{config}: the columns of a pair are of two threads")
         return refused
 
+    def k_order(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> Order | None:
+        return lane_order(rules.weight_of(problem)) if config.block_m >= LEAST_IN_ORDER else None
+
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         """Least predicted time first."""
         offered = [GemmConfig(*block) for block, *_ in cost.BLOCKS]
@@ -93,6 +111,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         offered += [config for config in long if _takes_long_rows(problem, config)]
         deep = (GemmConfig(*block) for block, *_ in DEEP_BLOCKS)
         offered += [config for config in deep if _takes_deep(problem, config, device)]
+        tall = (GemmConfig(*block) for block, *_ in TALL_BLOCKS)
+        offered += [config for config in tall if _takes_tall(problem, config, device)]
         legal = [
             config
             for config in offered
@@ -125,20 +145,42 @@ def _takes_long_rows(problem: Problem, config: GemmConfig) -> bool:
 def _takes_deep(problem: Problem, config: GemmConfig, device: Device) -> bool:
     weight, count = rules.weight_of(problem), loop.loaded_together(problem, config)
     found = loop.boxed(weight, config)
-    format = words_in_parts(weight, config.block_k)[0].weight.format
-    if format.code.total_width > 4 or count < 2 or found is None:
+    view, in_parts = words_in_parts(weight, config.block_k)
+    if not _is_narrow(problem, config) or count < 2 or found is None or in_parts:
         return False
-    is_box = found[1].is_followed(format, config.block_k, count)
+    is_box = found[1].is_followed(view.weight.format, config.block_k, count)
     return is_box and loop.ctas_per_sm(problem, config, device) > 1
+
+
+def _takes_tall(problem: Problem, config: GemmConfig, device: Device) -> bool:
+    """Whether values have up to 4 bits, none is looked up, and a K iteration has one group and no
+    zero point that is stored: others spill."""
+    format = rules.weight_of(problem).format
+    has_zeros = any(
+        op.kind in ("add", "sub") and isinstance(op.operand, Field) for op in format.dequant_ops
+    )
+    is_plain = format.element == format.code and not has_zeros
+    has_few = _is_narrow(problem, config) and loop.has_one_group(problem, config)
+    return is_plain and has_few and loop.ctas_per_sm(problem, config, device) > 1
+
+
+def _is_narrow(problem: Problem, config: GemmConfig) -> bool:
+    """Whether values have up to 4 bits."""
+    view, _ = words_in_parts(rules.weight_of(problem), config.block_k)
+    return view.weight.format.code.total_width <= 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Costs(cost.Costs):
     def blocks(self) -> tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...]:
-        return (*super().blocks(), *AS_BEFORE, *BLOCKS, *DEEP_BLOCKS)
+        return (*super().blocks(), *OF_EXPERTS, *BLOCKS, *DEEP_BLOCKS, *TALL_BLOCKS)
 
     def tiles(self, config: GemmConfig) -> float:
-        return expected_tiles(self.problem, config)
+        """Those with few rows are counted as less than one."""
+        experts = groups_of(self.problem).experts
+        few = few_rows(config.block_m) if loop.has_halves(self.problem, config) else 0
+        large, small = expected_tiles(self.problem.m / experts, config.block_m, few)
+        return experts * (large + FEW * small) * math.ceil(self.problem.n / config.block_n)
 
 
 EXPERTS_MM_SM90 = ExpertsMMSm90()

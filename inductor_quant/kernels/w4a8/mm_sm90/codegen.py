@@ -35,11 +35,12 @@ class W4A8MMSm90Codegen(QuadCodegen, MMSm90Codegen):
             f"zero = gl.zeros([BLOCK_N, BLOCK_M], {type}, MMA)"
         )
 
-    def multiplied(self, x: str, i: int, count: int) -> str:
+    def multiplied(self, stage: str, i: int, count: int) -> str:
         if not self.is_promoted:
-            return super().multiplied(x, i, count)
+            return super().multiplied(stage, i, count)
         # One product at a time, W is unpacked beside it; registers for a second one are lacking.
         lines = [self._promoted()] if i > 0 else []
+        x = self.x_of(stage)
         lines.append(f"product = warpgroup_mma(w, {x}, zero, use_acc=False, is_async=True)")
         lines += ["scale_before = scale"] if self.has_groups else []
         # None runs when the loop comes round: that took a spill, or the registers of its operand.

@@ -52,9 +52,10 @@ class WordBox:
     def is_followed(self, format: WeightFormat, block_k: int, count: int) -> bool:
         """Whether the rows of ``count`` neighbouring K iterations follow each other in memory: TMA
         takes as long for 32 bytes of a row as for 128."""
-        apart = {name: self.strides[name] for name in format.digits("k") if self.strides[name]}
         are_neighbours = all(
-            step * block_k == self.columns * format.weight_of(name) for name, step in apart.items()
+            self.strides[name] * block_k == self.columns * format.weight_of(name)
+            for name in format.digits("k")
+            if self.strides[name] and format.weight_of(name) * format.radix(name) > block_k
         )
         return are_neighbours and math.prod(format.k) % (count * block_k) == 0
 

@@ -30,6 +30,7 @@ from inductor_quant.kernels.codegen.unpack_ptx import MULTIPLY_WIDE
 from inductor_quant.kernels.weight_only.digit_tiles import relayed
 from inductor_quant.kernels.weight_only.mm_sm90.box import WordBox, read_order, word_box
 from inductor_quant.kernels.weight_only.mm_sm90.listed_rows import RowStatements, listed_rows
+from inductor_quant.kernels.weight_only.mm_sm90.products import Products, products_of
 from inductor_quant.kernels.weight_only.mm_sm90.relay import (
     OfConsumer,
     OfRelay,
@@ -45,10 +46,11 @@ LANES = 32
 PAIR_OF_M: Dim = ("pair", 2)
 
 
-class MMSm90Codegen(DigitCodegen):
+class MMSm90Codegen(Products, DigitCodegen):
     """``x`` is the activation's name; sums are of ``acc_type``. ``k_order``: that of W's K, if it
     is not that of x, which is then read in parts. ``has_halves``: of a tile that has no more than
-    half its rows, these alone are multiplied."""
+    ``few_m`` rows, these alone are multiplied. A tile of 96 rows, say, has a product of the first
+    64 and one of ``more``."""
 
     box: WordBox
     x, acc_type, unknown_zero = "X", "gl.float32", "unknown_zero"
@@ -67,7 +69,9 @@ class MMSm90Codegen(DigitCodegen):
         has_halves: bool = False,
     ) -> None:
         super().__init__(tile, view, plan, n_order, is_gated=is_gated)
-        self.strips, self.has_halves = strips, has_halves
+        self.first_m, self.more_m = products_of(self.block_m)
+        self.strips = self.block_m // self.more_m if self.more_m else strips
+        self.has_halves = has_halves
         self.row_boxes = RowBoxes(self.block_m)
         self.box_iterations = 1  # whose words are a box
         self.k_order = k_order
@@ -96,7 +100,7 @@ class MMSm90Codegen(DigitCodegen):
         )
         rows = self.mma_rows
         w = rows[4 : 4 + self.warps.bit_length() - 1]
-        m: tuple[Dim, ...] = (("m", self.block_m // 8), T, PAIR_OF_M)
+        m: tuple[Dim, ...] = (("m", self.first_m // 8), T, PAIR_OF_M)
         stored_m: tuple[Dim, ...] = (("m", self.stored_m // 8), T, PAIR_OF_M)
         placed: Any = {"lanes": (T, *rows[:3]), "warps": w}
         # Sums in an order in which each thread has four neighbours, and a warp 128.
@@ -109,19 +113,13 @@ class MMSm90Codegen(DigitCodegen):
             **({"GATED": layout((stored_m, self.stored_dims), **placed)} if is_gated else {}),
             "EXCHANGED": layout((self.exchanged_dims,), **placed),
             **({"STRIP": layout((self.strip_dims,), **placed)} if strips > 1 else {}),
-            "MMA": self._mma(self.block_m),
-            "W_MMA": f"gl.DotOperandLayout(0, MMA, {4 // self.x_bytes})",
-            "X_SHARED": self._shared([self.block_m, self.part_k], self.x_type),
+            **self.layouts_of_products(),
+            "X_SHARED": self._shared([self.first_m, self.part_k], self.x_type),
             "W_SHARED": self._shared([box.rows, box.columns], self.packed_type),
             "W_READ": box.layout,
             "X_COPIED": self._copied(self.part_k, self.x_bytes),
             "W_COPIED": self._copied(box.columns, itemsize),
         }
-        if has_halves:
-            self.layouts |= {
-                "HALF_MMA": self._mma(self.block_m // 2),
-                "W_HALF_MMA": f"gl.DotOperandLayout(0, HALF_MMA, {4 // self.x_bytes})",
-            }
         listed = listed_rows(tile.weight, plan, self.n_digits, self.warps)
         self.rows = RowStatements(self, listed) if listed else None
         if self.rows is not None:
@@ -147,8 +145,9 @@ class MMSm90Codegen(DigitCodegen):
             self.parts = self.block_k // self.part_k
 
     def load_together(self, count: int) -> None:
-        """The words of ``count`` K iterations are one box, if they are neighbours in each row."""
-        if self.box.is_followed(self.format, self.block_k, count):
+        """The words of ``count`` K iterations are one box, if they are neighbours in each row and K
+        is not in parts."""
+        if self.k_order is None and self.box.is_followed(self.format, self.block_k, count):
             self.box_iterations = count
             columns = count * self.box.columns
             self.layouts["W_SHARED"] = self._shared([self.box.rows, columns], self.packed_type)
@@ -188,16 +187,6 @@ class MMSm90Codegen(DigitCodegen):
 
     def _pointer(self, dtype: torch.dtype) -> str:
         return f"gl.pointer_type({self.dialect.type(dtype)})"
-
-    @property
-    def x_bytes(self) -> int:
-        return self.x_dtype.itemsize
-
-    def _mma(self, rows: int) -> str:
-        return (
-            "gl.NVMMADistributedLayout("
-            f"[3, 0], [{self.warps}, 1], [16, {rows}, {32 // self.x_bytes}])"
-        )
 
     def _shared(self, shape: list[int], type: str) -> str:
         return f"gl.NVMMASharedLayout.get_default_for({shape}, {type})"
@@ -395,44 +384,15 @@ class MMSm90Codegen(DigitCodegen):
         code = self.dialect.reordered(code, dims, target, "[BLOCK_N, BLOCK_K]")
         return f"gl.convert_layout({code}, W_MMA, assert_trivial=True)"
 
-    def sums(self) -> str:
-        """Statements before the loop."""
-        return "acc = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, MMA)"
-
-    def multiplied(self, x: str, i: int, count: int) -> str:
-        """Statements that start the product of ``w`` with ``x``, the ``i``-th of ``count`` in the
-        loop's body, and wait for the one before."""
-        return _started("acc", x)
-
-    def sums_of_half(self) -> str:
-        """``sums`` of half a tile's rows."""
-        return f"half = gl.zeros([BLOCK_N, {self.block_m // 2}], gl.float32, HALF_MMA)"
-
-    def multiplied_half(self, x: str) -> str:
-        """``multiplied``, with the first half of the rows of ``x``."""
-        x = f"{x}.slice(0, {self.block_m // 2}).permute((1, 0))"
-        w = "w = gl.convert_layout(w, W_HALF_MMA, assert_trivial=True)"
-        return f"{w}\n{_started('half', x)}"
-
-    def whole_sums(self) -> str:
-        """Statements that wait for the last product of ``half``, and leave in ``acc`` its sums."""
-        none = f"gl.zeros([BLOCK_N, {self.block_m // 2}], gl.float32, HALF_MMA)"
-        both = f"gl.permute(gl.join(half, {none}), (0, 2, 1))"
-        return "\n".join(
-            [
-                "half = warpgroup_mma_wait(0, deps=(half,))",
-                f"acc = gl.reshape({both}, [BLOCK_N, BLOCK_M])",
-                "acc = gl.convert_layout(acc, MMA, assert_trivial=True)",
-            ]
-        )
-
     def finished(self) -> str:
         """Statements that wait for the last product. ptxas was seen to round sums before the wait,
         not to compute with them."""
-        code = "acc = warpgroup_mma_wait(0, deps=(acc,))"
         if self.are_divided:
-            return f"{code} * {float(self.divisor)}"
-        return f"{code} + {self.unknown_zero}" if self.acc_type == "gl.float32" else code
+            change = f" * {float(self.divisor)}"
+        else:
+            change = f" + {self.unknown_zero}" if self.acc_type == "gl.float32" else ""
+        changed = [f"{name} = {name}{change}" for name in self.names_of_sums if change]
+        return "\n".join([self.waited(), *changed])
 
     def exchanged(self, sums: str) -> str:
         """``sums`` [BLOCK_N, BLOCK_M] as one axis, as they are left in memory for another CTA."""
@@ -484,8 +444,3 @@ class MMSm90Codegen(DigitCodegen):
         return self.pair_places is not None and not pair_lookup.is_in_fp32(
             self, self.format.element
         )
-
-
-def _started(sums: str, x: str) -> str:
-    start = f"{sums} = warpgroup_mma(w, {x}, {sums}, is_async=True)"
-    return f"{start}\n{sums} = warpgroup_mma_wait(1, deps=({sums},))"

@@ -78,6 +78,7 @@ from inductor_quant.kernels.weight_only.mm_sm90.loop import (
     turns_misfit,
     unrolls,
 )
+from inductor_quant.kernels.weight_only.mm_sm90.products import products_of
 from inductor_quant.kernels.weight_only.mm_sm90.relay import listed_positions
 from inductor_quant.kernels.weight_only.row_boxes import RowBoxes
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
@@ -367,9 +368,12 @@ def tile_misfit(
         return bad_blocks(f"{config} is no tile of wgmma")
     if found is None or config.num_stages < 3:
         return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
+    first, more = products_of(config.block_m)
+    if more and (problem.groups is None or 2 * more != first):
+        return bad_blocks(f"{config}: tiles of two products are those of experts, of 96 rows or so")
     most = MAX_ACCUMULATORS // sums
     return rules.reject_if_too_many_accumulators(config, most) or tile_rejection(
-        config, device, element_bytes=2, shared_bytes=memory
+        dataclasses.replace(config, block_m=first), device, element_bytes=2, shared_bytes=memory
     )
 
 

@@ -43,7 +43,7 @@ MAX_SCALES = 8
 LEAST_ROWS_HALVED = 64  # of a tile, half of which may be multiplied alone
 MAX_VALUES = 64  # of W a thread, with which four K iterations are unrolled
 # Pairs of stages that are filled at different times, at least; fewer if a tile has few rows of x.
-PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 64, 3
+PAIRS, FEW_ROWS, PAIRS_FEW_ROWS = 4, 96, 3
 # What the consumers copy while the other warps start: of K, and bytes of an SM, which they are busy
 # with for as long as it takes.
 COPIED_K, COPIED_BYTES = 256, 96 << 10
@@ -91,9 +91,9 @@ def may_end_beyond(weight: Weight, config: GemmConfig) -> bool:
 
 
 def has_halves(problem: Problem, config: GemmConfig) -> bool:
-    """Whether tiles may have no more than half their rows, which are then multiplied alone: those
-    of experts, which have one consumer. A second loop for them takes registers, so that a turn has
-    two K iterations."""
+    """Whether tiles may have no more than ``few_rows``, which are then multiplied alone: those of
+    experts, which have one consumer. A second loop for them takes registers, so that a turn has two
+    K iterations."""
     return problem.groups is not None and config.block_m >= LEAST_ROWS_HALVED
 
 

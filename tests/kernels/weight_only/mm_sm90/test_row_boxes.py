@@ -41,7 +41,10 @@ def test_any_number_of_rows_has_any_number_of_boxes():
 
 
 def test_rows_beyond_those_of_an_expert_are_rows():
-    assert RowBoxes.of(Problem(33, 1, 1, groups=Groups(8, True)), 64) == RowBoxes(64)
+    problem = Problem(33, 1, 1, groups=Groups(8, True))
+    assert RowBoxes.of(problem, 64) == RowBoxes(64)
+    assert RowBoxes.of(problem, 64, has_halves=True) == RowBoxes(32, (1, 2))
+    assert RowBoxes.of(problem, 96, has_halves=True) == RowBoxes(32, (1, 2, 3))
 
 
 @pytest.mark.parametrize(("tile", "parts"), [("64x64x128_w4_s4_g8", 2), ("64x64x64_w4_s8_g8", 1)])

@@ -1,0 +1,81 @@
+"""K in an order in which each lane of ``wgmma`` has all values of the words that it reads.
+
+Of 16 of K a lane has two neighbours, and two 8 behind them, so the four lanes that share a row
+share a word of eight values of 4 bits, too: each takes a byte, and moves its values apart. If the
+word of a lane has what it multiplies, it reads a quarter, and two values take a shift, a mask and
+nothing else. With 32 of K, word t of four, and value 4 h + c of eight:
+
+    in memory   k = 8 t + 4 h + c
+    in order    k = 8 c + 2 t + h
+
+so x, viewed as [..., K / 32, 8, 4], is transposed. That is for x which is written in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from inductor_quant.kernels.codegen.digits.order import Order, is_linear, split
+from inductor_quant.kernels.codegen.digits.tile import word_strides
+from inductor_quant.kernels.codegen.digits.words import as_words
+from inductor_quant.kernels.problem import Weight
+from inductor_quant.spec.weight_format import Field, WeightFormat
+
+WIDTH, WORD, LANES = 4, 8, 4  # bits of a value, values of a word, lanes that share a row
+HALF = WORD // 2  # values 16 bits apart are unpacked together
+BLOCK = WORD * LANES
+
+
+@functools.lru_cache(maxsize=1024)
+def lane_order(weight: Weight) -> Order | None:
+    """That of a weight whose words have neighbours along K, and are such neighbours; None: it has
+    others, or a number for fewer than 32 of K."""
+    format = weight.format
+    if not _are_words_of_k(as_words(weight).weight) or format.shape[0] % BLOCK:
+        return None
+    operands = [op.operand for op in format.dequant_ops if isinstance(op.operand, Field)]
+    sizes = [format.block(field)[0] for field in operands]
+    if any(size > 0 and size % BLOCK for size in sizes):
+        return None
+    parts = (BLOCK, WORD, HALF)
+    for part in parts:
+        found = _divided(format, part)
+        if found is None:
+            return None
+        format = found
+    blocks, lanes, halves, others = (
+        [name for name in format.digits("k") if low <= format.weight_of(name) < high]
+        for low, high in ((BLOCK, format.shape[0]), (WORD, BLOCK), (HALF, WORD), (1, HALF))
+    )
+    return Order(format, (*blocks, *others, *lanes, *halves))
+
+
+def _are_words_of_k(weight: Weight) -> bool:
+    """Whether word ``k // WORD`` of a column has the values of WORD neighbours along K in order,
+    which are computed from their bits."""
+    format, code = weight.format, weight.format.code
+    if format.element != code or code.width != WIDTH or code.high or code.minus:
+        return False
+    if weight.tensors[code.source].dtype.itemsize * 8 != WIDTH * WORD or code.offset.tables:
+        return False
+    strides, offsets = word_strides(weight, code), dict(code.offset.linear)
+
+    def is_in_order(name: str) -> bool:
+        place = format.weight_of(name)
+        if place < WORD:
+            return offsets.get(name) == WIDTH * place and strides.get(name) == 0
+        return place >= BLOCK or strides.get(name) == place // WORD
+
+    return all(map(is_in_order, format.digits("k"))) and set(offsets) <= set(format.digits("k"))
+
+
+def _divided(format: WeightFormat, part: int) -> WeightFormat | None:
+    """``format``, no digit of whose K reaches from below ``part`` beyond it."""
+    for name in format.digits("k"):
+        low = format.weight_of(name)
+        if low < part < low * format.radix(name):
+            apart, rest = divmod(part, low)
+            if rest or format.radix(name) % apart or not is_linear(format, name):
+                return None
+            return split(format, name, apart)
+    return format
