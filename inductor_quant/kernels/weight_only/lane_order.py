@@ -8,7 +8,8 @@ nothing else. With 32 of K, word t of four, and value 4 h + c of eight:
     in memory   k = 8 t + 4 h + c
     in order    k = 8 c + 2 t + h
 
-so x, viewed as [..., K / 32, 8, 4], is transposed. That is for x which is written in any case.
+so x, viewed as [..., K / 32, 8, 4], is transposed. Two values that are looked up in a table at a
+time are a byte, values 2 c + h. The order is for x that is written for the kernel in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from inductor_quant.kernels.problem import Weight
 from inductor_quant.spec.weight_format import Field, WeightFormat
 
 WIDTH, WORD, LANES = 4, 8, 4  # bits of a value, values of a word, lanes that share a row
-HALF = WORD // 2  # values 16 bits apart are unpacked together
+COMPUTED, LOOKED_UP = WORD // 2, 1  # values apart are those that are dequantized together
 BLOCK = WORD * LANES
 
 
@@ -37,24 +38,24 @@ def lane_order(weight: Weight) -> Order | None:
     sizes = [format.block(field)[0] for field in operands]
     if any(size > 0 and size % BLOCK for size in sizes):
         return None
-    parts = (BLOCK, WORD, HALF)
-    for part in parts:
+    apart = COMPUTED if format.element == format.code else LOOKED_UP
+    for part in (BLOCK, WORD, 2 * apart, apart):
         found = _divided(format, part)
         if found is None:
             return None
         format = found
-    blocks, lanes, halves, others = (
-        [name for name in format.digits("k") if low <= format.weight_of(name) < high]
-        for low, high in ((BLOCK, format.shape[0]), (WORD, BLOCK), (HALF, WORD), (1, HALF))
-    )
-    return Order(format, (*blocks, *others, *lanes, *halves))
+    places = {name: format.weight_of(name) for name in format.digits("k")}
+    blocks = [name for name, place in places.items() if place >= BLOCK]
+    lanes = [name for name, place in places.items() if WORD <= place < BLOCK]
+    others = [name for name, place in places.items() if place < WORD and place != apart]
+    pairs = [name for name, place in places.items() if place == apart]
+    return Order(format, (*blocks, *others, *lanes, *pairs))
 
 
 def _are_words_of_k(weight: Weight) -> bool:
-    """Whether word ``k // WORD`` of a column has the values of WORD neighbours along K in order,
-    which are computed from their bits."""
+    """Whether word ``k // WORD`` of a column has the values of WORD neighbours along K in order."""
     format, code = weight.format, weight.format.code
-    if format.element != code or code.width != WIDTH or code.high or code.minus:
+    if code.width != WIDTH or code.high or code.minus:
         return False
     if weight.tensors[code.source].dtype.itemsize * 8 != WIDTH * WORD or code.offset.tables:
         return False

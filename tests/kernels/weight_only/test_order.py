@@ -13,7 +13,7 @@ from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.lane_order import lane_order
 from inductor_quant.ops import weight_only
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
-from tests.support.gemms import formats
+from tests.support.gemms import formats, fp4
 from tests.support.gemms.formats import build, form
 
 
@@ -111,15 +111,27 @@ def test_a_lane_has_all_values_of_its_words(group, monkeypatch):
         assert dict(words.format.code.offset.linear)[last] == 16
 
 
+def test_a_lane_has_pairs_of_its_words_that_are_looked_up():
+    """Neighbours in memory, which are a byte."""
+    weight = weight_of(fp4.mxfp4(512, 64, 32))
+    order = lane_order(weight)
+    assert order is not None
+    at = [eval(order.place(str(i))) for i in range(512)]
+    assert at == torch.arange(512).view(-1, 4, 4, 2).transpose(1, 2).flatten().tolist()
+    words = as_words(Weight(order.counted("k"), weight.tensors)).weight
+    assert words.tensors[0].dtype == torch.int32
+    assert dict(words.format.code.offset.linear)[words.format.digits("k")[-1]] == 4
+
+
 @pytest.mark.parametrize(
     ("name", "group"),
     [
         ("gptq", 128),  # neighbouring words are along N
         ("awq", 128),
         ("int8_channel", 128),
-        ("nf4", 128),  # looked up
         ("uint2", 128),
         ("halves_of_k", 128),  # neighbours are in other words
+        ("nf4", 128),  # the first of two is in the upper half of a byte
         ("act_order", 128),
         ("nibble_pairs", 16),  # a lane would have values of several groups
     ],

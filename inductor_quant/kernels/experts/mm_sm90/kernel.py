@@ -50,7 +50,9 @@ TALL_BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((96, 128, 64, 4, 6), (780, 1320), None),
     ((96, 128, 64, 4, 4), (790, 1340), None),
 )
-FEW = 0.8  # of the time of a tile that one takes whose first rows alone are multiplied
+# Of the time of a tile that one takes whose first rows alone are multiplied; if values are looked
+# up in a table.
+FEW, FEW_LOOKED_UP = 0.8, 0.88
 # Tiles of that kernel whose cycles are others here: those of 128 columns were fitted on products
 # of experts, single layers' of the others were measured anew since.
 OF_EXPERTS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
@@ -59,6 +61,7 @@ OF_EXPERTS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((64, 64, 128, 4, 4), (690, 1165), (690, 1320)),
     ((64, 128, 64, 8, 8), (585, 0), (710, 0)),
     ((64, 128, 128, 8, 4), (1120, 0), (1325, 0)),
+    ((64, 256, 64, 8, 4), (1160, 0), None),
     ((128, 128, 128, 8, 4), (1370, 0), None),
     ((256, 64, 64, 4, 6), (660, 0), (695, 0)),
     ((256, 128, 64, 8, 4), (1230, 0), (1310, 0)),
@@ -180,7 +183,9 @@ class _Costs(cost.Costs):
         experts = groups_of(self.problem).experts
         few = few_rows(config.block_m) if loop.has_halves(self.problem, config) else 0
         large, small = expected_tiles(self.problem.m / experts, config.block_m, few)
-        return experts * (large + FEW * small) * math.ceil(self.problem.n / config.block_n)
+        format = rules.weight_of(self.problem).format
+        share = FEW if format.element == format.code else FEW_LOOKED_UP
+        return experts * (large + share * small) * math.ceil(self.problem.n / config.block_n)
 
 
 EXPERTS_MM_SM90 = ExpertsMMSm90()
