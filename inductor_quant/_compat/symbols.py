@@ -81,6 +81,8 @@ _add(
     is_patched=True,
 )
 _add("inductor", _IR, "FixedLayout", parameters=("device", "dtype", "size"))
+_add("inductor", _IR, "InputBuffer", parameters=("name", "layout"))
+_add("inductor", _IR, "Pointwise")
 _LOWERING = "torch._inductor.lowering"
 _add("inductor", _LOWERING, "lowerings")
 _add("inductor", _LOWERING, "fallback_handler", parameters=("kernel", "add_to_fallback_set"))

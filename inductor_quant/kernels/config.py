@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from inductor_quant.errors import OptionError
 from inductor_quant.kernels.problem import INTERPRETER_ARCH, Device
@@ -23,7 +24,8 @@ RESERVED_SHARED_MEMORY = 1024
 
 @dataclasses.dataclass(frozen=True, order=True)
 class GemmConfig:
-    """One way to tile ``[M, K] x [K, N]``. Block sizes and ``num_warps`` are powers of two.
+    """One way to tile ``[M, K] x [K, N]``. Block sizes and ``num_warps`` are powers of two, but for
+    the 96 rows of some tiles of experts.
 
     ``group_m`` M tiles are walked together, so that they share blocks of N in L2. ``split_k`` CTAs
     share an output tile, each with a slice of K. ``str`` and ``parse_config`` round-trip.
@@ -87,14 +89,16 @@ def tile_rejection(
     element_bytes: int,
     shared_bytes: int | None = None,
     sums: int = 1,
+    powers: Sequence[str] = ("block_m", "block_n", "block_k", "num_warps"),
 ) -> Rejection | None:
     """Why ``config`` cannot run on ``device``; None: it can.
 
     ``element_bytes``: size of the elements that the matrix unit multiplies. ``shared_bytes``: what
     the kernel keeps in shared memory, by default ``shared_memory``. ``sums``: accumulators per
-    output element, 2 if the matrix unit's accumulator is added to a second one.
+    output element, 2 if the matrix unit's accumulator is added to a second one. ``powers``: names
+    of what has to be a power of two.
     """
-    for name in ("block_m", "block_n", "block_k", "num_warps"):
+    for name in powers:
         value = getattr(config, name)
         if value < 1 or value & (value - 1):
             detail = f"{name}={value} of {config} is not a power of two"

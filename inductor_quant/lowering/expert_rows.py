@@ -10,7 +10,6 @@ import torch
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
 from inductor_quant.kernels import Kernel, dispatch
-from inductor_quant.kernels.codegen.digits.order import Order
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Problem
 from inductor_quant.lowering.select import describe_device, has_gluon, lowering_of
@@ -33,17 +32,6 @@ def gathered(x: Any, rows: Any | None, repeats: int) -> Any:
         x = lowering_of(aten.expand.default)(x, [count, repeats, width])
         x = lowering_of(aten.reshape.default)(x, [count * repeats, width])
     return x if rows is None else lowering_of(aten.index.Tensor)(x, [rows])
-
-
-def in_order(x: Any, order: Order) -> Any:
-    """x [S, K] with K in that order, written once with what computes x."""
-    *rows, width = x.get_size()
-    names = order.format.digits("k")
-    places = [len(rows) + names.index(name) for name in order.digits]
-    x = lowering_of(aten.view.default)(x, [*rows, *map(order.format.radix, names)])
-    x = lowering_of(aten.permute.default)(x, [*range(len(rows)), *places])
-    x = lowering_of(aten.clone.default)(x, memory_format=torch.contiguous_format)
-    return lowering_of(aten.view.default)(x, [*rows, width])
 
 
 def is_gathered_before(

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from inductor_quant import fallback
 from inductor_quant._compat import inductor as compat
+from inductor_quant._compat import not_stored
 from inductor_quant.kernels import Kernel
 from inductor_quant.kernels.codegen.digits.order import Order, paired
 from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.problem import Groups, Problem
-from inductor_quant.lowering import expert_rows
+from inductor_quant.lowering import expert_order, expert_rows
 from inductor_quant.lowering.select import lower_gemm, lowering_of
 from inductor_quant.lowering.weight_only import LoweredEvaluator, describe_packed
 from inductor_quant.ops import experts as op
@@ -46,9 +48,11 @@ def lower(
 ) -> Any:
     call = _Call(x, weight, offsets, ids, rows, repeats, WeightFormat.decode(format), out_dtype)
     if not gate:
-        return call.product()
+        return call.with_x_in_order().product()
     joined = Gate.decode(gate)
-    result = call.gated(joined, bias, bias_rows)
+    result = call.gated_in_order(joined) if bias is None else None
+    if result is None:
+        result = call.gated(joined, bias, bias_rows)
     if result is not None:
         return result
     y = call.product()
@@ -84,6 +88,48 @@ class _Call:
         is_sorted, has_rows = self.ids is None, self.rows is not None
         return Groups(self.format.experts, is_sorted, self.repeats, has_rows)
 
+    def with_x_in_order(self) -> _Call:
+        """With K of x in the order in which the kernel is faster, if a kernel computes x."""
+        is_written = self.groups == Groups(self.format.experts, is_sorted=True)
+        if not is_written or not not_stored.is_computed(self.x):
+            return self
+        stored = not_stored.buffer(self.device, self.x.get_dtype(), self.x.get_size())
+        order = dataclasses.replace(self, x=stored)._k_order(self.groups, self.format)
+        if order is None:
+            return self
+        x = expert_order.in_order(self.x, order)
+        return dataclasses.replace(self, x=x, format=order.counted("k"))
+
+    def gated_in_order(self, gate: Gate) -> Any | None:
+        """``gated``, with the columns in the order in which the product that reads them is faster;
+        None: there is none, or another kernel would be the best."""
+        node = compat.current_node()
+        reader = expert_order.reader_of(node)
+        after = self._of(reader) if reader is not None else None
+        order = after._k_order(after.groups, after.format) if after is not None else None
+        pairs = paired(self.format, is_interleaved=gate.is_interleaved)
+        if node is None or reader is None or order is None or pairs is None:
+            return None
+        pairs = expert_order.columns_in_order(pairs, order)
+        result = self.gated(gate, None, None, pairs) if pairs is not None else None
+        if result is not None and pairs is not None:
+            # Not before: if the product fails, its rows are in the order of memory.
+            node.update_kwarg("format", expert_order.as_columns(pairs, gate).encode())
+            reader.update_kwarg("format", order.counted("k").encode())
+        return result
+
+    def _of(self, reader: fx.Node) -> _Call | None:
+        """The call ``reader`` of what this one stores; None: its weight is not there yet."""
+        nodes: Any = reader.args[1]
+        options: dict[str, Any] = dict(reader.kwargs)
+        weight = [not_stored.lowered(each) for each in nodes]
+        if any(each is None for each in weight) or compat.known_int(self.count) == 0:
+            return None
+        format = WeightFormat.decode(options["format"])
+        x = not_stored.buffer(self.device, self.out_dtype, [self.count, format.shape[0]])
+        given = x, weight, self.offsets, None, None, 1, format, options["out_dtype"]
+        return _Call(*given)
+
     def product(self) -> Any:
         """[S, N]."""
         n = self.format.shape[1]
@@ -97,13 +143,15 @@ class _Call:
             x = expert_rows.gathered(x, self.rows, self.repeats)
         return _unfused(x, self.weight, self.offsets, self.ids, self.format, self.out_dtype)
 
-    def gated(self, gate: Gate, bias: Any, bias_rows: Any) -> Any | None:
+    def gated(
+        self, gate: Gate, bias: Any, bias_rows: Any, pairs: WeightFormat | None = None
+    ) -> Any | None:
         """[S, N / 2]; None: the kernel that is best for the product does not compute it in the same
-        tiles."""
+        tiles. ``pairs``: the format, ``paired``, with these in another order."""
         n = self.format.shape[1]
         if compat.known_int(self.count) == 0:
             return self._nothing(n // 2)
-        format = paired(self.format, is_interleaved=gate.is_interleaved)
+        format = pairs or paired(self.format, is_interleaved=gate.is_interleaved)
         if format is None or not compat.runs_triton(self.device):
             return None
         groups = dataclasses.replace(self.groups, gate=gate, has_bias=bias is not None)
@@ -164,7 +212,7 @@ class _Call:
             groups = dataclasses.replace(groups, **_NEIGHBOURS)
             order = self._k_order(groups, format)
             if order is not None:
-                x, format = expert_rows.in_order(x, order), order.counted("k")
+                x, format = expert_order.in_order(x, order), order.counted("k")
             _, problem = self._described(groups, format, x)
         tensors = [x, *self.weight, *given, *([] if rows is None else [rows])]
         inputs = [*map(compat.realize, tensors), route]

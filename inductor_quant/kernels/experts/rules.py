@@ -91,9 +91,11 @@ def mean_rows(problem: Problem) -> float:
 @functools.lru_cache(maxsize=1024)
 def expected_tiles(mean: float, block_m: int, few: int = 0) -> tuple[float, float]:
     """Of an expert whose rows are sorted, as of random routing, which leaves it a number that is
-    Poisson-distributed: tiles with more than ``few`` rows, and with fewer."""
-    most = math.ceil(mean + 8 * math.sqrt(mean) + 8)
-    logs = ((rows, rows * math.log(mean) - mean - math.lgamma(rows + 1)) for rows in range(most))
+    Poisson-distributed: tiles with more than ``few`` rows, and those with no more."""
+    mean = max(mean, 1e-6)
+    apart = 8 * math.sqrt(mean) + 8
+    likely = range(max(0, math.floor(mean - apart)), math.ceil(mean + apart))
+    logs = ((rows, rows * math.log(mean) - mean - math.lgamma(rows + 1)) for rows in likely)
     found = [(*divmod(rows, block_m), math.exp(log)) for rows, log in logs]
     large = sum(share * (whole + (left > few)) for whole, left, share in found)
     return large, sum(share for _, left, share in found if 0 < left <= few)

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import functools
 
-from inductor_quant.kernels.codegen.digits.order import Order, is_linear, split
+from inductor_quant.kernels.codegen.digits.order import Order, divided
 from inductor_quant.kernels.codegen.digits.tile import word_strides
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.problem import Weight
-from inductor_quant.spec.weight_format import Field, WeightFormat
+from inductor_quant.spec.weight_format import Field
 
 WIDTH, WORD, LANES = 4, 8, 4  # bits of a value, values of a word, lanes that share a row
 COMPUTED, LOOKED_UP = WORD // 2, 1  # values apart are those that are dequantized together
@@ -40,7 +40,7 @@ def lane_order(weight: Weight) -> Order | None:
         return None
     apart = COMPUTED if format.element == format.code else LOOKED_UP
     for part in (BLOCK, WORD, 2 * apart, apart):
-        found = _divided(format, part)
+        found = divided(format, "k", part)
         if found is None:
             return None
         format = found
@@ -68,15 +68,3 @@ def _are_words_of_k(weight: Weight) -> bool:
         return place >= BLOCK or strides.get(name) == place // WORD
 
     return all(map(is_in_order, format.digits("k"))) and set(offsets) <= set(format.digits("k"))
-
-
-def _divided(format: WeightFormat, part: int) -> WeightFormat | None:
-    """``format``, no digit of whose K reaches from below ``part`` beyond it."""
-    for name in format.digits("k"):
-        low = format.weight_of(name)
-        if low < part < low * format.radix(name):
-            apart, rest = divmod(part, low)
-            if rest or format.radix(name) % apart or not is_linear(format, name):
-                return None
-            return split(format, name, apart)
-    return format

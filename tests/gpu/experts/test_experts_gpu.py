@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.experts.mm_sm90.kernel import BLOCKS
+from inductor_quant.kernels.experts.mm_sm90.kernel import BLOCKS, DEEP_BLOCKS, TALL_BLOCKS
 from inductor_quant.kernels.weight_only.mm_sm90 import cost
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
@@ -77,7 +77,9 @@ def test_rows_of_x_are_read_where_they_are(name, is_sorted, gather):
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("block", [block for block, *_ in (*cost.BLOCKS, *BLOCKS)], ids=str)
+@pytest.mark.parametrize(
+    "block", [block for block, *_ in (*cost.BLOCKS, *BLOCKS, *DEEP_BLOCKS, *TALL_BLOCKS)], ids=str
+)
 @pytest.mark.parametrize("name", ["gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "mxfp4"])
 def test_many_rows_in_every_tile(name, block):
     """N ends within a tile; odd numbers of rows, empty experts, rows without an expert."""
@@ -112,6 +114,22 @@ def test_a_layer(format, form):
         assert {*families} <= {"experts", "weight_only"}
     else:
         assert families == ["experts"] * 2
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("tokens", [200, 280, 1000])
+@pytest.mark.parametrize("form", ["grouped", "transformers_grouped"])
+@pytest.mark.parametrize("format", ["int4_words", "nibbles", "mxfp4"])
+def test_a_layer_whose_rows_are_in_the_order_of_lanes(format, form, tokens):
+    """Those that are gathered, and those that the first product or an activation writes."""
+    model, args = layer(format, form, tokens)
+    with torch.no_grad(), collect() as report:
+        got = compiled(model)(*args)
+        want = model(*args)
+    orders = [choice.weight[0].k for choice in report.kernels if choice.weight]
+    assert len(orders) == 2
+    assert all(len(digits) > 3 for digits in orders)
     assert (got - want).norm() <= 0.02 * want.norm()
 
 

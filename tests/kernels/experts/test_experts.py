@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 import pytest
@@ -215,12 +216,27 @@ def test_tiles_of_96_rows_are_those_of_weights_that_do_not_spill(
 def test_tiles_of_96_rows_are_those_of_experts():
     spec, problem = described("nibble_pairs", 96 * E)
     single = dataclasses.replace(problem, has_weight_descriptors=True, groups=None)
-    for tile, is_taken in (("96x128x64_w4_s6_g8", True), ("80x128x64_w4_s4_g8", False)):
+    for rows in (96, 80, 48, 24):
+        tile, is_taken = f"{rows}x128x64_w4_s4_g8", rows == 96
         config = parse_config(tile)
         refused = EXPERTS_MM_SM90.config_rejection(spec, problem, config, device(90))
         assert (refused is None) == is_taken
         refused = WEIGHT_ONLY_MM_SM90.config_rejection(spec, single, config, device(90))
         assert "tiles of two products" in str(refused)
+
+
+def test_no_tile_is_expected_where_there_are_no_rows():
+    assert expected_tiles(0.0, 96, 64) == pytest.approx((0, 0), abs=1e-5)
+
+
+def test_gates_with_a_bias_have_no_tiles_of_96_rows():
+    """They spill."""
+    case = Case("nibble_pairs", (64,) * E, 6144, 2048, gate="clamped")
+    for has_bias in (False, True):
+        case = dataclasses.replace(case, has_bias=has_bias)
+        make = functools.partial(make_inputs, case)
+        [*_, text] = generate(gemm(case), make).kernels.values()
+        assert ("BLOCK_M : tl.constexpr = 96" in text) != has_bias
 
 
 @pytest.mark.parametrize("mean", [3.0, 40.0, 300.0])

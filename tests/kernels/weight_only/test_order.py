@@ -7,11 +7,13 @@ import itertools
 import pytest
 import torch
 
-from inductor_quant.kernels.codegen.digits.order import Order, is_linear, reordered, split
+from inductor_quant.kernels.codegen.digits.order import Order, is_linear, paired, reordered, split
 from inductor_quant.kernels.codegen.digits.words import as_words
 from inductor_quant.kernels.problem import Weight, WeightTensor
 from inductor_quant.kernels.weight_only.lane_order import lane_order
+from inductor_quant.lowering.expert_order import as_columns, columns_in_order
 from inductor_quant.ops import weight_only
+from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import DequantOp, Field, WeightFormat
 from tests.support.gemms import formats, fp4
 from tests.support.gemms.formats import build, form
@@ -145,3 +147,38 @@ def test_words_in_another_order_have_no_order_of_lanes():
     assert lane_order(words_along_k(512, 64)) is not None
     assert lane_order(words_along_k(512, 64, is_reversed=True)) is None
     assert lane_order(words_along_k(496, 64)) is None
+
+
+def test_runs_are_digits_that_are_neighbours_in_both_orders():
+    format = build("halves_of_k", 512, 64).format  # digits of 2, 8 and 32
+    for order, runs in (
+        (("k0", "k1", "k2"), [(1, 512)]),
+        (("k1", "k2", "k0"), [(1, 256), (256, 512)]),
+        (("k2", "k0", "k1"), [(1, 32), (32, 512)]),
+        (("k1", "k0", "k2"), [(32, 256), (256, 512), (1, 32)]),
+    ):
+        assert Order(format, order).runs() == runs
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_columns_are_stored_in_the_order_of_the_next_k(is_interleaved):
+    torch.manual_seed(0)
+    after = lane_order(words_along_k(320, 64))
+    assert after is not None
+    packed = build("gptq", 64, 640)
+    weight, gate = packed.make(), Gate((("mul", 0, 1),), is_interleaved=is_interleaved)
+    values = weight_only.dequantize(packed.format, weight)
+    pairs = paired(packed.format, is_interleaved=is_interleaved)
+    assert pairs is not None
+    found = columns_in_order(pairs, after)
+    assert found is not None
+    at = torch.tensor([eval(after.place(str(i))) for i in range(320)])
+    first, second = (2 * at, 2 * at + 1) if is_interleaved else (at, at + 320)
+    got = weight_only.dequantize(found, weight)
+    assert got.equal(values[:, torch.stack([first, second], 1).flatten()])
+    got = weight_only.dequantize(as_columns(found, gate), weight)
+    both = torch.stack([first, second], int(is_interleaved)).flatten()
+    assert got.equal(values[:, both])
+    others = paired(build("gptq", 64, 320).format, is_interleaved=is_interleaved)
+    assert others is not None
+    assert columns_in_order(others, after) is None

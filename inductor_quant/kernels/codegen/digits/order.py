@@ -72,6 +72,19 @@ def split(format: WeightFormat, name: str, low: int) -> WeightFormat:
     return _counted(format, axis, tuple(digits), index)
 
 
+def divided(format: WeightFormat, axis: str, part: int) -> WeightFormat | None:
+    """The same weight, no digit of whose axis reaches from below ``part`` beyond it; None: that
+    digit does not divide so."""
+    for name in format.digits(axis):
+        low = format.weight_of(name)
+        if low < part < low * format.radix(name):
+            apart, rest = divmod(part, low)
+            if rest or format.radix(name) % apart or not is_linear(format, name):
+                return None
+            return split(format, name, apart)
+    return format
+
+
 def paired(format: WeightFormat, *, is_interleaved: bool) -> WeightFormat | None:
     """The same weight with columns counted in pairs: neighbours, or a column of each half. The
     last digit of n chooses one of a pair. None: the columns do not divide so."""
@@ -128,6 +141,16 @@ class Order:
     def counted(self, axis: str) -> WeightFormat:
         """``format`` with the axis counted so."""
         return reordered(self.format, axis, self.digits)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """Digits that are next to each other in the axis as well: the lowest one's place value, and
+        that above the highest one; the most significant first."""
+        found: list[tuple[int, int]] = []
+        for _, radix, place in self._steps():
+            joins = bool(found) and found[-1][1] == place
+            low = found.pop()[0] if joins else place
+            found.append((low, place * radix))
+        return found[::-1]
 
     def neighbours(self, block: int) -> int:
         """How many positions of a block follow one another in the axis, from its first one on."""

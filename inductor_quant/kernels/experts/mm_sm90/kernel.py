@@ -157,7 +157,9 @@ def _takes_deep(problem: Problem, config: GemmConfig, device: Device) -> bool:
 
 def _takes_tall(problem: Problem, config: GemmConfig, device: Device) -> bool:
     """Whether values have up to 4 bits, none is looked up, and a K iteration has one group and no
-    zero point that is stored: others spill."""
+    zero point that is stored: others spill, and so does a gate with a bias."""
+    if groups_of(problem).has_bias:
+        return False
     format = rules.weight_of(problem).format
     has_zeros = any(
         op.kind in ("add", "sub") and isinstance(op.operand, Field) for op in format.dequant_ops

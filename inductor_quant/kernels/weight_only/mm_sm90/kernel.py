@@ -96,6 +96,7 @@ NOT_LOOKED_UP = (32, 128, 64)
 SPLITS = (1, 2, 3, 4, 5, 6)
 LEAST_M = 9  # of a layer that has tiles for it; up to 8 rows weight_only_direct has tiles of 8
 MIN_K_ITERS = 8  # of a split
+POWERS = ("block_n", "block_k", "num_warps")  # of two
 SIGNAL = 8  # bytes, with which a warp says that its sums are there
 
 
@@ -369,11 +370,11 @@ def tile_misfit(
     if found is None or config.num_stages < 3:
         return bad_blocks(f"{config} does not suit the digits of {problem.weight}")
     first, more = products_of(config.block_m)
-    if more and (problem.groups is None or 2 * more != first):
-        return bad_blocks(f"{config}: tiles of two products are those of experts, of 96 rows or so")
+    if more and not (has_halves(problem, config) and 2 * more == first):
+        return bad_blocks(f"{config}: tiles of two products are those of experts, with 96 rows")
     most = MAX_ACCUMULATORS // sums
     return rules.reject_if_too_many_accumulators(config, most) or tile_rejection(
-        dataclasses.replace(config, block_m=first), device, element_bytes=2, shared_bytes=memory
+        *(config, device), element_bytes=2, shared_bytes=memory, powers=POWERS
     )
 
 

@@ -1,0 +1,135 @@
+"""Rows that are written in the order of lanes for the product that reads them: by the product
+before, or by the kernel that computes them. Run by Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from inductor_quant import simulate
+from inductor_quant._compat import gluon
+from inductor_quant.kernels.experts.mm_sm90 import kernel as mm_sm90
+from inductor_quant.lowering import expert_order
+from inductor_quant.report.events import collect
+from tests.support.gemms import formats
+from tests.support.gemms.experts import Case, gemm, make_inputs, reference, stacked
+from tests.support.gemms.generated import generate
+from tests.support.gemms.weight_only import assert_close
+from tests.support.sampling import sampled
+
+pytestmark = [
+    pytest.mark.interp,
+    pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon"),
+]
+
+COUNTS, HIDDEN, INNER = (65, 0, 31, 97), 256, 320
+TALL, WIDE = "experts_mm_sm90 96x128x64_w4_s6_g8", "experts_mm_sm90 64x128x64_w8_s8_g8"
+SMALL = "experts_mm_sm90 32x64x64_w4_s8_g8"
+bf16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def a_small_chip(monkeypatch):
+    monkeypatch.setattr(formats, "GROUP", 64)
+    monkeypatch.setattr(mm_sm90, "MIN_MEAN", 0)
+    monkeypatch.setattr(mm_sm90, "MIN_MEAN_COMPUTED", 0)
+    small = dataclasses.replace(simulate.GPUS[90], num_sms=2)
+    monkeypatch.setitem(simulate.GPUS, 90, small)  # a CTA has several tiles
+
+
+class Layer:
+    """Two products; ``between``: of what the first one stores, N columns or what its gate gives."""
+
+    def __init__(self, first: str, second: str, gate: str = "", n=2 * INNER, between=lambda y: y):
+        self.cases = up, _ = (
+            Case(first, COUNTS, n, HIDDEN, 5, gate=gate),
+            Case(second, COUNTS, HIDDEN, INNER, 5),
+        )
+        self.between, self.products = between, tuple(map(gemm, self.cases))
+        self.count = len(up.packed.tensors)
+        torch.manual_seed(0)
+        self.inputs = self.make("cpu")
+
+    def make(self, device):
+        up, down = (make_inputs(case, device) for case in self.cases)
+        return *up, *down[2:]
+
+    def __call__(self, x, route, *weight):
+        up, down = self.products
+        y = up(x, route, *weight[: self.count])
+        return down(self.between(y), route, *weight[self.count :])
+
+    def reference(self) -> torch.Tensor:
+        x, route, *weight = self.inputs
+        up, down = self.cases
+        y = reference(up, (x, route, *weight[: self.count])).to(bf16)
+        return reference(down, (self.between(y), route, *weight[self.count :]))
+
+    def ordered(self, tile: str, fn=None) -> list[bool]:
+        """Whether K of each weight is in another order than that of memory; results are right."""
+        with collect() as report:
+            generated = generate(fn or self, self.make, tile)
+        got = simulate.interpret(generated, self.inputs)
+        got = got[0] if isinstance(got, tuple) else got
+        assert_close(got, self.reference(), slack=8)  # rows between are rounded
+        natural = [stacked(case.packed, len(COUNTS)) for case in self.cases]
+        found = [choice.weight[0] for choice in report.kernels if choice.weight]
+        return [each.k != format.k for each, format in zip(found, natural, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gate", "tile"),
+    sampled(
+        [
+            ("nibble_pairs", "nibble_pairs", "silu", TALL),
+            ("nibble_pairs", "mxfp4", "clamped", WIDE),
+            ("int8_channel", "nibble_pairs", "silu", WIDE),
+            ("gptq", "nibble_pairs", "silu", WIDE),
+            ("mxfp4", "mxfp4", "silu", WIDE),
+        ],
+        2,
+    ),
+)
+def test_a_product_stores_its_columns_in_the_order_of_the_next(first, second, gate, tile):
+    assert Layer(first, second, gate).ordered(tile) == [False, True]
+
+
+def test_rows_that_something_else_reads_are_in_the_order_of_memory():
+    layer = Layer("nibble_pairs", "nibble_pairs", "silu")
+
+    def fn(x, route, *weight):
+        y = layer.products[0](x, route, *weight[: layer.count])
+        return layer.products[1](y, route, *weight[layer.count :]), y.sum(1)
+
+    assert layer.ordered(TALL, fn) == [False, False]
+
+
+def test_few_rows_are_in_the_order_of_memory():
+    assert Layer("nibble_pairs", "nibble_pairs", "silu").ordered(SMALL) == [False, False]
+
+
+def test_a_product_that_fails_leaves_the_order_of_the_next(monkeypatch):
+    """The eager op takes its place, with the format that it was given."""
+
+    def fails(*args):
+        raise RuntimeError("no columns in order")
+
+    monkeypatch.setattr(expert_order, "columns_in_order", fails)
+    layer = Layer("nibble_pairs", "nibble_pairs", "silu")
+    with pytest.raises(Exception, match="no columns in order"):
+        layer.ordered(TALL)
+
+
+@pytest.mark.parametrize(
+    ("n", "is_ordered"),
+    [
+        (INNER + 64, True),
+        (INNER, False),  # an epilogue of the first product
+    ],
+)
+def test_a_kernel_of_its_own_computes_rows_in_the_order_of_lanes(n, is_ordered):
+    between = lambda y: torch.relu(y[:, n - INNER :])  # noqa: E731
+    layer = Layer("nibble_pairs", "nibble_pairs", n=n, between=between)
+    assert layer.ordered(WIDE) == [False, is_ordered]
