@@ -12,7 +12,7 @@ from inductor_quant._compat.symbols import symbol
 
 def is_computed(box: Any) -> bool:
     """Whether ``box`` is a pointwise expression that will have a kernel of its own, which may store
-    it in any order: it is no epilogue of a template, element by element."""
+    it in any order: it cannot be an epilogue of a template, element by element."""
     while isinstance(box, symbol("torch._inductor.ir:MutableBox")):
         box = box.data
     if not isinstance(box, symbol("torch._inductor.ir:Pointwise")):

@@ -19,6 +19,8 @@ from inductor_quant.spec.gate import Gate
 from inductor_quant.spec.weight_format import WeightFormat
 
 aten = torch.ops.aten
+_PLAIN = {"repeats": 1, "gate": ""}
+_OPTIONS = {*_PLAIN, "format", "out_dtype"}
 
 
 def in_order(x: Any, order: Order) -> Any:
@@ -32,17 +34,23 @@ def in_order(x: Any, order: Order) -> Any:
     return lowering_of(aten.view.default)(x, [rows, width])
 
 
+def is_read_once(node: fx.Node | None) -> bool:
+    """Whether one call alone reads the rows that ``node`` computes."""
+    return node is not None and len(node.users) == 1
+
+
 def reader_of(node: fx.Node | None) -> fx.Node | None:
     """The call that alone reads the rows of the call ``node``, which are sorted, as its x."""
-    if node is None or len(node.users) != 1:
+    if node is None or not is_read_once(node):
         return None
     [reader] = node.users
     if reader.target is not op.op or reader.args[0] is not node:
         return None
-    _, _, _, *others = reader.args  # without ids, and rows and a bias of its own
-    others += [reader.kwargs.get("gate") or None]
-    is_plain = all(other is None for other in others) and reader.kwargs.get("repeats", 1) == 1
-    return reader if is_plain else None
+    # Without ids, and rows, a gate and a bias of its own.
+    has_others = any(other is not None for other in reader.args[3:])
+    options = {**_PLAIN, **reader.kwargs}
+    is_plain = all(options[name] == value for name, value in _PLAIN.items())
+    return reader if is_plain and not has_others and set(options) == _OPTIONS else None
 
 
 def columns_in_order(format: WeightFormat, order: Order) -> WeightFormat | None:

@@ -89,8 +89,13 @@ class _Call:
         return Groups(self.format.experts, is_sorted, self.repeats, has_rows)
 
     def with_x_in_order(self) -> _Call:
-        """With K of x in the order in which the kernel is faster, if a kernel computes x."""
+        """With K of x in the order in which the kernel is faster, if a kernel computes x for this
+        call alone."""
         is_written = self.groups == Groups(self.format.experts, is_sorted=True)
+        node = compat.current_node()
+        rows = node.args[0] if node is not None else None
+        if not isinstance(rows, fx.Node) or not expert_order.is_read_once(rows):
+            return self
         if not is_written or not not_stored.is_computed(self.x):
             return self
         stored = not_stored.buffer(self.device, self.x.get_dtype(), self.x.get_size())
@@ -105,17 +110,20 @@ class _Call:
         None: there is none, or another kernel would be the best."""
         node = compat.current_node()
         reader = expert_order.reader_of(node)
-        after = self._of(reader) if reader is not None else None
+        if node is None or reader is None:
+            return None
+        after = self._of(reader)
         order = after._k_order(after.groups, after.format) if after is not None else None
         pairs = paired(self.format, is_interleaved=gate.is_interleaved)
-        if node is None or reader is None or order is None or pairs is None:
+        if order is None or pairs is None:
             return None
         pairs = expert_order.columns_in_order(pairs, order)
         result = self.gated(gate, None, None, pairs) if pairs is not None else None
-        if result is not None and pairs is not None:
-            # Not before: if the product fails, its rows are in the order of memory.
-            node.update_kwarg("format", expert_order.as_columns(pairs, gate).encode())
-            reader.update_kwarg("format", order.counted("k").encode())
+        if pairs is None or result is None:
+            return None
+        # Not before: if the product fails, its rows are in the order of memory.
+        node.update_kwarg("format", expert_order.as_columns(pairs, gate).encode())
+        reader.update_kwarg("format", order.counted("k").encode())
         return result
 
     def _of(self, reader: fx.Node) -> _Call | None:

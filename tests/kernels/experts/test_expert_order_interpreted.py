@@ -11,7 +11,8 @@ import torch
 from inductor_quant import simulate
 from inductor_quant._compat import gluon
 from inductor_quant.kernels.experts.mm_sm90 import kernel as mm_sm90
-from inductor_quant.lowering import expert_order
+from inductor_quant.lowering import experts
+from inductor_quant.lowering.select import lower_gemm
 from inductor_quant.report.events import collect
 from tests.support.gemms import formats
 from tests.support.gemms.experts import Case, gemm, make_inputs, reference, stacked
@@ -42,10 +43,12 @@ def a_small_chip(monkeypatch):
 class Layer:
     """Two products; ``between``: of what the first one stores, N columns or what its gate gives."""
 
-    def __init__(self, first: str, second: str, gate: str = "", n=2 * INNER, between=lambda y: y):
+    def __init__(
+        self, first: str, second: str, gate: str = "", n=2 * INNER, between=lambda y: y, left=5
+    ):
         self.cases = up, _ = (
-            Case(first, COUNTS, n, HIDDEN, 5, gate=gate),
-            Case(second, COUNTS, HIDDEN, INNER, 5),
+            Case(first, COUNTS, n, HIDDEN, left, gate=gate),
+            Case(second, COUNTS, HIDDEN, INNER, left),
         )
         self.between, self.products = between, tuple(map(gemm, self.cases))
         self.count = len(up.packed.tensors)
@@ -110,16 +113,23 @@ def test_few_rows_are_in_the_order_of_memory():
     assert Layer("nibble_pairs", "nibble_pairs", "silu").ordered(SMALL) == [False, False]
 
 
-def test_a_product_that_fails_leaves_the_order_of_the_next(monkeypatch):
-    """The eager op takes its place, with the format that it was given."""
+@pytest.mark.parametrize(("without", "kernels"), [(1, 2), (2, 1)])
+def test_a_product_that_has_no_kernel_reads_and_writes_what_the_other_does(
+    without, kernels, monkeypatch
+):
+    """The first one has none with its columns in order, then one in that of memory; or the second
+    one has none."""
+    layer, calls = Layer("nibble_pairs", "nibble_pairs", "silu", left=0), []
 
-    def fails(*args):
-        raise RuntimeError("no columns in order")
+    def lowered(*args, **kwargs):
+        calls.append(args)
+        return None if len(calls) == without else lower_gemm(*args, **kwargs)
 
-    monkeypatch.setattr(expert_order, "columns_in_order", fails)
-    layer = Layer("nibble_pairs", "nibble_pairs", "silu")
-    with pytest.raises(Exception, match="no columns in order"):
-        layer.ordered(TALL)
+    with monkeypatch.context() as patched:
+        patched.setattr(experts, "lower_gemm", lowered)
+        generated = generate(layer, layer.make, TALL)
+    assert_close(simulate.interpret(generated, layer.inputs), layer.reference(), slack=8)
+    assert sum("warp_specialize" in text for text in generated.kernels.values()) == kernels
 
 
 @pytest.mark.parametrize(

@@ -81,11 +81,11 @@ def test_a_tile_of_96_rows_has_two_products_or_the_first_alone():
     [(kernel, source)] = [each for each in generated.kernels.items() if "specialize" in each[1]]
     compiled = simulate.compile_kernel(kernel, source)
     assert not compiled.is_serialized
-    assert compiled.spill_stores == 0
+    assert compiled.spill_stores <= (16 if HOISTS_MORE else 0)
     found = Counter(int(rows) for rows in re.findall(r"wgmma\S*m64n(\d+)k16", compiled.ptx))
     assert found[64] == 2 * found[32] > 0
     code = in_flight.machine_code(compiled.ptx)
-    assert in_flight.overwritten(code) == []
+    assert in_flight.overwritten(code) == in_flight.spilled_in_loops(code) == []
     # Of 64 pairs of values of two K iterations.
     chosen = len(in_flight._in_loops(code, re.compile(r"\bPRMT\b")))
     assert chosen < 64
