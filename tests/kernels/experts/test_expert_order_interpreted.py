@@ -140,6 +140,7 @@ def test_a_product_that_has_no_kernel_reads_and_writes_what_the_other_does(
     ],
 )
 def test_a_kernel_of_its_own_computes_rows_in_the_order_of_lanes(n, is_ordered):
-    between = lambda y: torch.relu(y[:, n - INNER :])  # noqa: E731
-    layer = Layer("nibble_pairs", "nibble_pairs", n=n, between=between)
+    layer = Layer(
+        "nibble_pairs", "nibble_pairs", n=n, between=lambda y: torch.relu(y[:, n - INNER :])
+    )
     assert layer.ordered(WIDE) == [False, is_ordered]
