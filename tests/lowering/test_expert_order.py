@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from inductor_quant._compat import gluon
 from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
 from tests.support.producers import experts
-from tests.support.producers.experts import Experts
+from tests.support.producers.experts import to_generate
 
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
@@ -25,22 +24,9 @@ def test_k_of_both_products_is_in_the_order_of_lanes(form, format, is_ordered, t
     monkeypatch.setattr(experts, "GROUP", 128)
     if form.startswith("transformers"):
         pytest.importorskip("transformers.integrations.moe")
-    with torch.device("meta"):
-        model = Experts(format, form, e=16, h=512, i=256)
-    names = [name for name, _ in model.named_buffers()]
-
-    def layer(x, ids, weights, *buffers):
-        named = dict(zip(names, buffers, strict=True))
-        return torch.func.functional_call(model, named, (x, ids, weights))
-
-    def make(device):
-        likes = [(each.shape, each.dtype) for each in model.buffers()]
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in likes]
-        x, weights = (torch.empty(tokens, n, dtype=torch.bfloat16, device=device) for n in (512, 4))
-        return x, torch.empty(tokens, 4, dtype=torch.int64, device=device), weights, *made
-
+    made = to_generate(format, form, tokens=tokens, top_k=4, h=512, i=256)
     with collect() as report:
-        generated = generate(layer, make)
+        generated = generate(*made)
     products = [text for text in generated.kernels.values() if "gl.warp_specialize" in text]
     assert len(products) == 2
     assert "gl.exp" in products[0]  # the gate

@@ -9,7 +9,7 @@ import torch
 
 from inductor_quant.ops.fusion import expert_routing as ops
 from tests.support.gemms.generated import generate
-from tests.support.producers.experts import Experts, bf16
+from tests.support.producers.experts import bf16, to_generate
 
 E = 6
 
@@ -55,21 +55,8 @@ def test_a_sum(count, keepdim):
 def test_a_layer_has_five_launches():
     """Without a sort, and with eight experts added in one thread."""
     pytest.importorskip("transformers.integrations.moe")
-    with torch.device("meta"):
-        model = Experts("int4_words", "transformers_grouped", e=16, h=256, i=128)
-    names = [name for name, _ in model.named_buffers()]
-
-    def layer(x, ids, weights, *buffers):
-        named = dict(zip(names, buffers, strict=True))
-        return torch.func.functional_call(model, named, (x, ids, weights))
-
-    def make(device):
-        likes = [(each.shape, each.dtype) for each in model.buffers()]
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in likes]
-        x, weights = (torch.empty(16, n, dtype=bf16, device=device) for n in (256, 8))
-        return x, torch.empty(16, 8, dtype=torch.int64, device=device), weights, *made
-
-    generated = generate(layer, make)
+    made = to_generate("int4_words", "transformers_grouped", tokens=16, top_k=8, h=256, i=128)
+    generated = generate(*made)
     called = generated.wrapper.split("def call", 1)[1]
     assert len(re.findall(r"triton_\w+\.run\(", called)) == 5
     assert "aten.sort" not in called

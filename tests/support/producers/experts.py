@@ -235,3 +235,24 @@ def route(tokens: int, experts: int, k: int = 2, h: int = 64) -> tuple[torch.Ten
     """x, ids and weights of a random routing."""
     weights, ids = torch.randn(tokens, experts).softmax(-1).topk(k, -1)
     return torch.randn(tokens, h).to(bf16), ids, weights.to(bf16)
+
+
+def to_generate(
+    format: str, form: str, *, tokens: int, top_k: int, h: int, i: int
+) -> tuple[Callable[..., Any], Callable[[str], tuple[Any, ...]]]:
+    """A layer of 16 experts as a function of tensors, and what makes these, fake ones on "cuda"."""
+    with torch.device("meta"):
+        model = Experts(format, form, e=16, h=h, i=i)
+    names = [name for name, _ in model.named_buffers()]
+
+    def layer(x, ids, weights, *buffers):  # type: ignore[no-untyped-def]
+        named = dict(zip(names, buffers, strict=True))
+        return torch.func.functional_call(model, named, (x, ids, weights))
+
+    def make(device: str) -> tuple[Any, ...]:
+        likes = [(each.shape, each.dtype) for each in model.buffers()]
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in likes]
+        x, weights = (torch.empty(tokens, n, dtype=bf16, device=device) for n in (h, top_k))
+        return x, torch.empty(tokens, top_k, dtype=torch.int64, device=device), weights, *made
+
+    return layer, make
