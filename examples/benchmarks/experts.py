@@ -7,8 +7,9 @@
 ``ours`` and ``stock`` compile the same quantized layer, with the plugin and without; ``bf16`` and
 ``bf16-autotune`` the layer that is not quantized. The forwards are those of ``transformers``:
 ``batched_mm`` for one token, as its ``generate`` does, else ``grouped_mm``. Rows of ``fp8_block``
-are quantized 1 x 128. ``--published`` times one product instead, FP8 in blocks, its rows quantized
-and sorted before, in the sizes for which DeepGEMM has published times.
+are quantized 1 x 128, those of ``w8a8`` to int8 by row. ``--published`` times one product instead,
+FP8 in blocks, its rows quantized and sorted before, in the sizes for which DeepGEMM has published
+times.
 
 ``vllm`` and ``triton_kernels`` are peers written in Triton: vLLM's kernels of experts in the
 configuration that it chooses, ``vllm-tuned`` in the fastest of some, and OpenAI's ``matmul_ogs``
@@ -18,8 +19,10 @@ as vLLM calls it for MXFP4. They are imported from the folder ``--peer-path`` th
 Each cell is a line of JSON: microseconds, the median of interleaved rounds of CUDA graphs with a
 random routing for each call; ``of_X`` the time of ours over that of X; ``difference`` from fp32
 products of one expert at a time, as norms; ``peak_mb`` the most memory of a call beyond its weights
-and inputs (``dense_mb``: the stacks in bf16); ``floor_us`` the least time of the products by
-the card's measured bandwidth, for the experts that are hit, and the rate of its datasheet.
+and inputs (``dense_mb``: the stacks in bf16); ``products_us`` what the kernels of the products
+take in a profile, without routing, gather and sum; ``floor_us`` the least time of the products by
+the card's measured bandwidth, for the experts that are hit, and the rate of its datasheet;
+``of_floor`` the products' time over it.
 ``--skew 2`` lets some experts have most of the rows. ``--tiny`` tries the script, also without a
 GPU."""
 
@@ -42,7 +45,7 @@ class Model:
     top_k: int
     hidden: int
     inner: int
-    formats: tuple[str, ...] = ("int4", "int8", "fp8_block", "nvfp4")
+    formats: tuple[str, ...] = ("int4", "int8", "fp8_block", "nvfp4", "w8a8")
     is_gpt_oss: bool = False
 
 
@@ -52,7 +55,8 @@ MODELS = {
     "deepseek": Model(256, 8, 7168, 2048),
     "gpt-oss": Model(32, 4, 2880, 2880, ("mxfp4",), is_gpt_oss=True),
 }
-FORMATS = ("int4", "int8", "fp8_block", "nvfp4", "mxfp4")
+FORMATS = ("int4", "int8", "fp8_block", "nvfp4", "w8a8", "mxfp4")
+OF_8_BIT_ROWS = ("fp8_block", "w8a8")
 TOKENS = (1, 16, 64, 256, 4096)
 SYSTEMS = ("ours-autotune", "stock", "stock-autotune", "bf16", "bf16-autotune")
 PEERS = ("vllm", "vllm-tuned", "triton_kernels")
@@ -108,6 +112,8 @@ def line(request: Row, found: Row, ceilings: dict[str, list[float]]) -> Row:
         us = reply["us"][1]
         shown[f"{name}_us"] = round(us, 1)
         shown[f"{name}_difference"] = round(reply["difference"], 4)
+        if reply.get("products_us") is not None:
+            shown[f"{name}_products_us"] = round(reply["products_us"], 1)
         if reply["peak_mb"] is not None:
             shown[f"{name}_peak_mb"] = round(reply["peak_mb"], 1)
         if request["model"] in PUBLISHED:
@@ -115,6 +121,8 @@ def line(request: Row, found: Row, ceilings: dict[str, list[float]]) -> Row:
             shown[f"{name}_tflops"] = round(operations / us / 1e6, 1)
         if "config" in reply:  # a peer's
             shown[f"{name}_config"] = reply["config"]
+    if shown.get("floor_us") and "ours_products_us" in shown:
+        shown["of_floor"] = round(shown["ours_products_us"] / shown["floor_us"], 2)
     for pair, (_, median, _) in found["ratios"].items():
         if pair.startswith("ours/"):
             shown[f"of_{pair.removeprefix('ours/')}"] = round(median, 3)
@@ -129,7 +137,7 @@ def floor_us(format: str, least: list[list[float]], ceilings: dict[str, list[flo
     """0 where the card's rates are not known."""
     if not ceilings:
         return 0.0
-    bandwidth, rate = ceilings["8 bits" if format == "fp8_block" else "16 bits"]
+    bandwidth, rate = ceilings["8 bits" if format in OF_8_BIT_ROWS else "16 bits"]
     return 1e6 * sum(max(moved / bandwidth, count / rate) for moved, count in least)
 
 
@@ -151,6 +159,9 @@ def run(options: argparse.Namespace) -> None:
                 limit_s=options.limit,
                 alone=lambda name: name.endswith(("autotune", "tuned")),
             )
+            for system in systems:
+                if "us" in found["systems"][system.name]:
+                    found["systems"][system.name] |= system.ask(do="profile")
             print(json.dumps(line(request, found, reply)), flush=True)
 
 

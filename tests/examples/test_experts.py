@@ -20,8 +20,17 @@ TINY = experts.Model(8, 2, 256, 128, is_gpt_oss=True)
 @pytest.mark.parametrize(
     ("format", "tokens"),
     sampled(
-        [("fp8_block", 5), ("fp8_block", 1), ("int4", 5), ("mxfp4", 5), ("int8", 1), ("nvfp4", 5)],
-        6,
+        [
+            ("fp8_block", 5),
+            ("fp8_block", 1),
+            ("int4", 5),
+            ("mxfp4", 5),
+            ("int8", 1),
+            ("nvfp4", 5),
+            ("w8a8", 5),
+            ("w8a8", 1),
+        ],
+        8,
     ),
 )
 def test_every_layer_is_recognized(format, tokens):
@@ -31,7 +40,7 @@ def test_every_layer_is_recognized(format, tokens):
     with torch.no_grad():
         got, [rewrite] = capture(lambda m, *a: m(*a), (layer, *args))
         want = layer.one_by_one(*args)
-    family = "scaled_experts" if format == "fp8_block" else "experts"
+    family = "scaled_experts" if format in experts.OF_8_BIT_ROWS else "experts"
     assert [match.family for match in rewrite.report.matches] == [family] * 2
     assert (got - want).norm() <= 0.03 * want.norm()
 
@@ -57,7 +66,7 @@ def test_a_line_has_what_the_systems_say():
     reply = {"difference": 0.0021, "hit": 3.0, "least": least, **sizes}
     found = {
         "systems": {
-            "ours": reply | {"us": [9.0, 10.0, 11.0]},
+            "ours": reply | {"us": [9.0, 10.0, 11.0], "products_us": 8.04},
             "stock": reply | {"us": [39.0, 40.0, 41.0], "peak_mb": 12.0},
             "vllm": {"failed": "not measured: no"},
         },
@@ -73,6 +82,8 @@ def test_a_line_has_what_the_systems_say():
         "floor_us": 6.0,
         "ours_us": 10.0,
         "ours_difference": 0.0021,
+        "ours_products_us": 8.0,
+        "of_floor": 1.33,
         "ours_peak_mb": 1.2,
         "stock_us": 40.0,
         "stock_difference": 0.0021,

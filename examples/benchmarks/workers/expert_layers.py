@@ -1,7 +1,7 @@
 """Layers of experts for ``workers.experts``: formats of stacks, the layer, one product of it.
 
 Forwards are those of ``transformers``: ``batched_mm`` for one token, as its ``generate`` does, else
-``grouped_mm``. Rows of ``fp8_block`` are quantized 1 x 128."""
+``grouped_mm``. Rows of ``fp8_block`` are quantized 1 x 128, of ``w8a8`` with a scale for each."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ def of_fp4(q: Tensor) -> Tensor:
 FORMATS: dict[str, tuple[Callable[..., dict[str, Tensor]], Callable[..., Tensor]]] = {
     "int8": (int8, of_int8),
     "int4": (int4, of_int4),
+    "w8a8": (int8, of_int8),
     "fp8_block": (fp8_block, of_fp8_block),
     "mxfp4": (mxfp4, of_mxfp4),
     "nvfp4": (nvfp4, of_nvfp4),
@@ -108,7 +109,7 @@ class Stacks(nn.Module):
     def __init__(self, experts: int, format: str, named: dict[str, tuple[int, int]]) -> None:
         super().__init__()
         self.num_experts, self.format, self.named = experts, format, named
-        self.quantizes_rows = format == "fp8_block"
+        self.quantize = QUANTIZERS.get(format)  # of rows
         make, self.dequantize = FORMATS[format]
         for name, (n, k) in named.items():
             for key, tensor in make(experts, n, k).items():
@@ -120,6 +121,10 @@ class Stacks(nn.Module):
     def stack(self, name: str, expert: int | None = None) -> Tensor:
         """Of all experts, or the weight of one."""
         return self.dequantize(*(t if expert is None else t[expert] for t in self.stored(name)))
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Rows as the format stores them, dequantized again."""
+        return dequantized(*self.quantize(x)).to(x.dtype) if self.quantize else x
 
     def least(self, rows: int, hit: float) -> list[tuple[float, float]]:
         """Of each product: bytes to be moved by ``rows`` rows that hit so many experts, and
@@ -169,10 +174,10 @@ class Experts(Stacks):
         else:
             gate, up = y.chunk(2, -1)
             out = F.silu(gate) * up
-        return rounded(out) if self.quantizes_rows else out
+        return self.rounded(out)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        x = rounded(x) if self.quantizes_rows else x
+        x = self.rounded(x)
         name = "batched" if len(x) == 1 else "grouped"
         out: Tensor = getattr(moe, f"{name}_mm_experts_forward")(self, x, ids, weights)
         return out
@@ -180,7 +185,7 @@ class Experts(Stacks):
     def one_by_one(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What ``forward`` computes, in fp32; one expert is dense in memory at a time."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        x = rounded(x) if self.quantizes_rows else x
+        x = self.rounded(x)
         for expert in ids.unique().tolist():
             row, place = (ids == expert).nonzero(as_tuple=True)
             y = self._apply_gate(self._product(x[row].float(), "up", expert).to(bf16))
@@ -205,7 +210,7 @@ class Product(Stacks):
         """``each``: rows of an expert; ``skew`` is not used."""
         ends = torch.arange(1, self.num_experts + 1, dtype=torch.int32) * each
         x = torch.randn(self.rows(each), self.named["up"][1]).to(bf16)
-        return (*(quantized(x) if self.quantizes_rows else (x,)), ends)
+        return (*(self.quantize(x) if self.quantize else (x,)), ends)
 
     def hit(self, *args: Tensor) -> int:
         return self.num_experts
@@ -223,20 +228,25 @@ class Product(Stacks):
         return torch.cat([part @ self.stack("up", e).float().t() for e, part in enumerate(parts)])
 
     def _read(self, x: Sequence[Tensor]) -> Tensor:
-        return dequantized(*x) if self.quantizes_rows else x[0]
+        return dequantized(*x) if self.quantize else x[0]
 
 
-def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+def by_block(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows in e4m3, and their scales, 1 x 128."""
     groups = x.float().unflatten(-1, (-1, BLOCK))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 448
     return (groups / scale).to(e4m3).flatten(-2), scale.squeeze(-1)
 
 
+def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in int8, and a scale for each."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
+    return (x.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+
+
 def dequantized(q: Tensor, scale: Tensor) -> Tensor:
-    return (q.float().unflatten(-1, (-1, BLOCK)) * scale.unsqueeze(-1)).flatten(-2).to(bf16)
+    groups = q.float().unflatten(-1, (scale.shape[-1], -1))
+    return (groups * scale.unsqueeze(-1)).flatten(-2).to(bf16)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Rows quantized, and back."""
-    return dequantized(*quantized(x)).to(x.dtype)
+QUANTIZERS = {"fp8_block": by_block, "w8a8": by_row}

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from examples.benchmarks.harness import NotMeasured
 from examples.benchmarks.timing import Replay
-from examples.benchmarks.workers.expert_layers import BLOCK, GROUP, Experts, Product, quantized
+from examples.benchmarks.workers.expert_layers import BLOCK, GROUP, Experts, Product, by_block
 
 FUSED_MOE = Path("vllm/model_executor/layers/fused_moe/fused_moe.py")
 TRITON_KERNELS = Path("vllm/third_party/triton_kernels")
@@ -272,7 +272,7 @@ def _sum(y: Tensor, out: Tensor) -> None:
     out.copy_(y.float().sum(1))
 
 
-_quantized = torch.compile(quantized, dynamic=False)
+_quantized = torch.compile(by_block, dynamic=False)
 
 
 # ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import math
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from examples.benchmarks.experts import MODELS, PUBLISHED
 from examples.benchmarks.harness import NotMeasured, serve
@@ -24,7 +26,10 @@ from inductor_quant.backend import inductor_quant_backend
 from inductor_quant.report.roofline import roofs
 
 L2_BYTES = 64 * 2**20
+PROFILED = 5  # replays of all calls
 MAX_AUTOTUNE = "max-autotune-no-cudagraphs"
+# Kernels of products by their names: of Triton's templates, PyTorch's library, OpenAI's and vLLM's.
+PRODUCTS = re.compile(r"triton_tem|cutlass|gemm|nvjet|matmul_ogs|fused_moe", re.IGNORECASE)
 # name -> (is quantized, backend, mode)
 COMPILED: dict[str, tuple[bool, Any, str | None]] = {
     "ours": (True, inductor_quant_backend, None),
@@ -121,6 +126,21 @@ class Worker:
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 1e6
 
+    def profile(self) -> dict[str, float | None]:
+        """What the kernels of the products of a call take."""
+        assert self.replay is not None
+        if self.device != "cuda":
+            return {"products_us": None}
+        for _ in range(2):
+            self.replay.run()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(PROFILED):
+                self.replay.run()
+            torch.cuda.synchronize()
+        each = [e.self_device_time_total for e in found.key_averages() if PRODUCTS.search(e.key)]
+        return {"products_us": sum(each) / PROFILED / len(self.replay.calls)}
+
     def time(self) -> dict[str, float]:
         assert self.replay is not None
         return {"us": self.replay.seconds() * 1e6}
@@ -157,6 +177,7 @@ def main() -> None:
             "ceilings": worker.ceilings,
             "prepare": worker.prepare,
             "time": worker.time,
+            "profile": worker.profile,
         }
     )
 

@@ -67,7 +67,8 @@ def test_tiles_are_taller_for_more_rows(arch):
     def rows_of(mean, dtype=i8, block=(0, 1)):
         return first(mean * E, dtype, block, arch=arch, has_aligned_rows=False)[1].block_m
 
-    assert [rows_of(mean) for mean in (16, 17, 128, 129)] == [16, 64, 64, 128]
+    means = (12, 13, 20, 21, 128, 129)
+    assert [rows_of(mean) for mean in means] == [16, 32, 32, 64, 64, 128]
     # a second accumulator
     assert rows_of(129, e4m3, (128, 128)) == 64
 
@@ -111,9 +112,9 @@ def test_the_tallest_tiles_leave_room_for_no_more_experts(experts, config):
 @pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
 def test_many_rows_an_expert_are_for_the_kernel_of_large_m(dtype, block):
     name = LARGE[dtype == i8]
-    for rows in (65 * E, 256 * E, 8192 * E):
+    for rows in (49 * E, 256 * E, 8192 * E):
         assert first(rows, dtype, block)[0] == name
-    assert first(64 * E, dtype, block)[0] not in LARGE  # half of a tile of 128 rows
+    assert first(48 * E, dtype, block)[0] not in LARGE
     for change in (
         {"arch": 100},
         {"is_sorted": False},

@@ -33,8 +33,8 @@ from inductor_quant.kernels.scaled_mm.large_m_sm90 import kernel as large_m_sm90
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-# With fewer, half of the tile's 128 rows are another expert's.
-MIN_MEAN_ROWS = 64
+# With fewer, more than half of the 128 rows of a tile are another expert's.
+MIN_MEAN_ROWS = 48
 MIN_FILL = 0.6  # of the SMs, that have a tile
 WIDEST = 256  # columns of a tile
 # By three warpgroups, for a mean of about 128 rows: half of the experts have a few more, for which

@@ -26,11 +26,18 @@ TALL_ABOVE = 128
 # (largest mean of rows an expert, configurations)
 CONFIGS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
     (
-        16,
+        12,
         (
             GemmConfig(16, 128, 128, num_warps=4, num_stages=6),
             GemmConfig(16, 128, 128, num_warps=4, num_stages=4),
             GemmConfig(16, 64, 64, num_warps=4, num_stages=3),
+        ),
+    ),
+    (
+        20,
+        (
+            GemmConfig(32, 128, 128, num_warps=4, num_stages=4),
+            GemmConfig(32, 64, 64, num_warps=4, num_stages=3),
         ),
     ),
     (
