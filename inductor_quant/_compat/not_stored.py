@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,28 +11,50 @@ import torch
 from inductor_quant._compat.symbols import symbol
 
 
-def is_computed(box: Any) -> bool:
-    """Whether ``box`` is a pointwise expression that will have a kernel of its own, which may store
-    it in any order: it cannot be an epilogue of a template, element by element."""
-    while isinstance(box, symbol("torch._inductor.ir:MutableBox")):
-        box = box.data
-    if not isinstance(box, symbol("torch._inductor.ir:Pointwise")):
-        return False
+def computed(box: Any) -> Any | None:
+    """``box`` as a pointwise expression that a kernel of its own computes, which may store it in
+    any order; None: it is none, or can be an epilogue of a template, element by element.
+
+    A long expression has a buffer already, which is not computed if nothing else reads it."""
+    data = box
+    while isinstance(data, symbol("torch._inductor.ir:MutableBox")):
+        data = data.data
+    if isinstance(data, symbol("torch._inductor.ir:ComputedBuffer")):
+        data = data.data
+    if not isinstance(data, symbol("torch._inductor.ir:Pointwise")):
+        return None
     graph = symbol("torch._inductor.virtualized:V").graph
     template = symbol("torch._inductor.ir:TemplateBuffer")
-    read = (graph.try_get_buffer(name) for name in box.get_read_names())
-    return not any(
-        isinstance(each, template) and each.get_numel() == box.get_numel() for each in read
-    )
+    read = (graph.try_get_buffer(name) for name in data.get_read_names())
+    size = data.get_numel()
+    if any(isinstance(each, template) and each.get_numel() == size for each in read):
+        return None
+    return symbol("torch._inductor.ir:TensorBox").create(data)
 
 
-def buffer(device: torch.device, dtype: torch.dtype, size: Sequence[Any]) -> Any:
-    """In place of a contiguous buffer that is not there yet, to choose a kernel by."""
-    layout = symbol("torch._inductor.ir:FixedLayout")(device, dtype, size)
+def buffer(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: Sequence[Any],
+    stride: Sequence[Any] | None = None,
+) -> Any:
+    """In place of a buffer that is not there yet, to choose a kernel by; contiguous without
+    ``stride``."""
+    layout = symbol("torch._inductor.ir:FixedLayout")(device, dtype, size, stride)
     made = symbol("torch._inductor.ir:InputBuffer")(name="not_stored", layout=layout)
     return symbol("torch._inductor.ir:TensorBox").create(made)
 
 
 def lowered(node: torch.fx.Node) -> Any | None:
-    """What an FX node was lowered to; None: it is not yet."""
-    return symbol("torch._inductor.virtualized:V").graph.env.get(node)
+    """What an FX node was lowered to, or will be; None: that is not known, or of symbolic size."""
+    graph = symbol("torch._inductor.virtualized:V").graph
+    if node in graph.env:
+        return graph.env[node]
+    value = node.meta.get("val")
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(graph.module)
+    if not isinstance(value, torch.Tensor):
+        return None
+    if not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return None
+    return buffer(value.device, value.dtype, value.shape, value.stride())

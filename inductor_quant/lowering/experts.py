@@ -96,13 +96,14 @@ class _Call:
         rows = node.args[0] if node is not None else None
         if not isinstance(rows, fx.Node) or not expert_order.is_read_once(rows):
             return self
-        if not is_written or not not_stored.is_computed(self.x):
+        x = not_stored.computed(self.x) if is_written else None
+        if x is None:
             return self
         stored = not_stored.buffer(self.device, self.x.get_dtype(), self.x.get_size())
         order = dataclasses.replace(self, x=stored)._k_order(self.groups, self.format)
         if order is None:
             return self
-        x = expert_order.in_order(self.x, order)
+        x = expert_order.in_order(x, order)
         return dataclasses.replace(self, x=x, format=order.counted("k"))
 
     def gated_in_order(self, gate: Gate) -> Any | None:
@@ -127,7 +128,7 @@ class _Call:
         return result
 
     def _of(self, reader: fx.Node) -> _Call | None:
-        """The call ``reader`` of what this one stores; None: its weight is not there yet."""
+        """The call ``reader`` of what this one stores; None: its weight is not known yet."""
         nodes: Any = reader.args[1]
         options: dict[str, Any] = dict(reader.kwargs)
         weight = [not_stored.lowered(each) for each in nodes]

@@ -144,3 +144,15 @@ def test_a_kernel_of_its_own_computes_rows_in_the_order_of_lanes(n, is_ordered):
         "nibble_pairs", "nibble_pairs", n=n, between=lambda y: torch.relu(y[:, n - INNER :])
     )
     assert layer.ordered(WIDE) == [False, is_ordered]
+
+
+def test_a_weight_that_is_computed_between_two_products_has_rows_in_the_order_of_lanes():
+    layer = Layer("nibble_pairs", "nibble_pairs", "silu")
+
+    def fn(x, route, *weight):
+        up, down = layer.products
+        y = up(x, route, *weight[: layer.count])
+        codes, scales = weight[layer.count :]
+        return down(y, route, codes, scales.abs())  # none is below 0
+
+    assert layer.ordered(TALL, fn) == [False, True]

@@ -243,6 +243,13 @@ def to_generate(
     """A layer of 16 experts as a function of tensors, and what makes these, fake ones on "cuda"."""
     with torch.device("meta"):
         model = Experts(format, form, e=16, h=h, i=i)
+    return as_function(model, tokens=tokens, top_k=top_k, h=h)
+
+
+def as_function(
+    model: torch.nn.Module, *, tokens: int, top_k: int, h: int
+) -> tuple[Callable[..., Any], Callable[[str], tuple[Any, ...]]]:
+    """``to_generate``, of a layer on the meta device."""
     names = [name for name, _ in model.named_buffers()]
 
     def layer(x, ids, weights, *buffers):  # type: ignore[no-untyped-def]
