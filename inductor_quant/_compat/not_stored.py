@@ -15,19 +15,23 @@ def computed(box: Any) -> Any | None:
     """``box`` as a pointwise expression that a kernel of its own computes, which may store it in
     any order; None: it is none, or can be an epilogue of a template, element by element.
 
-    A long expression has a buffer already, which is not computed if nothing else reads it."""
-    data = box
+    A long expression has a buffer already, which is dead if nothing else reads it. It is computed
+    again unless something writes to that buffer, or to one that it was computed from.
+    """
+    data, graph = box, symbol("torch._inductor.virtualized:V").graph
     while isinstance(data, symbol("torch._inductor.ir:MutableBox")):
         data = data.data
+    names: set[str] = set()
     if isinstance(data, symbol("torch._inductor.ir:ComputedBuffer")):
-        data = data.data
+        names, data = {data.get_name()}, data.data
     if not isinstance(data, symbol("torch._inductor.ir:Pointwise")):
         return None
-    graph = symbol("torch._inductor.virtualized:V").graph
-    template = symbol("torch._inductor.ir:TemplateBuffer")
-    read = (graph.try_get_buffer(name) for name in data.get_read_names())
-    size = data.get_numel()
-    if any(isinstance(each, template) and each.get_numel() == size for each in read):
+    read = data.get_read_names()
+    if names and not graph.mutated_buffers.isdisjoint(names | set(read)):
+        return None
+    template, size = symbol("torch._inductor.ir:TemplateBuffer"), data.get_numel()
+    stored = map(graph.try_get_buffer, read)
+    if any(isinstance(each, template) and each.get_numel() == size for each in stored):
         return None
     return symbol("torch._inductor.ir:TensorBox").create(data)
 

@@ -156,3 +156,76 @@ def test_a_weight_that_is_computed_between_two_products_has_rows_in_the_order_of
         return down(y, route, codes, scales.abs())  # none is below 0
 
     assert layer.ordered(TALL, fn) == [False, True]
+
+
+ONE = Case("nibble_pairs", COUNTS, HIDDEN, INNER)
+
+
+def stored_at_once(x, table):
+    """So many reads that Inductor gives it a buffer."""
+    for i in range(8):
+        x = x + table[i]
+    return x
+
+
+def written_by_index(x, table):
+    y = torch.zeros_like(x)
+    y[torch.arange(len(x) - 1, -1, -1, device=x.device)] = x
+    return y
+
+
+def written_in_part(x, table):
+    y = stored_at_once(x, table)
+    y[:, :5] = table[0, :, :5]
+    return y.index_fill(0, torch.zeros(1, dtype=torch.int64, device=x.device), 2.0)
+
+
+def empty_at_first(x, table):
+    y = torch.empty_like(x)
+    y[torch.arange(len(x) - 1, -1, -1, device=x.device)] = x
+    return y
+
+
+def from_a_table_that_changes(x, table):
+    y = stored_at_once(x, table)
+    some = x[0, :5].abs().long() % 8
+    table.index_put_((some,), torch.ones((), dtype=bf16, device=x.device))
+    return y
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        stored_at_once,
+        written_by_index,
+        written_in_part,
+        empty_at_first,
+        from_a_table_that_changes,
+    ],
+)
+def test_rows_that_have_a_buffer_are_what_is_in_it(rows):
+    def fn(op, x, route, table, *weight):
+        y = rows(x, table)
+        *codes, scales = weight
+        # orders what changes the table before the product
+        return op(y, route, *codes, scales * table[0, 0, 0].sign())
+
+    def make(device):
+        x, route, *weight = make_inputs(ONE, device)
+        table = torch.empty(9, *x.shape, dtype=bf16, device=device)
+        return x, route, table if device == "cuda" else table.uniform_(), *weight
+
+    torch.manual_seed(0)
+    inputs = make("cpu")
+    with collect() as report:
+        generated = generate(lambda *args: fn(gemm(ONE), *args), make, WIDE)
+    got = simulate.interpret(generated, tuple(each.clone() for each in inputs))
+    got = got[0] if isinstance(got, tuple) else got
+
+    def eager(x, route, *weight):
+        return reference(ONE, (x, route, *weight))
+
+    assert_close(got, fn(eager, *(each.clone() for each in inputs)), slack=8)
+    [choice] = report.kernels
+    is_ordered = choice.weight[0].k != stacked(ONE.packed, len(COUNTS)).k
+    assert is_ordered == (rows is stored_at_once)

@@ -84,9 +84,7 @@ def test_each_row_is_in_one_tile_with_rows_of_one_expert(counts, left, apart):
     wanted, start = [], 0
     for expert, rows in enumerate((*counts, left)):
         end = start + rows
-        known = min(
-            expert, len(counts) - 1
-        )  # rows without one read the last one's weight, not used
+        known = min(expert, len(counts) - 1)  # whose weight rows without one read, and do not use
         wanted += [(known, first, end) for first in range(start, end, BLOCK_M)]
         start = end
     assert found == wanted

@@ -33,7 +33,7 @@ from inductor_quant.kernels.scaled_mm.large_m_sm90 import kernel as large_m_sm90
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-# With fewer, more than half of the 128 rows of a tile are another expert's.
+# With fewer, most experts' rows are one tile of 64 rows of ``scaled_experts_mm``.
 MIN_MEAN_ROWS = 48
 MIN_FILL = 0.6  # of the SMs, that have a tile
 WIDEST = 256  # columns of a tile
