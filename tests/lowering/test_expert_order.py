@@ -17,7 +17,7 @@ from tests.support.producers.experts import as_function, to_generate
 pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("format", "is_ordered"), [("int4_words", True), ("nibbles", True), ("int8", False)]
 )

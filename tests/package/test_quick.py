@@ -34,6 +34,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.quick
+@pytest.mark.one_in(3)
 @pytest.mark.compiles
 @pytest.mark.skipif(not gluon.available(), reason="this Triton has no Gluon")
 @pytest.mark.parametrize("kernel", each_kernel.GEMMS)

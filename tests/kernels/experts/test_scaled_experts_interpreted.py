@@ -32,7 +32,7 @@ def check(case, config):
     return generated
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("counts", "is_sorted", "config"),
     sampled(
@@ -56,7 +56,7 @@ def test_rows_find_their_expert(counts, is_sorted, config):
     check(case, f"scaled_experts_{config}")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "gather",
     [

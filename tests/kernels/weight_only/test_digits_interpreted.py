@@ -37,7 +37,7 @@ DIRECT, MM = "weight_only_direct", "weight_only_mm_sm90"
 NAMES = ("gptq", "awq", "nibble_pairs", "int8_group", "nf4")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("kernel", "case", "config"),
     [

@@ -40,7 +40,7 @@ bf16, f16 = torch.bfloat16, torch.float16
 BESIDE_LOOP = 8  # bytes that may be spilled there
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "rows"),
     [

@@ -45,7 +45,7 @@ def test_consumers_copy_the_first_tiles(case, config, count, monkeypatch):
     assert len(copied) == 2 * count  # of x and of W
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("name", "ctas"), [("gptq", 2), ("gptq", 3), ("gptq", 5), ("gptq", 16), ("nf4", 2), ("nf4", 5)]
 )

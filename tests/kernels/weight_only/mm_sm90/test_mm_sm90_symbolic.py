@@ -24,14 +24,9 @@ bf16, f16 = torch.bfloat16, torch.float16
 BESIDE_LOOP = 16  # bytes that may be spilled there
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "dtype", "addends"),
-    [
-        ("gptq", f16, 1),
-        ("gptq", f16, 2),
-        pytest.param("nibble_pairs", bf16, 2, marks=pytest.mark.slow),
-    ],
+    ("name", "dtype", "addends"), [("gptq", f16, 1), ("gptq", f16, 2), ("nibble_pairs", bf16, 2)]
 )
 def test_a_symbolic_m_costs_no_instructions_in_the_loop(name, dtype, addends):
     """LLVM kept comparisons of rows as bits, and ptxas spilled each value that an epilogue loads
