@@ -16,24 +16,34 @@ def computed(box: Any) -> Any | None:
     any order; None: it is none, or can be an epilogue of a template, element by element.
 
     A long expression has a buffer already, which is dead if nothing else reads it. It is computed
-    again unless something writes to that buffer, or to one that it was computed from.
+    again unless something has written to that buffer since, or to one that it was computed from.
     """
     data, graph = box, symbol("torch._inductor.virtualized:V").graph
     while isinstance(data, symbol("torch._inductor.ir:MutableBox")):
         data = data.data
-    names: set[str] = set()
+    stored = None
     if isinstance(data, symbol("torch._inductor.ir:ComputedBuffer")):
-        names, data = {data.get_name()}, data.data
+        stored, data = data, data.data
     if not isinstance(data, symbol("torch._inductor.ir:Pointwise")):
         return None
-    read = data.get_read_names()
-    if names and not graph.mutated_buffers.isdisjoint(names | set(read)):
+    read = set(data.get_read_names())
+    if stored is not None and not _written_since(stored).isdisjoint({stored.get_name(), *read}):
         return None
     template, size = symbol("torch._inductor.ir:TemplateBuffer"), data.get_numel()
-    stored = map(graph.try_get_buffer, read)
-    if any(isinstance(each, template) and each.get_numel() == size for each in stored):
+    buffers = map(graph.try_get_buffer, read)
+    if any(isinstance(each, template) and each.get_numel() == size for each in buffers):
         return None
     return symbol("torch._inductor.ir:TensorBox").create(data)
+
+
+def _written_since(stored: Any) -> set[str]:
+    """The buffers to which something writes after ``stored`` is computed."""
+    written: set[str] = set()
+    for each in reversed(symbol("torch._inductor.virtualized:V").graph.buffers):
+        if each is stored:
+            break
+        written.update(each.get_mutation_names())
+    return written
 
 
 def buffer(
