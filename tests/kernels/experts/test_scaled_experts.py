@@ -18,6 +18,7 @@ from inductor_quant.kernels.scaled_experts.large_m_sm90.kernel import TALL, rand
 from inductor_quant.kernels.scaled_mm.large_m_sm90.kernel import tile
 from inductor_quant.ops.scaled_experts import make_spec, op
 from inductor_quant.report.events import collect
+from inductor_quant.spec import row_ranges
 from tests.support import in_flight
 from tests.support.gemms.generated import device, generate
 from tests.support.gemms.scaled_experts import Case, gemm, make_inputs
@@ -125,6 +126,20 @@ def test_many_rows_an_expert_are_for_the_kernel_of_large_m(dtype, block):
     ):
         assert first(100 * E, dtype, block, **change)[0] not in LARGE
     assert first(256 * E, e4m3, (64, 64))[0] not in LARGE
+
+
+@pytest.mark.parametrize("arch", [89, 90])
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
+def test_a_range_of_rows_has_one_kernel(dtype, block, arch):
+    many = 4 * E  # whose tiles fill the SMs: else their number counts, too
+    tops = row_ranges.tops([row_ranges.kind_of("scaled_experts", many)])
+    of = {"arch": arch, "groups": Groups(many, is_sorted=True)}
+    found = []
+    for mean in range(1, 200):
+        _, high = row_ranges.range_of(mean * many, tops)
+        found.append(first(mean * many, dtype, block, **of))
+        assert found[-1] == first(high or 4096 * many, dtype, block, **of), mean
+    assert len({str(config) for _, config in found}) > 2
 
 
 def test_silu_times_up_and_its_quantization_in_blocks_read_rows_once():
