@@ -69,6 +69,7 @@ OF_EXPERTS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
 # Up to here a tile of experts_direct has the rows of most experts; the second one if it computes
 # the values of a table, while this kernel looks them up.
 MIN_MEAN, MIN_MEAN_COMPUTED = 8, 12
+TALLEST = 256  # rows of a tile, whose threads have no registers left
 LEAST_IN_ORDER = 64  # rows of a tile, whose products leave fewer instructions time
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
 
@@ -102,6 +103,8 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         refused = reject_if_split(config) or super().config_rejection(spec, problem, config, device)
         if refused is None and problem.is_gated and not mm_sm90.has_pairs(problem, config):
             return bad_blocks(f"{config}: the columns of a pair are of two threads")
+        if refused is None and groups_of(problem).has_bias and config.block_m >= TALLEST:
+            return bad_blocks(f"{config}: a gate with a bias spills")
         return refused
 
     def k_order(self, spec: QuantGemmSpec, problem: Problem, config: GemmConfig) -> Order | None:
