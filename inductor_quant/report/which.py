@@ -160,11 +160,13 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 print(f"  {name:<18} {line}")
         return 0
     sizes = (options.m, options.n, options.k)
-    if not options.family or not all(size and size > 0 for size in sizes):
-        parser.error("a family and positive --m, --n and --k are required")
+    if not options.family:
+        parser.error(f"a family is required: {', '.join(FAMILIES)}")
     names = formats.names(options.family)
     if options.format and options.format not in names:
         parser.error(f"the formats of {options.family} are {', '.join(names)}")
+    if not all(size and size > 0 for size in sizes):
+        parser.error("positive --m, --n and --k are required")
     if options.linear and options.family != "w8a8":
         parser.error("--linear is for w8a8")
     gemm = Gemm(

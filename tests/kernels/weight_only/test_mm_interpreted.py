@@ -110,7 +110,7 @@ def one_hot(case, config=None):
 TILES = ("64x32x32_w4_s2_g8", "64x16x64_w4_s2_g8", "64x64x128_w8_s2_g8")
 
 
-@pytest.mark.parametrize(("name", "config"), zip(FORMATS, itertools.cycle(TILES)))
+@pytest.mark.parametrize(("name", "config"), list(zip(FORMATS, itertools.cycle(TILES))))
 def test_one_hot_rows_give_the_weight_bit_for_bit(name, config):
     torch.manual_seed(0)
     if name == "crossing":  # a tile loads each bit: the largest exceeds shared memory
