@@ -198,7 +198,7 @@ def compiled(package, which, every):
 @pytest.mark.parametrize(
     ("package", "which", "every", "least"),
     [
-        ("inductor_quant.lowering", "ONE", 4, 20),
+        ("inductor_quant.lowering", "ONE", 8, 10),
         ("inductor_quant.lowering", "PROGRAMS", 1, 30),
         ("inductor_quant.kernels", "PROGRAMS", 1, 50),
         ("inductor_quant.lowering", "MORE", 1, 15),

@@ -183,6 +183,7 @@ class OfAnyLength(nn.Module):
 
 
 @pytest.mark.compiles
+@pytest.mark.slow
 def test_ranges_of_a_dynamic_m_are_launched_together_up_to_the_last():
     """That one has no largest M."""
     with session(OfAnyLength) as run:
