@@ -50,7 +50,9 @@ def test_a_long_activation_is_computed_once_in_the_order_of_lanes():
         model = Experts(Model(16, 4, 512, 512, is_gpt_oss=True), "int4")
     with collect() as report:
         generated = generate(*as_function(model, tokens=280, top_k=4, h=512))
-    assert all(len(choice.weight[0].k) > 3 for choice in report.kernels if choice.weight)
+    found = [len(choice.weight[0].k) for choice in report.kernels if choice.weight]
+    assert len(found) == 2
+    assert min(found) > 3
     assert sum("expf" in text or "sigmoid" in text for text in generated.kernels.values()) == 1
     assert len(generated.kernels) == 7
 

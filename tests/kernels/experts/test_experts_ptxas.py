@@ -50,9 +50,10 @@ def test_nothing_spills(name, is_sorted, mean, gather):
         most = 32 if HOISTS_MORE else 16
     assert compiled.spill_stores <= most
     assert compiled.matrix_instructions()
-    # Of 340 instructions and more; two halves of a register of int8 on Triton 3.7.
+    # Of 340 instructions and more; from Triton 3.7 on two halves of a register of gathered int8.
+    has_halves = name == "int8_channel" and gather and TRITON >= (3, 7)
     in_loops = in_flight.spilled_in_loops(in_flight.machine_code(compiled.ptx))
-    assert len(in_loops) <= (4 if name == "nf4" or (name == "int8_channel" and gather) else 0)
+    assert len(in_loops) <= (4 if name == "nf4" or has_halves else 0)
 
 
 @pytest.mark.compiles

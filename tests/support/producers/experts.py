@@ -252,7 +252,9 @@ def as_function(
     """``to_generate``, of a layer on the meta device."""
     names = [name for name, _ in model.named_buffers()]
 
-    def layer(x, ids, weights, *buffers):  # type: ignore[no-untyped-def]
+    def layer(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *buffers: torch.Tensor
+    ) -> Any:
         named = dict(zip(names, buffers, strict=True))
         return torch.func.functional_call(model, named, (x, ids, weights))
 
