@@ -42,9 +42,9 @@ TOPS: dict[str, tuple[int, ...]] = {
     # experts_direct, by card, format and the width of values. 16, 64 and 128: taller tiles beyond.
     # 2048: the library beyond.
     "experts": (5, 8, 12, 16, 32, 64, 128, 256, 2048),
-    # Likewise. 12, 20 and 128: taller tiles beyond, of blocks from 126 to 188 the tallest. 16: the
-    # library beyond. 48: the kernel of large M beyond.
-    "scaled_experts": (12, 16, 20, 48, 125, 128, 188),
+    # Likewise. 12, 20 and 128: taller tiles beyond, from 115 to 192 the tallest. 16: the library
+    # beyond, on cards that are not tuned. 48: the kernel of large M beyond.
+    "scaled_experts": (12, 16, 20, 48, 114, 128, 192),
 }
 
 

@@ -1,8 +1,8 @@
 """Experts of 8-bit rows: each quantized row times the 8-bit weight of a stack that it selects.
 
-``_scaled_grouped_mm`` takes quantized operands and their scales. In ``_grouped_mm``, and in a
-``bmm`` with gathered weights, both operands are integers or FP8 values that the graph converts,
-with scales for rows, columns or blocks.
+Both versions of ``_scaled_grouped_mm`` take quantized operands and their scales. In
+``_grouped_mm``, and in a ``bmm`` with gathered weights, both operands are integers or FP8 values
+that the graph converts, with scales for rows, columns or blocks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from ..symbolic.expr import FLOAT8, Expr, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes
 from .experts import FALLBACK
+from .scaled_mm import ROW as ROW_WISE
 from .w8a8 import reject_long_k
 
 FAMILY = "scaled_experts"
 _ELEMENTS = frozenset((torch.int8, *FLOAT8))
 _SCALED = "aten._scaled_grouped_mm.default"
-# Rows an expert, in the mean, up to which our kernels are known to be faster than a product of FP8.
+_SCALED_V2 = "aten._scaled_grouped_mm_v2.default"
+# Rows an expert, in the mean, up to which our kernels surely are faster than the library's product
+# of FP8 on a card whose tiles were not measured. On the one where they were, they always are.
 _MAX_MEAN_ROWS = 16
 # Elements along K of a block of scales, from which its scaling is hidden behind products.
 _MIN_BLOCK = 128
@@ -66,7 +69,7 @@ class _Product:
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: ``_scaled_grouped_mm``, ``_grouped_mm`` or ``bmm``; None if that is no product
     with a stack."""
-    if str(anchor.target) == _SCALED:
+    if str(anchor.target) in (_SCALED, _SCALED_V2):
         found = _scaled(anchor)
         return found if isinstance(found, Rejection) else _assemble(anchor, found)
     is_bmm = anchor.target == aten.bmm.default
@@ -86,11 +89,23 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 
 def _scaled(anchor: fx.Node) -> _Product | Rejection:
     """``_scaled_grouped_mm(a [S, K], b [E, K, N], a_scale [S], b_scale [E, N], offs [E])``."""
-    a, b, *scales, offsets, bias, result, _, fast = fx_utils.arguments(
-        anchor,
-        *("self", "mat2", "scale_a", "scale_b", "offs", "bias"),
-        *("scale_result", "out_dtype", "use_fast_accum"),
-    )
+    if str(anchor.target) == _SCALED:
+        a, b, *scales, offsets, bias, result, _, fast = fx_utils.arguments(
+            anchor,
+            *("self", "mat2", "scale_a", "scale_b", "offs", "bias"),
+            *("scale_result", "out_dtype", "use_fast_accum"),
+        )
+    else:
+        a, b, *by_recipe, offsets, bias, _, contraction, fast = fx_utils.arguments(
+            anchor,
+            *("self", "mat2", "scale_a", "recipe_a", "swizzle_a"),
+            *("scale_b", "recipe_b", "swizzle_b", "offs", "bias"),
+            *("out_dtype", "contraction_dim", "use_fast_accum"),
+        )
+        if contraction or any(_is_not_of_rows(*by_recipe[i : i + 3]) for i in (0, 3)):
+            recipes = f"recipes {by_recipe[1]} and {by_recipe[4]}"
+            return Rejection(RejectionCode.SCALE_AXIS, recipes, anchor.name)
+        scales, result = [by_recipe[0][0], by_recipe[3][0]], None
     nodes = (a, b, *scales, offsets)
     if not all(map(fx_utils.is_tensor_node, nodes)):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
@@ -111,6 +126,11 @@ def _scaled(anchor: fx.Node) -> _Product | Rejection:
         interior=frozenset((anchor,)),
         fast_accum=bool(fast),
     )
+
+
+def _is_not_of_rows(scales: Any, recipes: Any, swizzles: Any) -> bool:
+    """Whether an operand of the second version has other scales than one for each row (column)."""
+    return len(scales) != 1 or list(recipes) != [ROW_WISE] or any(swizzles or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +418,9 @@ def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> 
     of 8 bits falls behind only if it decodes the weight for each tile, or scales short blocks."""
     (count, _, _), (block, _) = found.sizes, found.block
     is_fast = block == 0 or block >= _MIN_BLOCK
-    if str(anchor.target) == _SCALED:
+    if str(anchor.target) in (_SCALED, _SCALED_V2):
+        if stock.is_tuned(anchor):
+            return False
         mean = _MAX_MEAN_ROWS
     elif (
         anchor.target != aten._grouped_mm.default
@@ -436,6 +458,6 @@ def _reject_dtypes(
 PATTERN = Pattern(
     name="scaled_experts",
     family=FAMILY,
-    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default, _SCALED),
+    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default, _SCALED, _SCALED_V2),
     recognize=recognize,
 )

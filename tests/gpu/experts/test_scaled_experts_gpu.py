@@ -76,6 +76,43 @@ def test_sizes_and_layouts(case):
     check(case)
 
 
+@pytest.mark.sm90  # what the op of torch takes
+@pytest.mark.parametrize("fast_accum", [False, True])
+def test_a_product_that_says_so_itself_for_any_number_of_rows(fast_accum):
+    """One graph, from none to a thousand rows an expert."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    experts, n, k = 6, 384, 640
+    stack = torch.randn(experts, n, k).to(e4m3).cuda().transpose(1, 2)
+    of_stack = torch.rand(experts, n, device="cuda") + 0.5
+
+    @compiled
+    def product(x, of_x, offsets):
+        own = {"out_dtype": torch.bfloat16, "use_fast_accum": fast_accum}
+        return torch._scaled_grouped_mm(x, stack, of_x, of_stack, offs=offsets, **own)
+
+    with collect() as report:
+        for each in (64, 3, 17, 300, 1000, 1):
+            counts = torch.randint(0, 2 * each + 1, (experts,))
+            counts[2] = 0
+            offsets = counts.cumsum(0).to(torch.int32).cuda()
+            rows = max(2, int(offsets[-1]))
+            x = torch.randn(rows, k).to(e4m3).cuda()
+            of_x = torch.rand(rows, device="cuda") + 0.5
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(of_x, 0)
+            got = product(x, of_x, offsets)
+            chosen = torch.arange(experts).repeat_interleave(counts).cuda()
+            dense = (x.double() * of_x.double()[:, None])[: len(chosen)]
+            weights = stack.double() * of_stack.double()[:, None]
+            for expert in range(experts):
+                want = dense[chosen == expert] @ weights[expert]
+                difference = (got[: len(chosen)][chosen == expert] - want).abs()
+                assert not len(want) or difference.max() <= 8e-3 * want.abs().max()
+    [match] = report.matches
+    assert match.family == "scaled_experts"
+
+
 @pytest.mark.parametrize(
     ("format", "form"),
     [

@@ -82,7 +82,7 @@ CASES = [
 @pytest.mark.parametrize("columns", [TALL, *sorted(ELEMENT_COST)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.n}x{case.k}-{case.dtype}")
 def test_every_element_is_close_to_fp64(case, columns):
-    if columns not in ((TALL, *BLOCK_ELEMENT_COST) if case.block else ELEMENT_COST):
+    if columns not in (TALL, *(BLOCK_ELEMENT_COST if case.block else ELEMENT_COST)):
         pytest.skip("not a tile for these scales")
     inputs = list(inputs_of(case))
     if not case.has_scales:  # within the range of fp16

@@ -102,7 +102,7 @@ def test_next_to_nothing_spills(dtype, block, mean, arch, gather):
 LARGE = ("scaled_experts_large_m_sm90", "scaled_experts_int8_large_m_sm90")
 
 
-@pytest.mark.parametrize(("experts", "config"), [(256, TALL), (257, tile(256, group_m=16))])
+@pytest.mark.parametrize(("experts", "config"), [(256, TALL), (257, tile(128, group_m=8))])
 def test_the_tallest_tiles_leave_room_for_no_more_experts(experts, config):
     """Which are compiled below; with 257 CTAs need 100 bytes more than there are."""
     groups, n, k = Groups(experts, is_sorted=True), 4096, 7168
@@ -165,13 +165,11 @@ def test_silu_times_up_and_its_quantization_in_blocks_read_rows_once():
     assert simulate.compile_kernel(quantizing, kernels[quantizing]).spill_stores == 0
 
 
-def test_tiles_are_those_that_leave_no_sm_idle():
-    def columns(rows, n):
-        return first(rows, n=n)[1].block_n
-
-    assert columns(8192 * E, 4096) == 256
-    assert columns(256 * E, 1536) == 256
-    assert columns(128 * E, 384) == 128  # of 256 columns there were fewer tiles than SMs
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
+def test_tiles_have_128_columns(dtype, block):
+    for mean, n in ((8192, 4096), (256, 1536), (100, 640), (256, 2880)):
+        name, config = first(mean * E, dtype, block, n=n)
+        assert (name, config) == (LARGE[dtype == i8], tile(128, group_m=8))
 
 
 @pytest.mark.parametrize("change", ["gap", "columns", "k", "offset"])
@@ -195,14 +193,11 @@ def test_a_stack_that_is_no_matrix_is_for_others(change):
     assert report.kernels[0].chosen.startswith("scaled_experts_mm")
 
 
-@pytest.mark.parametrize(
-    ("rows", "experts", "is_tall"), [(128, 256, True), (96, 256, False), (256, 128, False)]
-)
-def test_tiles_of_192_rows_are_for_experts_that_exceed_128_at_times(rows, experts, is_tall):
-    case = Case((rows,) * experts, 4096, 7168, block=(128, 128))
-    with collect() as report:
-        generate(gemm(case), lambda device: make_inputs(case, device))
-    assert (str(TALL) in report.kernels[0].chosen) == is_tall
+@pytest.mark.parametrize(("dtype", "block"), [(e4m3, (128, 128)), (e4m3, (0, 1)), (i8, (0, 1))])
+def test_tiles_of_192_rows_are_for_experts_that_exceed_128_at_times(dtype, block):
+    for mean, is_tall in ((96, False), (118, True), (160, True), (192, True), (193, False)):
+        _, config = first(mean * E, dtype, block, n=4096, k=7168)
+        assert (config == TALL) == is_tall, mean
 
 
 def test_random_tiles_are_those_of_drawn_routings():
@@ -230,7 +225,11 @@ def test_random_tiles_are_those_of_drawn_routings():
         (Case((256,) * 8, 1101, 784, i8), 192, True),
         (Case((256,) * 8, 1536, 2048), 192, False),
         (Case((256,) * 8, 1536, 2048, fast_accum=True), 256, False),
-        (Case((256,) * 256, 4096, 7168, block=(128, 128)), 0, True),  # tiles of 192 rows
+        # tiles of 192 rows
+        (Case((256,) * 256, 4096, 7168, block=(128, 128)), 0, True),
+        (Case((160,) * 64, 4096, 7168), 0, True),
+        (Case((160,) * 8, 1101, 784, fast_accum=True), 0, False),
+        (Case((160,) * 8, 1101, 784, i8), 0, True),
     ],
     ids=lambda value: (
         f"{value.n}x{value.k}-{value.dtype}" if isinstance(value, Case) else str(value)

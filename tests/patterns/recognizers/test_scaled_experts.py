@@ -17,6 +17,9 @@ from tests.support.producers.scaled_experts import LAYERS, ScaledExperts, by_row
 from tests.support.sampling import sampled
 
 aten, e4m3 = torch.ops.aten, torch.float8_e4m3fn
+needs_version_2 = pytest.mark.skipif(
+    not hasattr(aten, "_scaled_grouped_mm_v2"), reason="this torch has one version"
+)
 
 
 def check(format: str, form: str, tokens: int = 6) -> None:
@@ -86,19 +89,32 @@ def test_many_rows_are_ours_where_their_type_is_multiplied(
     assert rewrite.codes == ["many_rows"] * 2 * (not is_ours)
 
 
-def scaled_product(rows: int):
+def scaled_product(rows: int, version_2: dict | None = None):
+    """``version_2``: other arguments of ``_scaled_grouped_mm_v2``, which no torch before 2.15
+    traces."""
+
     def body(call, a, b, of_a, of_b, offsets):
         stack = call(aten.permute.default, b, [0, 2, 1])
         own = {"out_dtype": bf16, "use_fast_accum": True}
-        return call(aten._scaled_grouped_mm.default, a, stack, of_a, of_b, offsets, **own)
+        product = call(aten._scaled_grouped_mm.default, a, stack, of_a, of_b, offsets, **own)
+        if version_2 is not None:
+            product.target = aten._scaled_grouped_mm_v2.default
+            scales = {"scale_a": [of_a], "recipe_a": [1], "swizzle_a": []}
+            scales |= {"scale_b": [of_b], "recipe_b": [1], "swizzle_b": []}
+            product.args = (a, stack, *(scales | version_2).values(), offsets)
+            product.kwargs = own
+        return product
 
     a, b = torch.zeros(rows, 32).to(e4m3), torch.zeros(4, 48, 32).to(e4m3)
     ends = torch.tensor([1, 3, 3, rows], dtype=torch.int32)
     return rewritten(body, [a, b, torch.ones(rows), torch.ones(4, 48), ends])
 
 
-def test_a_product_that_says_so_itself():
+def test_a_product_that_says_so_itself(monkeypatch):
     assert scaled_product(65).codes == ["many_rows"]
+    with monkeypatch.context() as patched:
+        patched.setattr(stock, "is_tuned", lambda anchor: True)
+        assert scaled_product(65).codes == []
     rewrite = scaled_product(9)
     [match] = rewrite.report.matches
     assert match.family == "scaled_experts"
@@ -106,6 +122,23 @@ def test_a_product_that_says_so_itself():
     assert (match.m, match.n, match.k, match.site.experts) == (9, 48, 32, 4)
     [call] = calls(rewrite.after, op.op)
     assert call.kwargs == {"block_k": 0, "block_n": 1, "out_dtype": bf16, "fast_accum": True}
+
+
+@needs_version_2
+def test_the_second_version_by_rows():
+    first, second = scaled_product(9), scaled_product(9, {})
+    assert second.codes == []
+    [[one], [other]] = (calls(rewrite.after, op.op) for rewrite in (first, second))
+    assert str((other.args, other.kwargs)) == str((one.args, one.kwargs))
+    assert second.report.matches[0].spec == first.report.matches[0].spec
+
+
+@needs_version_2
+@pytest.mark.parametrize(
+    "other", [{"recipe_a": [3]}, {"recipe_b": [0]}, {"swizzle_a": [1]}, {"swizzle_b": [1]}]
+)
+def test_other_scales_of_the_second_version_stay(other):
+    assert scaled_product(9, other).codes == ["scale_axis"]
 
 
 # ------------------------------------------------------------------------------------------

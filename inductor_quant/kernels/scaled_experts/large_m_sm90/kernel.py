@@ -36,10 +36,11 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 # With fewer, most experts' rows are one tile of 64 rows of ``scaled_experts_mm``.
 MIN_MEAN_ROWS = 48
 MIN_FILL = 0.6  # of the SMs, that have a tile
-WIDEST = 256  # columns of a tile
-# By three warpgroups, for a mean of about 128 rows: half of the experts have a few more, for which
-# a second tile of 128 rows reads the weight again. Its time, of the widest tile's.
-TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 0.72
+# By three warpgroups, for experts with a few rows more than 128, for which a second tile of 128
+# rows reads the weight again. Its time, of that of 128 x 128.
+TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 1.1
+# By BLOCK_N, as ``large_m_sm90`` has them: that CTAs run out of tiles together weighs more here.
+ELEMENT_COST = {**large_m_sm90.ELEMENT_COST, 192: 1.05}
 # Whose tiles fit in shared memory beside the stages (``memory_of_experts``).
 MOST_EXPERTS, MOST_EXPERTS_TALL = 1024, 256
 
@@ -71,8 +72,9 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
 
         def time(config: GemmConfig) -> float:
             rounds = max(1.0, random_tiles(problem, config) / device.num_sms)
-            cost = config.block_n * self._element_cost(spec)[config.block_n]
-            return (rounds + 0.5) * (TALL_COST * WIDEST if config == TALL else cost)
+            width = config.block_n
+            cost = TALL_COST if config == TALL else width / 128 * ELEMENT_COST[width]
+            return (rounds + 0.5) * cost
 
         is_tall = mean_rows(problem) <= TALL.block_m
         offered = (c for c in self._listed(spec) if c != TALL or is_tall)
@@ -94,12 +96,7 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
 
     def _listed(self, spec: QuantGemmSpec) -> tuple[GemmConfig, ...]:
         is_blocked = is_block_scaled(spec)
-        return (*large_m_sm90.BLOCK_CONFIGS, TALL) if is_blocked else large_m_sm90.CONFIGS
-
-    def _element_cost(self, spec: QuantGemmSpec) -> Any:
-        if is_block_scaled(spec):
-            return large_m_sm90.BLOCK_ELEMENT_COST
-        return large_m_sm90.ELEMENT_COST
+        return (*(large_m_sm90.BLOCK_CONFIGS if is_blocked else large_m_sm90.CONFIGS), TALL)
 
 
 def _is_crowded(problem: Problem, config: GemmConfig) -> bool:
