@@ -217,12 +217,15 @@ def test_random_tiles_are_those_of_drawn_routings():
 @pytest.mark.parametrize(
     ("case", "columns", "is_dynamic"),
     [
+        (Case((256,) * 128, 1536, 2048, block=(128, 128)), 128, True),
+        (Case((256,) * 128, 2048, 1408, block=(128, 128)), 128, False),
         (Case((256,) * 128, 1536, 2048, block=(128, 128)), 256, True),
         (Case((256,) * 128, 1536, 2048, block=(128, 128)), 192, False),
         (Case((256,) * 128, 2048, 1408, block=(128, 128)), 192, False),
         (Case((256,) * 256, 4096, 7168, block=(128, 128)), 256, True),  # offsets of 64 bits
         (Case((256,) * 8, 1100, 784, i8), 256, False),
         (Case((256,) * 8, 1101, 784, i8), 192, True),
+        (Case((256,) * 8, 1536, 2048), 128, True),
         (Case((256,) * 8, 1536, 2048), 192, False),
         (Case((256,) * 8, 1536, 2048, fast_accum=True), 256, False),
         # tiles of 192 rows
