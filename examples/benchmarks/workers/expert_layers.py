@@ -141,6 +141,7 @@ class Experts(Stacks):
     """With the attributes that the forwards of ``transformers`` read."""
 
     has_gate, is_transposed = True, False
+    _is_expert_parallel = has_post_expert_norm = False  # transformers 5.24
 
     def __init__(self, model: Model, format: str) -> None:
         h, i = model.hidden, model.inner

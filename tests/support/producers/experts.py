@@ -140,6 +140,7 @@ class Experts(torch.nn.Module):
     """
 
     has_gate, has_bias, is_transposed = True, False, False
+    _is_expert_parallel = has_post_expert_norm = False  # transformers 5.24
 
     def __init__(self, format: str, form: str, e: int = 4, h: int = 64, i: int = 64) -> None:
         super().__init__()
