@@ -217,6 +217,16 @@ def are_strides_read(node: fx.Node) -> bool:
     )
 
 
+def is_row_major(node: fx.Node) -> bool:
+    """Whether a tensor provably has no gaps, its last dimension innermost."""
+    expected: Any = 1
+    for size, stride in zip(*map(reversed, (value(node).shape, value(node).stride())), strict=True):
+        if not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
 def has_fixed_strides(node: fx.Node) -> bool:
     """Whether an op of another library reads ``node``, for which Inductor copies a tensor that has
     other strides than when the graph was traced, unless the op says that it takes any."""

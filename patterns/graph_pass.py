@@ -397,6 +397,9 @@ def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection |
         return Rejection(RejectionCode.CHOICE_FILTER, f"{names!r}; {found.family} {found.spec}")
     if not options.untuned and stock.is_left_to_it(found):
         return Rejection(RejectionCode.UNTUNED, f"{found.family} {found.spec}")
+    if fx_utils.are_strides_read(found.end) and not fx_utils.is_row_major(found.end):
+        strides = fx_utils.value(found.end).stride()
+        return Rejection(RejectionCode.STRIDES, f"{found.end.name} has {tuple(strides)}")
     if found.too_many_rows:
         return Rejection(RejectionCode.MANY_ROWS, f"{found.m} rows; {found.family} {found.spec}")
     return None

@@ -21,6 +21,7 @@ ADVICE: dict[RejectionCode, str] = {
     RejectionCode.COMPUTED_WEIGHT: "store it, or set torch._inductor.config.freezing = True",
     RejectionCode.UNTUNED: "untuned=True takes it all the same",
     RejectionCode.COLLECTIVE: "torch._inductor.config._micro_pipeline_tp = False",
+    RejectionCode.STRIDES: "read the result by view, reshape or slices, not by as_strided",
     RejectionCode.CHOICE_FILTER: "unset TORCHINDUCTOR_AUTOTUNE_CHOICE_NAME_REGEX, or let it match "
     "triton_inductor_quant",
     RejectionCode.MUTATED_OPERAND: "do not write to quantized tensors inside the compiled call",

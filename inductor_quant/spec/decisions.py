@@ -43,6 +43,7 @@ class RejectionCode(enum.StrEnum):
     UNTUNED = "untuned"
     COLLECTIVE = "collective"
     CHOICE_FILTER = "choice_filter"
+    STRIDES = "strides"
     INTERNAL_ERROR = "internal_error"
     # kernels
     NO_KERNEL = "no_kernel"
@@ -78,6 +79,7 @@ MEANINGS: dict[RejectionCode, str] = {
     RejectionCode.UNTUNED: "nothing was tuned for this card, and a library computes the product",
     RejectionCode.COLLECTIVE: "_micro_pipeline_tp overlaps the product with a collective",
     RejectionCode.CHOICE_FILTER: "test_configs.autotune_choice_name_regex excludes our kernels",
+    RejectionCode.STRIDES: "the graph reads the result by strides that our kernels do not give it",
     RejectionCode.INTERNAL_ERROR: "inductor_quant failed on this GEMM and left it unchanged",
     RejectionCode.NO_KERNEL: "no kernel supports this GEMM, or this kernel does not",
     RejectionCode.BLOCK_SHAPE: "a tile size that the kernel or the matrix unit does not support",

@@ -43,8 +43,9 @@ TOPS: dict[str, tuple[int, ...]] = {
     # 2048: the library beyond.
     "experts": (5, 8, 12, 16, 32, 64, 128, 256, 2048),
     # Likewise. 12, 20 and 128: taller tiles beyond, from 115 to 192 the tallest. 16: the library
-    # beyond, on cards that are not tuned. 48: the kernel of large M beyond.
-    "scaled_experts": (12, 16, 20, 48, 114, 128, 192),
+    # beyond, on cards that are not tuned. 48, for few experts 512 and 2048: tiles for most SMs
+    # beyond, which the kernel of large M asks for.
+    "scaled_experts": (12, 16, 20, 48, 114, 128, 192, 512, 2048),
 }
 
 

@@ -34,12 +34,15 @@ from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes
 from .experts import FALLBACK
 from .scaled_mm import ROW as ROW_WISE
+from .scaled_mm import contracts_k
 from .w8a8 import reject_long_k
 
 FAMILY = "scaled_experts"
 _ELEMENTS = frozenset((torch.int8, *FLOAT8))
 _SCALED = "aten._scaled_grouped_mm.default"
 _SCALED_V2 = "aten._scaled_grouped_mm_v2.default"
+# Of a, b, their scales, the offsets and the result: what the library multiplies.
+_DTYPES = [torch.float8_e4m3fn] * 2 + [torch.float32] * 2 + [torch.int32, torch.bfloat16]
 # Rows an expert, in the mean, up to which our kernels surely are faster than the library's product
 # of FP8 on a card whose tiles were not measured. On the one where they were, they always are.
 _MAX_MEAN_ROWS = 16
@@ -88,7 +91,8 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
 
 
 def _scaled(anchor: fx.Node) -> _Product | Rejection:
-    """``_scaled_grouped_mm(a [S, K], b [E, K, N], a_scale [S], b_scale [E, N], offs [E])``."""
+    """``_scaled_grouped_mm(a [S, K], b [E, K, N], a_scale [S], b_scale [E, N], offs [E])``, of
+    either version. The second one is traced whatever its operands are, and fails when it runs."""
     if str(anchor.target) == _SCALED:
         a, b, *scales, offsets, bias, result, _, fast = fx_utils.arguments(
             anchor,
@@ -102,20 +106,31 @@ def _scaled(anchor: fx.Node) -> _Product | Rejection:
             *("scale_b", "recipe_b", "swizzle_b", "offs", "bias"),
             *("out_dtype", "contraction_dim", "use_fast_accum"),
         )
-        if contraction or any(_is_not_of_rows(*by_recipe[i : i + 3]) for i in (0, 3)):
-            recipes = f"recipes {by_recipe[1]} and {by_recipe[4]}"
-            return Rejection(RejectionCode.SCALE_AXIS, recipes, anchor.name)
-        scales, result = [by_recipe[0][0], by_recipe[3][0]], None
+        of_a, of_b = by_recipe[:3], by_recipe[3:]
+        if not (_are_of_rows(*of_a) and _are_of_rows(*of_b) and contracts_k(contraction)):
+            detail = f"recipes and swizzles {of_a[1:]} and {of_b[1:]}, dimensions {contraction}"
+            return Rejection(RejectionCode.SCALE_AXIS, detail, anchor.name)
+        scales, result = [of_a[0][0], of_b[0][0]], None
     nodes = (a, b, *scales, offsets)
     if not all(map(fx_utils.is_tensor_node, nodes)):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     if bias is not None or result is not None:
         return Rejection(RejectionCode.BIAS, "a bias, or a scale of the result", anchor.name)
-    if [fx_utils.value(node).dim() for node in nodes] != [2, 3, 1, 2, 1]:
+    values = [fx_utils.value(node) for node in (*nodes, anchor)]
+    if [value.dim() for value in values] != [2, 3, 1, 2, 1, 2]:
         return Rejection(RejectionCode.SCALE_AXIS, "it is no stack with scales", anchor.name)
-    count, k, n = fx_utils.value(b).shape
+    dtypes = [value.dtype for value in values]
+    if dtypes != _DTYPES:
+        return Rejection(RejectionCode.DTYPE, ", ".join(map(str, dtypes)), anchor.name)
+    count, k, n = values[1].shape
     if any(map(fx_utils.is_symbolic, (count, k, n))):
         return Rejection(RejectionCode.WEIGHT_FORM, "a symbolic shape", b.name)
+    rows = values[0].shape[0]
+    shapes = [(rows, k), (count, k, n), (rows,), (count, n), (count,), (rows, n)]
+    found = [value.shape for value in values]
+    if not all(map(fx_utils.same_shape, found, shapes)):
+        detail = f"shapes {[list(shape) for shape in found]}"
+        return Rejection(RejectionCode.SCALE_AXIS, detail, anchor.name)
     return _Product(
         a,
         b,
@@ -128,9 +143,9 @@ def _scaled(anchor: fx.Node) -> _Product | Rejection:
     )
 
 
-def _is_not_of_rows(scales: Any, recipes: Any, swizzles: Any) -> bool:
-    """Whether an operand of the second version has other scales than one for each row (column)."""
-    return len(scales) != 1 or list(recipes) != [ROW_WISE] or any(swizzles or ())
+def _are_of_rows(scales: Any, recipes: Any, swizzles: Any) -> bool:
+    """Whether an operand of the second version has a scale for each row (column), in order."""
+    return len(scales) == 1 and list(recipes) == [ROW_WISE] and not any(swizzles or ())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -63,12 +63,19 @@ def _version_2(anchor: fx.Node) -> ScaledMatmul | Rejection:
     more = ("bias", "out_dtype", "contraction_dim", "use_fast_accum")
     a, b, *scales, bias, _, contraction, fast = fx_utils.arguments(anchor, *names, *more)
     (scale_a, recipe_a, swizzle_a), (scale_b, recipe_b, swizzle_b) = scales[:3], scales[3:]
-    is_plain = not contraction and not any(swizzle_a or ()) and not any(swizzle_b or ())
+    is_plain = contracts_k(contraction) and not any(swizzle_a or ()) and not any(swizzle_b or ())
     if not is_plain or len(scale_a) != 1 or len(scale_b) != 1:
         recipes = f"recipes {recipe_a} and {recipe_b}, swizzled {swizzle_a} and {swizzle_b}"
+        recipes += f", dimensions {contraction}"
         return Rejection(RejectionCode.SCALE_AXIS, recipes, anchor.name)
     pairs = (scale_a[0], scale_b[0]), (recipe_a[0], recipe_b[0])
     return by_recipes(anchor, (a, b), *pairs, bias, fast)
+
+
+def contracts_k(dimensions: Any) -> bool:
+    """Whether ``contraction_dim`` says what holds without it: the last one of a, the last but one
+    of b."""
+    return list(dimensions or ()) in ([], [-1, -2])
 
 
 def by_recipes(

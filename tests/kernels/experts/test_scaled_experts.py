@@ -170,6 +170,8 @@ def test_tiles_have_128_columns(dtype, block):
     for mean, n in ((8192, 4096), (256, 1536), (100, 640), (256, 2880)):
         name, config = first(mean * E, dtype, block, n=n)
         assert (name, config) == (LARGE[dtype == i8], tile(128, group_m=8))
+    # 96 tiles would leave SMs idle
+    assert first(100 * E, dtype, block, n=384)[1].block_n == (128 if block[0] else 96)
 
 
 @pytest.mark.parametrize("change", ["gap", "columns", "k", "offset"])
