@@ -64,6 +64,13 @@ def _v2(recipes: tuple[str, str], transpose: bool = False) -> Callable[..., Tens
     return fn
 
 
+def _v2_named(a: Tensor, w: Tensor, sa: Tensor, sb: Tensor, bias: Tensor | None) -> Tensor:
+    """The dimensions that are summed are named."""
+    row = [F.ScalingType.RowWise.value]
+    scales = ([sa], row, [], [sb], row, [])
+    return torch.ops.aten._scaled_mm_v2(a, w.t(), *scales, bias, bf16, contraction_dim=[-1, -2])
+
+
 def _v2_blocks(rows: int, columns: int) -> Callable[..., Tensor]:
     """Blocks of ``rows`` of a and ``columns`` of b. Scales as torch requires: column-major, of
     128x128 padded to a multiple of 4 along K."""
@@ -121,6 +128,7 @@ BLOCKS = [
 ]  # fmt: skip
 VERSION_2 = [
     Spelling("v2, row", ROW, _v2(("RowWise", "RowWise")), _ROW_SPEC.format("+bias")),
+    Spelling("v2, row, dimensions", ROW, _v2_named, _ROW_SPEC.format("+bias")),
     Spelling("v2, tensor", Case(32, 64, 128, a_scale="tensor", b_scale="tensor"),
              _v2(("TensorWise", "TensorWise")),
              "(a=e4m3/tensor:f32, b=e4m3/tensor:f32, out=bf16+bias)"),
