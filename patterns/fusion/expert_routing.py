@@ -7,8 +7,8 @@
     sum(x [T, k, N], 1)                            ->   expert_sum(x)
 
 ``ends`` are the offsets of experts. Of more ids than ``MAX_IDS``, or of an unknown number, the sort
-remains, of the fewest bytes that tell the experts apart: a radix sort passes over each. Ids above
-the experts then become one, whose rows have no expert; those below 0 keep their order.
+remains, of the fewest bytes that tell the experts apart: a radix sort passes over each. Ids that
+these bytes do not have become one, if there are none or nothing tells their rows apart.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..matching.gathered_rows import is_pointwise
 from ..matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
+from ..matching.unordered_rows import are_unordered
+from ..matching.value_range import value_range
 from ..rewrite import add_node, erase_if_dead
 from .row_quant import replace
 
@@ -45,9 +47,7 @@ def route_experts(owner: fx.Graph) -> int:
         names = [argument.name for argument in call.target._schema.arguments]
         offsets = fx_utils.arguments(call, *names)[names.index("offsets")]
         counted = _counted(offsets) if offsets is not None else None
-        if counted is not None:
-            _count(offsets, *counted)
-            done += 1
+        done += counted is not None and _count(offsets, *counted)
     return done
 
 
@@ -64,7 +64,7 @@ def sum_experts(owner: fx.Graph) -> int:
 def _counted(offsets: fx.Node) -> tuple[fx.Node, int] | None:
     """The sort, and the number of experts, if ``offsets`` counts what is sorted: ``cumsum(histc(
     sort(ids)[0], E, 0, E - 1), 0)``."""
-    node: Any = offsets
+    node = _before_casts(offsets)
     if node.target != aten.cumsum.default or node.args[1] not in (0, -1):
         return None
     node = _before_casts(node.args[0])
@@ -89,13 +89,16 @@ def _before_casts(node: Any) -> Any:
     return node
 
 
-def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> None:
+def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> bool:
     ids: Any = sort.args[0]
     (count,) = fx_utils.value(ids).shape
     bounds = [bound for bound in (fx_utils.limit(count), fx_utils.most(count)) if bound is not None]
     if not bounds or min(bounds) > ops.MAX_IDS:
+        are_keys = value_range(ids).is_within(*ops.key_range(bins))
+        if not are_keys and not are_unordered(sort, offsets):
+            return False
         _narrow(sort, bins)
-        return
+        return True
     with sort.graph.inserting_before(sort):
         found = add_node(sort, ops.places_op, (ids, bins), {})
         short = add_node(sort, aten.slice.Tensor, (found, 0, 0, -bins), {})
@@ -110,6 +113,7 @@ def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> None:
             ends = add_node(offsets, CAST, (ends, dtype), {})
     _become(offsets, ends)
     _sorted_by(sort, order)
+    return True
 
 
 def _narrow(sort: fx.Node, bins: int) -> None:

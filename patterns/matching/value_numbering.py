@@ -77,4 +77,6 @@ def is_function(node: fx.Node) -> bool:
         or "inductor_" in target._schema.name.removeprefix("inductor_quant::")
         or "empty" in target._schema.name
     )
-    return is_known and not is_random and not node.is_impure()
+    # Of a size that follows from values: each result has a symbol of its own.
+    is_sized = torch.Tag.dynamic_output_shape not in target.tags
+    return is_known and not is_random and is_sized and not node.is_impure()

@@ -228,11 +228,16 @@ def _quantize(node: fx.Node, ask: Ask) -> ValueRange | None:
     return None
 
 
-def _zero_point(node: fx.Node, ask: Ask) -> ValueRange | None:
-    """The second result of an op that chooses a scale and a zero point."""
+def _second(node: fx.Node, ask: Ask) -> ValueRange | None:
+    """The second result of an op that chooses a scale and a zero point, or of topk: where its
+    values are."""
     source, number = node.args
     if number != 1 or not isinstance(source, fx.Node):
         return None
+    if source.target == aten.topk.default:
+        scores, _, dim = fx_utils.arguments(source, "self", "k", "dim")
+        size = fx_utils.value(scores).shape[-1 if dim is None else dim]
+        return ValueRange(0, size - 1, is_integer=True) if isinstance(size, int) else None
     if str(source.target) == "quantized_decomposed.choose_qparams_symmetric.tensor":
         is_int8 = _argument(source, "dtype") == torch.int8
         return ValueRange(0, 0, is_integer=True) if is_int8 else None
@@ -267,6 +272,6 @@ _HANDLERS: dict[Any, Callable[[fx.Node, Ask], ValueRange | None]] = {
     aten.full.default: _full,
     aten.scalar_tensor.default: _full,
     aten.where.self: _where,
-    operator.getitem: _zero_point,
+    operator.getitem: _second,
     **{f"quantized_decomposed.{name}": _quantize for name in _QUANTIZE},
 }

@@ -330,12 +330,12 @@ def _swapped(stack: Operand) -> Derived:
 
 
 def _rows_of(node: fx.Node, size: int, times: int, chosen: _Chosen) -> Any:
-    """A tensor with a vector for each row as an argument: each row ``times``, or those chosen, 0
-    where they are masked."""
+    """A tensor with a vector for each row as an argument: each row ``times``, of these the chosen
+    ones, 0 where they are masked."""
+    rows = Operand(node, (-1, size))
     if times > 1:
         row = Operand(node, (-1, 1, size))
-        return Operand(Derived(aten.expand.default, (row, (-1, times, size))), (-1, size))
-    rows = Operand(node, (-1, size))
+        rows = Operand(Derived(aten.expand.default, (row, (-1, times, size))), (-1, size))
     if chosen.rows is None:
         return rows
     found = Derived(aten.index.Tensor, (rows, [chosen.rows]))
@@ -366,7 +366,9 @@ def _ungathered(x: fx.Node) -> _Chosen:
         is_column = fx_utils.is_tensor_node(inner) and fx_utils.same_shape(
             fx_utils.value(cond).shape, (fx_utils.value(x).shape[0], 1)
         )
-        if is_column and constant(zero) == 0 and inner.target == aten.index.Tensor:
+        is_number = not fx_utils.is_tensor_node(zero) or fx_utils.value(zero).dim() == 0
+        is_zero = is_number and constant(zero) == 0
+        if is_column and is_zero and inner.target == aten.index.Tensor:
             x, mask, value = inner, cond, zero
     if x.target != aten.index.Tensor:
         return _Chosen(x)

@@ -281,3 +281,25 @@ def test_a_deep_graph_is_numbered_without_recursion() -> None:
 def test_a_second_run_finds_nothing() -> None:
     rewrite = shared(lambda x, v, w: product(x, v) + product(x, w), *operands())
     assert eliminate_common_subexpressions(rewrite.after.graph) == 0
+
+
+def test_results_of_a_size_that_follows_from_values_stay_two():
+    """Each has a symbol of its own."""
+    q, scale = torch.randint(-9, 9, (2, 64, 64), dtype=torch.int8), torch.rand(2, 64, 1).to(bf16)
+
+    def product(x, ids, ends):
+        rows = x[(ids < 3).nonzero().squeeze(1)]
+        return torch._grouped_mm(rows, (q.to(bf16) * scale).transpose(1, 2), offs=ends).sum(0)
+
+    def fn(x, ids, ends):
+        return product(x, ids, ends) + product(x * 2, ids, ends)
+
+    args = (
+        torch.randn(9, 64).to(bf16),
+        torch.tensor([0, 1, 2, 0, 1, 2, 3, 3, 3]),
+        torch.tensor([2, 6], dtype=torch.int32),
+    )
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        got, [rewrite] = capture(fn, args)
+    assert len(rewrite.report.matches) == 2
+    assert (got - fn(*args)).norm() <= 0.02 * got.norm()

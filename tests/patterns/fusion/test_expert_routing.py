@@ -23,6 +23,10 @@ def ends_of(values):
     return torch.histc(values.float(), E, 0, E - 1).cumsum(0, dtype=torch.int32)
 
 
+def ends_cast(values):
+    return torch.histc(values.int().float(), E, 0, E - 1).cumsum(0).to(torch.int32)
+
+
 def product(x, order, ends):
     return torch._grouped_mm(x[order], (q.to(bf16) * s).transpose(1, 2), ends)
 
@@ -39,6 +43,11 @@ def scattered(x, ids):
 def sorted_twice(x, ids):
     values, order = torch.sort(ids, stable=True)
     return product(x, order, ends_of(values))[order.argsort()]
+
+
+def counted_in_floats(x, ids):
+    values, order = ids.sort(stable=True)
+    return product(x, order, ends_cast(values)), values
 
 
 def order_alone(x, ids):
@@ -65,7 +74,7 @@ def sorts(graph) -> list[torch.dtype]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("fn", [scattered, sorted_twice])
+@pytest.mark.parametrize("fn", [scattered, sorted_twice, counted_in_floats])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_few_ids_are_counted(fn, dtype):
     graph = routed(fn, ids=torch.randint(0, E, (40,), dtype=dtype))
@@ -94,6 +103,83 @@ def test_a_bounded_number_of_ids_is_counted(fn, monkeypatch):
     assert calls(graph, ops.places_op)
     monkeypatch.setattr(ops, "MAX_IDS", 59)
     assert torch.int8 in sorts(routed(fn, dynamic=True))
+
+
+def added(x, ids):
+    values, order = ids.sort()
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return torch.zeros(len(x), N, dtype=bf16).index_add_(0, order, out)
+
+
+def by_topk(x, ids):
+    """Of no id that an expert has not."""
+    scores = torch.nn.functional.one_hot(ids.clamp_max(E - 1), E).float()
+    return order_alone(x, scores.topk(1).indices.flatten())
+
+
+def other_offsets(x, ids):
+    """Experts that are in another stack."""
+    values, order = ids.sort(stable=True)
+    ends = torch.histc(values.float(), 8, 0, 7).cumsum(0, dtype=torch.int32)
+    first, second = (product(x, order, each) for each in (ends_of(values), ends[2:]))
+    out = torch.where((values < E)[:, None], first, second)
+    return torch.zeros_like(out).index_put((order,), out)
+
+
+def masked(x, ids):
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return out, order
+
+
+def numbered(x, ids):
+    """The number of a row is used."""
+    values, order = ids.sort(stable=True)
+    number = torch.arange(len(ids), dtype=bf16)[:, None]
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0) + number
+    return torch.zeros_like(out).index_put((order,), out)
+
+
+def numbered_by_place(x, ids):
+    values, order = ids.sort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return out[place], place
+
+
+def of_another_row(x, ids):
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return torch.zeros_like(out).index_put((order,), out + x[order][:, :N].flip(0))
+
+
+def gathered_again(x, ids):
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return torch.zeros_like(out).index_put((order,), out + x[order][order][:, :N])
+
+
+IDS = torch.tensor([7, 6, 0, 7, 1, 6, 5, 7, 6, 2] * 4)
+
+
+@pytest.mark.parametrize("fn", [scattered, added, by_topk])
+def test_many_ids_are_sorted_by_their_last_bytes_if_that_changes_nothing(fn, monkeypatch):
+    monkeypatch.setattr(ops, "MAX_IDS", 39)
+    assert torch.int8 in sorts(routed(fn, ids=IDS))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        *(masked, other_offsets, numbered, numbered_by_place),
+        *(of_another_row, gathered_again),
+    ],
+)
+def test_where_rows_of_no_expert_are_is_not_changed_if_something_tells(fn, monkeypatch):
+    """Ids above the experts keep their order."""
+    monkeypatch.setattr(ops, "MAX_IDS", 39)
+    assert set(sorts(routed(fn, ids=IDS))) == {torch.int64}
 
 
 def descending(x, ids):

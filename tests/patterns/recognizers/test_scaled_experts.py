@@ -302,6 +302,49 @@ def test_near_misses_keep_their_value(product):
     assert (got - want).norm() <= 0.01 * want.norm()
 
 
+ORDER = torch.tensor([3, 9, 0, 5, 7, 1, 8, 2, 6, 4])
+
+
+def repeated(rows, order):
+    return rows.repeat_interleave(2, 0)[order]
+
+
+def expanded(rows, order):
+    return rows[:, None].expand(-1, 2, -1).reshape(10, 32)[order]
+
+
+def repeated_and_masked(rows, order):
+    return repeated(rows, order).masked_fill((order < 3)[:, None], 0)
+
+
+def masked_by_rows(rows, order):
+    chosen = rows[order // 2]
+    return torch.where((order < 3)[:, None], torch.zeros_like(chosen), chosen)
+
+
+def masked_by_a_row(rows, order):
+    return torch.where((order < 3)[:, None], torch.zeros(32, dtype=bf16), rows[order // 2])
+
+
+@pytest.mark.parametrize(
+    "choose", [repeated, expanded, repeated_and_masked, masked_by_rows, masked_by_a_row]
+)
+def test_rows_that_are_repeated_and_gathered(choose):
+    """Or masked by more than a number: then the weight alone may be read as quantized."""
+
+    def fn(x, s, q, t, order):
+        w = (q.to(bf16) * t.to(bf16)).transpose(1, 2)
+        return torch._grouped_mm(choose(dequantized(x, s), order), w, offs=2 * offsets)
+
+    args = x, s, q, t, ORDER
+    got, [rewrite] = capture(fn, args)
+    [match] = rewrite.report.matches
+    is_masked = choose in (masked_by_rows, masked_by_a_row)
+    assert match.family == ("experts" if is_masked else "scaled_experts")
+    want = fn(*args)
+    assert (got - want).norm() <= 0.01 * want.norm()
+
+
 def test_ids_may_be_computed_once_for_codes_and_once_for_scales():
     def fn(x, s, q, t, ids):
         w = q[ids.flatten()].to(bf16) * t[ids.flatten()].to(bf16)
