@@ -27,7 +27,7 @@ Three layers. Each works on a machine without a GPU, with a CPU build of torch.
                tf32; imprecise accumulation of 8-bit floats; anything that needs two CTAs at a time,
                since they run one after the other (waiting for a later one hangs). A read out of
                bounds is a real one: put test tensors into a larger buffer of NaN. Block pointers
-               (gone in Triton 3.9) and bfloat16 atomics do not work.
+               (gone in Triton 3.9), bfloat16 atomics and those of a broadcast value do not work.
 
 The rest of inductor_quant does not import this package, except that ``_compat.gluon`` takes the
 names of an interpreted Gluon kernel from it. Importing it imports neither Triton nor Inductor; the
