@@ -8,7 +8,8 @@
 
 ``ends`` are the offsets of experts. Of more ids than ``MAX_IDS``, or of an unknown number, the sort
 remains, of the fewest bytes that tell the experts apart: a radix sort passes over each. Ids that
-these bytes do not have become one, if there are none or nothing tells their rows apart.
+these bytes do not have become one, if there are none or nothing tells their rows apart. (With
+ids below 0 ``histc`` leaves rows to other experts than their own; those below -128 become one.)
 """
 
 from __future__ import annotations

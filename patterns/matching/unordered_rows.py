@@ -80,10 +80,7 @@ class _Walk:
             self.own |= {index, source}
             self.others.add(into)
             return dim == 0
-        inverse = user if user.target != aten.sort.stable else None
-        is_inverse = inverse in self.places or any(
-            output in self.places for output in user.users if output.target is operator.getitem
-        )
+        is_inverse = any(node in self.places for node in (user, *user.users))
         return is_inverse or user.target == aten.histc.default or _gathers(user) in self.places
 
     def _is_by_row(self, user: fx.Node, size: Any) -> bool:
