@@ -80,7 +80,7 @@ class _Walk:
             self.own |= {index, source}
             self.others.add(into)
             return dim == 0
-        is_inverse = any(node in self.places for node in (user, *user.users))
+        is_inverse = user in self.places or (bool(user.users) and self.places >= {*user.users})
         return is_inverse or user.target == aten.histc.default or _gathers(user) in self.places
 
     def _is_by_row(self, user: fx.Node, size: Any) -> bool:
