@@ -68,6 +68,8 @@ def _counted(offsets: fx.Node) -> tuple[fx.Node, int] | None:
     node = _before_casts(offsets)
     if node.target != aten.cumsum.default or node.args[1] not in (0, -1):
         return None
+    if fx_utils.value(node).dtype not in _EXACT:
+        return None
     node = _before_casts(node.args[0])
     if node.target != aten.histc.default:
         return None
@@ -95,6 +97,8 @@ def _count(offsets: fx.Node, sort: fx.Node, bins: int) -> bool:
     (count,) = fx_utils.value(ids).shape
     bounds = [bound for bound in (fx_utils.limit(count), fx_utils.most(count)) if bound is not None]
     if not bounds or min(bounds) > ops.MAX_IDS:
+        if fx_utils.value(ids).dtype.itemsize <= ops.key_dtype(bins).itemsize:
+            return False
         are_keys = value_range(ids).is_within(*ops.key_range(bins))
         if not are_keys and not are_unordered(sort, offsets):
             return False

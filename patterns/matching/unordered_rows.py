@@ -74,7 +74,8 @@ class _Walk:
             into, indices, values = fx_utils.arguments(user, "self", "indices", "values")
             self.own |= {*indices, values}
             self.others.add(into)
-            return len(indices) == 1
+            rank = fx_utils.value(into).dim()
+            return _is_of_rows(indices) and fx_utils.value(values).dim() == rank
         if user.target == aten.index_add.default:
             into, dim, index, source = fx_utils.arguments(user, "self", "dim", "index", "source")
             self.own |= {index, source}
@@ -90,7 +91,7 @@ class _Walk:
             return False
         if not fx_utils.same_size(value.shape[0], size):
             return False
-        inputs: list[Any] = user.all_input_nodes
+        inputs: list[Any] = [node for node in user.all_input_nodes if fx_utils.is_tensor_node(node)]
         rank = value.dim()
         if user.target in _CALLS:
             names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
@@ -100,8 +101,9 @@ class _Walk:
             read = {named[name] for name in ("x", "a", "a_scale") if named.get(name) is not None}
             rows = {named[name] for name in ("rows", "bias_rows") if named.get(name) is not None}
             is_gathered = named["rows"] is not None
-            self.own |= rows if is_gathered else rows | read
-            self.others |= read if is_gathered else set()
+            own = rows if is_gathered else rows | read
+            self.own |= own
+            self.others |= {*inputs} - own
             return is_gathered or (named.get("repeats") or 1) == 1
         if user.target == aten.index.Tensor:
             self.own.add(_gathers(user))
@@ -115,7 +117,7 @@ class _Walk:
             return fx_utils.arguments(user, "self", "dim")[1] not in (None, 0, -rank)
         if user.target in (*_VIEWS, operator.getitem):  # of a split
             return True
-        is_ours = user.target in _OURS
+        is_ours = user.target in _OURS and fx_utils.value(inputs[0]).dim() > 1
         for each in inputs:
             shape = fx_utils.value(each).shape
             has_rows = len(shape) == rank or (is_ours and len(shape) > 0)
@@ -141,5 +143,12 @@ def _gathers(node: fx.Node) -> Any:
     if node.target != aten.index.Tensor:
         return None
     indices: Any = fx_utils.arguments(node, "self", "indices")[1]
-    is_vector = len(indices) == 1 and fx_utils.value(indices[0]).dim() == 1
-    return indices[0] if is_vector else None
+    return indices[0] if _is_of_rows(indices) else None
+
+
+def _is_of_rows(indices: Any) -> bool:
+    """Whether numbers of rows are indices, not a mask."""
+    if len(indices) != 1 or indices[0] is None:
+        return False
+    value = fx_utils.value(indices[0])
+    return value.dim() == 1 and value.dtype in (torch.int32, torch.int64)

@@ -78,5 +78,5 @@ def is_function(node: fx.Node) -> bool:
         or "empty" in target._schema.name
     )
     # Of a size that follows from values: each result has a symbol of its own.
-    is_sized = torch.Tag.dynamic_output_shape not in target.tags
+    is_sized = not node.meta.get("unbacked_bindings")
     return is_known and not is_random and is_sized and not node.is_impure()

@@ -236,7 +236,8 @@ def _second(node: fx.Node, ask: Ask) -> ValueRange | None:
         return None
     if source.target == aten.topk.default:
         scores, _, dim = fx_utils.arguments(source, "self", "k", "dim")
-        size = fx_utils.value(scores).shape[-1 if dim is None else dim]
+        sizes = fx_utils.value(scores).shape or (1,)
+        size = sizes[-1 if dim is None else dim]
         return ValueRange(0, size - 1, is_integer=True) if isinstance(size, int) else None
     if str(source.target) == "quantized_decomposed.choose_qparams_symmetric.tensor":
         is_int8 = _argument(source, "dtype") == torch.int8

@@ -303,3 +303,18 @@ def test_results_of_a_size_that_follows_from_values_stay_two():
         got, [rewrite] = capture(fn, args)
     assert len(rewrite.report.matches) == 2
     assert (got - fn(*args)).norm() <= 0.02 * got.norm()
+
+
+def test_gathers_by_numbers_are_merged():
+    """Torch marks them as of a size that follows from values, as a mask's would."""
+    q, scale = torch.randint(-9, 9, (2, 64, 64), dtype=torch.int8), torch.rand(2, 64, 1).to(bf16)
+    table = torch.tensor([1, 0, 1])
+
+    def fn(x, ids):
+        w = q[table[ids]].to(bf16) * scale[table[ids]]
+        return torch.bmm(x[:, None], w.transpose(1, 2))
+
+    args = torch.randn(3, 64).to(bf16), torch.tensor([2, 0, 1])
+    got, [rewrite] = capture(fn, args)
+    assert len(rewrite.report.matches) == 1
+    assert (got - fn(*args)).norm() <= 0.02 * got.norm()

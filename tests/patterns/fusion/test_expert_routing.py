@@ -160,6 +160,33 @@ def gathered_again(x, ids):
     return torch.zeros_like(out).index_put((order,), out + x[order][order][:, :N])
 
 
+def chosen_by_mask(x, ids):
+    """All rows, in the order of the sort."""
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return torch.zeros_like(out).index_put((order >= 0,), out + x[order][:, :N])
+
+
+def spread_along_columns(x, ids):
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    numbers = torch.zeros(len(x), len(x)).index_put((order,), values.float())
+    return torch.zeros_like(out).index_put((order,), out), numbers
+
+
+def times_the_number_of_rows(x, ids):
+    values, order = ids.sort(stable=True)
+    out = product(x, order, ends_of(values)).masked_fill((values >= E)[:, None], 0)
+    return torch.zeros_like(out).index_put((order,), out * x.shape[0])
+
+
+def counted_in_bytes(x, ids):
+    """Which wrap around."""
+    values, order = ids.sort(stable=True)
+    ends = torch.histc(values.float(), E, 0, E - 1).cumsum(0, dtype=torch.uint8).to(torch.int32)
+    return product(x, order, ends)[:0], ends
+
+
 IDS = torch.tensor([7, 6, 0, 7, 1, 6, 5, 7, 6, 2] * 4)
 
 
@@ -173,13 +200,25 @@ def test_many_ids_are_sorted_by_their_last_bytes_if_that_changes_nothing(fn, mon
     "fn",
     [
         *(masked, other_offsets, numbered, numbered_by_place),
-        *(of_another_row, gathered_again),
+        *(of_another_row, gathered_again, chosen_by_mask, spread_along_columns),
     ],
 )
 def test_where_rows_of_no_expert_are_is_not_changed_if_something_tells(fn, monkeypatch):
     """Ids above the experts keep their order."""
     monkeypatch.setattr(ops, "MAX_IDS", 39)
     assert set(sorts(routed(fn, ids=IDS))) == {torch.int64}
+
+
+def test_rows_of_an_unknown_number_are_computed_with_it(monkeypatch):
+    monkeypatch.setattr(ops, "MAX_IDS", 39)
+    assert torch.int8 in sorts(routed(times_the_number_of_rows, ids=IDS, dynamic=True))
+
+
+def test_ids_of_few_bytes_are_sorted_as_they_are(monkeypatch):
+    monkeypatch.setattr(ops, "MAX_IDS", 39)
+    assert sorts(routed(scattered, ids=IDS.to(torch.int8))) == [torch.int8]
+    assert ops.key_dtype(128) == torch.int16
+    assert not calls(routed(scattered, ids=IDS.to(torch.int8)), ops.keys_op)
 
 
 def descending(x, ids):
@@ -204,7 +243,7 @@ def written(x, ids):
     return product(x, order, ends), values
 
 
-@pytest.mark.parametrize("miss", [descending, other_bins, other_ids])
+@pytest.mark.parametrize("miss", [descending, other_bins, other_ids, counted_in_bytes])
 def test_near_misses_stay(miss):
     graph = routed(miss)
     assert sorts(graph) == [torch.int64]
