@@ -379,7 +379,7 @@ def _first_recognition(
 
 
 def _policy(found: RecognizedGemm, module: str, options: Options) -> Rejection | None:
-    """Why the user's options or the device forbid a correct rewrite."""
+    """Why the user's options, the device or what reads the result forbid a rewrite."""
     if found.family not in options.families:
         return Rejection(RejectionCode.FAMILY_DISABLED, f"{found.family} {found.spec}")
     if not options.selects(module):

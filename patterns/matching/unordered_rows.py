@@ -63,9 +63,10 @@ class _Walk:
                 todo.append(user)
         for place in self.places:
             for user in place.users:
+                source: Any = user.args[0]
                 if _gathers(user) != place:
                     return False
-                self.own.add(user.args[0])  # type: ignore[arg-type]
+                self.own.add(source)
         return self.own <= self.rows and not self.others & self.rows
 
     def _is_end(self, user: fx.Node) -> bool:
@@ -94,7 +95,8 @@ class _Walk:
         inputs: list[Any] = [node for node in user.all_input_nodes if fx_utils.is_tensor_node(node)]
         rank = value.dim()
         if user.target in _CALLS:
-            names = [argument.name for argument in user.target._schema.arguments]  # type: ignore[union-attr]
+            op: Any = user.target
+            names = [argument.name for argument in op._schema.arguments]
             named = dict(zip(names, fx_utils.arguments(user, *names), strict=True))
             if named["offsets"] is not self.offsets:
                 return False
