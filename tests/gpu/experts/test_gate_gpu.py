@@ -11,7 +11,12 @@ import torch
 
 from examples.benchmarks.timing import Replay
 from inductor_quant.kernels.config import GemmConfig
-from inductor_quant.kernels.experts.mm_sm90.kernel import BLOCKS
+from inductor_quant.kernels.experts.mm_sm90.kernel import (
+    BLOCKS,
+    DEEP_BLOCKS,
+    TALL_BLOCKS,
+    TALLEST,
+)
 from inductor_quant.kernels.weight_only.mm_sm90 import cost
 from inductor_quant.patterns import graph_pass
 from inductor_quant.report.events import collect
@@ -33,7 +38,7 @@ def _large_groups(monkeypatch):
     monkeypatch.setattr(experts, "GROUP", 128)
 
 
-def check(case: Case, configs: tuple[str, ...] = ()) -> None:
+def check(case: Case, configs: tuple[str, ...] = (), *, is_gated: bool = True) -> None:
     """A format that has no pairs in such a tile gets the same result by two kernels."""
     torch.manual_seed(0)
     inputs = tuple(t.cuda() for t in make_inputs(case, "cpu"))
@@ -45,9 +50,10 @@ def check(case: Case, configs: tuple[str, ...] = ()) -> None:
     # W is rounded to 16 bits; the tensor core sums in its own order
     assert_close(got, reference(case, inputs), slack=4)
     if report.kernels and case.name != "awq":
-        assert report.kernels[0].gate == str(GATES[case.gate][0])
+        assert report.kernels[0].gate == str(GATES[case.gate][0]) * is_gated
 
 
+EVERY_BLOCK = (*cost.BLOCKS, *BLOCKS, *DEEP_BLOCKS, *TALL_BLOCKS)
 NAMES = ("gptq", "awq", "nibble_pairs", "int8_channel", "nf4", "mxfp4", "int8_group")
 
 
@@ -61,12 +67,15 @@ def test_few_rows(name, is_sorted, gate):
 
 @pytest.mark.sm90
 @pytest.mark.parametrize("gate", [{"gate": "silu"}, GPT_OSS], ids=str)
-@pytest.mark.parametrize("block", [block for block, *_ in (*cost.BLOCKS, *BLOCKS)], ids=str)
+@pytest.mark.parametrize("block", [block for block, *_ in EVERY_BLOCK], ids=str)
 @pytest.mark.parametrize("name", ["gptq", "nibble_pairs", "int8_channel", "nf4", "mxfp4"])
 def test_many_rows_in_every_tile(name, block, gate):
     """What is stored ends within a tile; odd numbers of rows, empty experts, rows of none."""
     case = Case(name, (129, 0, 257, 1, 64, 0, 321), 416, 1024, left_over=150, **gate)
-    check(case, (f"experts_mm_sm90 {GemmConfig(*block)}",))
+    config = GemmConfig(*block)
+    takes_bias = config.block_m < TALLEST and all(block != tall for tall, *_ in TALL_BLOCKS)
+    is_gated = gate != GPT_OSS or takes_bias
+    check(case, (f"experts_mm_sm90 {config}",), is_gated=is_gated)
 
 
 @pytest.mark.parametrize("kind", [Experts, GptOssExperts])

@@ -41,6 +41,8 @@ MIN_FILL = 0.6  # of the SMs, that have a tile
 TALL, TALL_COST = GemmConfig(192, 128, 128, num_warps=4, num_stages=5, group_m=8), 1.1
 # By BLOCK_N, as ``large_m_sm90`` has them: that CTAs run out of tiles together weighs more here.
 ELEMENT_COST = {**large_m_sm90.ELEMENT_COST, 192: 1.05}
+# For scales of blocks and more rows than TALL is for.
+BLOCK_ELEMENT_COST = {256: 1.0, 192: 1.05, 128: 1.04}
 # Whose tiles fit in shared memory beside the stages (``memory_of_experts``).
 MOST_EXPERTS, MOST_EXPERTS_TALL = 1024, 256
 
@@ -70,13 +72,16 @@ class LargeM(TilesOfExperts, large_m_sm90.WarpSpecialized):
         """Least predicted time first: of the tiles of an SM, and half of one, because not all have
         as many."""
 
+        is_tall = mean_rows(problem) <= TALL.block_m
+        has_many = is_block_scaled(spec) and not is_tall
+        element_cost = BLOCK_ELEMENT_COST if has_many else ELEMENT_COST
+
         def time(config: GemmConfig) -> float:
             rounds = max(1.0, random_tiles(problem, config) / device.num_sms)
             width = config.block_n
-            cost = TALL_COST if config == TALL else width / 128 * ELEMENT_COST[width]
+            cost = TALL_COST if config == TALL else width / 128 * element_cost[width]
             return (rounds + 0.5) * cost
 
-        is_tall = mean_rows(problem) <= TALL.block_m
         offered = (c for c in self._listed(spec) if c != TALL or is_tall)
         return sorted((c for c in offered if not _is_crowded(problem, c)), key=time)
 
