@@ -35,18 +35,18 @@ from .fusion.concat_weights import concat_weights
 from .fusion.cse import eliminate_common_subexpressions
 from .fusion.duplicate_casts import duplicate_casts
 from .fusion.erf import narrow_erf
-from .fusion.expert_gate import gate_in_experts
-from .fusion.expert_ids import read_ids_of_topk
-from .fusion.expert_routing import route_experts, sum_experts
-from .fusion.expert_rows import gather_in_experts
+from .fusion.experts.gate import gate_in_experts
+from .fusion.experts.ids import read_ids_of_topk
+from .fusion.experts.quantize_tokens import quantize_tokens_once
+from .fusion.experts.routing import route_experts, sum_experts
+from .fusion.experts.rows import gather_in_experts
+from .fusion.experts.token_order import compute_by_token
 from .fusion.horizontal import horizontal_fusion
 from .fusion.norm_group_quant import fuse_norm_and_group_quant
 from .fusion.quantize_in_gemm import quantize_in_gemms
-from .fusion.quantize_tokens import quantize_tokens_once
 from .fusion.repack_weights import repack_weights
 from .fusion.row_quant import mark_row_reductions
 from .fusion.simplify_quant import simplify_quantization
-from .fusion.token_order import compute_by_token
 from .fusion.weight_k_major import make_weights_k_major
 from .match import Pattern, RecognizedGemm
 from .matching.operands import source_of

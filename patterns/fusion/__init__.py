@@ -3,12 +3,7 @@
 In this order (``graph_pass.py``); ``row_quant`` runs with each match:
 
     cse                 q, k and v quantize the same activation: once is enough
-    expert_ids          experts read topk's indices without a clamp that changes none
-    quantize_tokens     experts quantize a token once, not once for each of its experts
-    expert_rows         experts read rows of x where they are: a gather before them goes
-    expert_routing      ids are counted instead of sorted; a token's experts are added in one thread
-    expert_gate         the activation of gated experts becomes a part of their first product
-    token_order         what is computed by expert and gathered by token is computed by token
+    experts             what surrounds experts: ids, quantization, rows, routing, gate
     concat_weights      constant weights of one activation become one weight
     weight_k_major      an int8 weight that is contiguous along N is copied, contiguous along K
     simplify_quant      round, clamp and cast to int8 become one op
@@ -22,7 +17,6 @@ Thresholds of M:
     concat_weights.MAX_M                     256    M, or its hint if symbolic
     weight_k_major.MIN_M                    1024    M, or its hint if symbolic
     duplicate_casts.MAX_M                     32    M, or its bound
-    ops.fusion.expert_routing.MAX_IDS       4096    ids, or their bound
     ops.fusion.horizontal.MAX_ROWS   128, 16, 32    w8a8, w4a8, weight_only; M, or its bound
     ops.fusion.quantized_linear.MAX_ROWS       4    M, or its bound
 """

@@ -23,14 +23,14 @@ from torch import fx
 from inductor_quant.ops import experts, scaled_experts
 from inductor_quant.ops.fusion import expert_routing as ops
 
-from .. import fx_utils
-from ..fx_utils import CAST, aten
-from ..matching.gathered_rows import is_pointwise
-from ..matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
-from ..matching.unordered_rows import are_unordered
-from ..matching.value_range import value_range
-from ..rewrite import add_node, erase_if_dead
-from .row_quant import replace
+from ... import fx_utils
+from ...fx_utils import CAST, aten
+from ...matching.gathered_rows import is_pointwise
+from ...matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
+from ...matching.unordered_rows import are_unordered
+from ...matching.value_range import value_range
+from ...rewrite import add_node, erase_if_dead
+from ..row_quant import replace
 
 _CALLS = (experts.op, scaled_experts.op)
 _VIEWS = (*fx_utils.RESHAPES, *fx_utils.SQUEEZES)

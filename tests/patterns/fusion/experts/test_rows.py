@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops import experts, scaled_experts
-from inductor_quant.patterns.fusion.expert_rows import gather_in_experts
+from inductor_quant.patterns.fusion.experts.rows import gather_in_experts
 from tests.support.gemms.experts import Case, make_inputs
 from tests.support.gemms.experts import gemm as packed_gemm
 from tests.support.gemms.generated import generate

@@ -15,9 +15,9 @@ from torch import fx
 
 from inductor_quant.ops import experts, scaled_experts
 
-from .. import fx_utils
-from ..fx_utils import aten
-from ..rewrite import add_node, erase_if_dead
+from ... import fx_utils
+from ...fx_utils import aten
+from ...rewrite import add_node, erase_if_dead
 
 _OPS = (experts.op, scaled_experts.op)
 _CLAMPS = {

@@ -14,11 +14,11 @@ from torch import fx
 
 from inductor_quant.ops.fusion import expert_routing as ops
 
-from .. import fx_utils
-from ..fx_utils import CAST, aten
-from ..matching.gathered_rows import is_pointwise
-from ..matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
-from ..rewrite import add_node, erase_if_dead
+from ... import fx_utils
+from ...fx_utils import CAST, aten
+from ...matching.gathered_rows import is_pointwise
+from ...matching.sorted_ids import SORTS, inverses_of, is_of_ids, outputs_of
+from ...rewrite import add_node, erase_if_dead
 
 
 def compute_by_token(owner: fx.Graph) -> int:

@@ -18,11 +18,11 @@ from torch import fx
 from inductor_quant.ops import scaled_experts
 from inductor_quant.ops.fusion import quantize, row_reduce
 
-from .. import fx_utils
-from ..fx_utils import CAST, aten
-from ..matching.gathered_rows import Gathered, gathered, is_pointwise, replaces_rows
-from ..rewrite import add_node
-from .expert_rows import gather_in, is_gathering, operand_places
+from ... import fx_utils
+from ...fx_utils import CAST, aten
+from ...matching.gathered_rows import Gathered, gathered, is_pointwise, replaces_rows
+from ...rewrite import add_node
+from .rows import gather_in, is_gathering, operand_places
 
 _REDUCTIONS = (aten.amax.default, aten.amin.default)
 _UNARY = (CAST, aten.clone.default, quantize.op)

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from inductor_quant.ops import experts
 from inductor_quant.options import Options
-from inductor_quant.patterns.fusion.expert_gate import gate_in_experts
+from inductor_quant.patterns.fusion.experts.gate import gate_in_experts
 from inductor_quant.spec.gate import Gate
 from tests.support.gemms.experts import GATES
 from tests.support.graphs.post_grad import calls, capture

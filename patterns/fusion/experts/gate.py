@@ -28,11 +28,11 @@ from torch import fx
 from inductor_quant.ops import experts
 from inductor_quant.spec.gate import Gate
 
-from .. import fx_utils
-from ..fx_utils import CAST, aten
-from ..matching.gathered_rows import replaces_rows
-from ..rewrite import add_node, erase_if_dead
-from .expert_rows import is_gathering
+from ... import fx_utils
+from ...fx_utils import CAST, aten
+from ...matching.gathered_rows import replaces_rows
+from ...rewrite import add_node, erase_if_dead
+from .rows import is_gathering
 
 _VIEWS = (*fx_utils.RESHAPES, *fx_utils.SQUEEZES)
 _OPS = {

@@ -18,10 +18,10 @@ from torch import fx
 
 from inductor_quant.ops import experts, scaled_experts
 
-from .. import fx_utils
-from ..fx_utils import aten
-from ..matching.gathered_rows import Gathered, gathered, replaces_rows
-from ..rewrite import add_node, erase_if_dead
+from ... import fx_utils
+from ...fx_utils import aten
+from ...matching.gathered_rows import Gathered, gathered, replaces_rows
+from ...rewrite import add_node, erase_if_dead
 
 _OPS = (experts.op, scaled_experts.op)
 

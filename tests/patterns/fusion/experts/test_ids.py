@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.experts import op
 from inductor_quant.ops.scaled_experts import op as scaled
-from inductor_quant.patterns.fusion.expert_ids import read_ids_of_topk
+from inductor_quant.patterns.fusion.experts.ids import read_ids_of_topk
 from tests.support.graphs.post_grad import calls, capture
 from tests.support.producers.experts import Experts, bf16
 

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_quant.ops.scaled_experts import op
 from inductor_quant.patterns import graph_pass
-from inductor_quant.patterns.fusion.quantize_tokens import quantize_tokens_once
+from inductor_quant.patterns.fusion.experts.quantize_tokens import quantize_tokens_once
 from tests.support.graphs.post_grad import calls, capture, count
 from tests.support.producers.experts import bf16, route
 from tests.support.producers.scaled_experts import (
