@@ -199,6 +199,7 @@ def erase_if_dead(node: fx.Node) -> None:
             continue
         for user in list(node.users):
             if user.target in fx_utils.ASSERTIONS or (_is_pure(user) and not user.users):
+                todo += filter(_is_pure, user.all_input_nodes)  # which may be dead then, too
                 user.graph.erase_node(user)
         if not node.users:
             seen.add(node)

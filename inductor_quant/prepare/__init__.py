@@ -25,6 +25,7 @@ RULES: dict[str, str] = {
     "bitsandbytes.nn.modules.Linear4bit": "bitsandbytes",
     "bitsandbytes.nn.modules.Linear8bitLt": "bitsandbytes",
     "transformers.integrations.finegrained_fp8.FP8Linear": "finegrained_fp8",
+    "transformers.integrations.finegrained_fp8.FP8Experts": "finegrained_fp8_experts",
     "transformers.integrations.bitnet.BitLinear": "bitnet",
     "optimum.quanto.nn.qlinear.QLinear": "quanto",
 }

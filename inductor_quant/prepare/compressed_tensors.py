@@ -196,7 +196,10 @@ class _Activation:
         # "token" keeps the first two dimensions: of a matrix it is the whole tensor
         dims = [-1] if "group" in self.strategy else list(range(2, x.dim()))
         if self.strategy == "tensor" or not dims:
-            low, high = x.amin(), x.amax()
+            # beside the rows' own a zero, which is in the range anyway: there may be no rows
+            rows = (of(-1).flatten() for of in (x.amin, x.amax))
+            low, high = (nn.functional.pad(each, (0, 1)) for each in rows)
+            low, high = low.amin(), high.amax()
         else:
             low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
         low, high = low.clamp_max(0), high.clamp_min(0)

@@ -84,10 +84,7 @@ class FP8Linear(E2M1Linear):
         if scale is not None:
             return (x.float() / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn).float() * scale
         width = self.in_features if self.block_size is None else self.block_size[1]
-        x = x.float().unflatten(-1, (-1, width))
-        scale = x.abs().amax(-1, keepdim=True) / MAX
-        scale = _next_power_of_two(scale) if self.block_size == MX else scale.clamp_min(MIN_SCALE)
-        return ((x / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+        return quantized_rows(x, width, is_mx=self.block_size == MX)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.activation(x.reshape(-1, self.in_features))  # one symbolic size, not several
@@ -97,6 +94,15 @@ class FP8Linear(E2M1Linear):
         out = nn.functional.linear(rows, weight).to(x.dtype)
         out = out if self.bias is None else out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)
+
+
+def quantized_rows(x: torch.Tensor, width: int, *, is_mx: bool = False) -> torch.Tensor:
+    """In fp32, rounded to e4m3 times a scale for ``width`` neighbours: amax / 448; ``is_mx``: the
+    next power of two."""
+    x = x.float().unflatten(-1, (-1, width))
+    scale = x.abs().amax(-1, keepdim=True) / MAX
+    scale = _next_power_of_two(scale) if is_mx else scale.clamp_min(MIN_SCALE)
+    return ((x / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
 
 def _next_power_of_two(scale: torch.Tensor) -> torch.Tensor:

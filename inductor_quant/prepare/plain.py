@@ -1,4 +1,4 @@
-"""A linear layer of plain tensors, what stands for one, and the comparison of both."""
+"""Layers of plain tensors, what stands for one, and the comparison of both."""
 
 from __future__ import annotations
 
@@ -12,19 +12,8 @@ from torch import nn
 _ROWS = (2, 5)  # of the data for a comparison
 
 
-class PlainLinear(nn.Module):
-    """``activation(x) @ dequantized().T + bias``, traced as it is written.
-
-    ``dequantized`` computes the weight [N, K] from the packed tensors, ``activation`` what the
-    layer does to x: nothing, or a rounding to fewer bits.
-    """
-
-    bias: torch.Tensor | None
-
-    def __init__(self, n: int, k: int, bias: torch.Tensor | None = None) -> None:
-        super().__init__()
-        self.in_features, self.out_features = k, n
-        self.hold(bias=bias)
+class PlainLayer(nn.Module):
+    """Computes what another layer does from the same tensors, traced as it is written."""
 
     def hold(self, **tensors: torch.Tensor | None) -> None:
         """Tensors of the replaced layer, in the same memory and under the same names."""
@@ -38,6 +27,25 @@ class PlainLinear(nn.Module):
         """A constant that is no part of the state dict."""
         self.register_buffer(name, values, persistent=False)
 
+    def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """Random inputs, on the CPU; floats become the dtype of the layer."""
+        raise NotImplementedError
+
+
+class PlainLinear(PlainLayer):
+    """``activation(x) @ dequantized().T + bias``.
+
+    ``dequantized`` computes the weight [N, K] from the packed tensors, ``activation`` what the
+    layer does to x: nothing, or a rounding to fewer bits.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, n: int, k: int, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = k, n
+        self.hold(bias=bias)
+
     def dequantized(self) -> torch.Tensor:
         raise NotImplementedError
 
@@ -48,20 +56,26 @@ class PlainLinear(nn.Module):
         weight = self.dequantized().to(x.dtype)
         return nn.functional.linear(self.activation(x), weight, self.bias)
 
+    def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """A row is zero."""
+        x = torch.randn(*_ROWS, self.in_features, generator=generator)
+        x[0, 0] = 0
+        return (x,)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """``layer`` in place of another, which computes ``reference(x)`` for x of ``dtype``.
+    """``layer`` in place of another, which computes ``reference(*x)`` for x of ``dtype``.
 
     dropped_hooks  ids of the forward hooks of the old layer that the new one includes
     note           for the report; ``compared`` adds how close both are
     """
 
-    layer: PlainLinear
-    reference: Callable[[torch.Tensor], torch.Tensor]
+    layer: PlainLayer
+    reference: Callable[..., torch.Tensor]
     dtype: torch.dtype
     dropped_hooks: tuple[int, ...] = ()
     note: str = ""
@@ -78,14 +92,14 @@ class Replacement:
 
 
 def difference(new: Replacement, module: nn.Module) -> float:
-    """The relative rms difference on random data, 0 if every bit is the same. A row is zero."""
+    """The relative rms difference on random data, 0 if every bit is the same."""
     layer = new.layer
     device = next(t.device for t in (*module.parameters(), *module.buffers()))
-    generator = torch.Generator().manual_seed(layer.in_features)
-    x = torch.randn(*_ROWS, layer.in_features, generator=generator)
-    x[0, 0] = 0
-    x = x.to(device, new.dtype)
-    ours, theirs = layer(x.clone()), new.reference(x.clone())
+    inputs = [
+        x.to(device, new.dtype if x.is_floating_point() else x.dtype)
+        for x in layer.example(torch.Generator().manual_seed(0))
+    ]
+    ours, theirs = (of(*(x.clone() for x in inputs)) for of in (layer, new.reference))
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
     if torch.equal(ours, theirs):

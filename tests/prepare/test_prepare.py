@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import sys
+import types
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 
 import inductor_quant
+from inductor_quant.prepare import compressed_tensors
 from inductor_quant.prepare.plain import PlainLinear
 from inductor_quant.prepare.sparse_bsr import MANUAL
 from inductor_quant.report import advice
@@ -348,3 +350,17 @@ class Called(Product):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_an_activation_of_compressed_tensors_may_have_no_rows(is_symmetric: bool) -> None:
+    """An expert without tokens; its range is measured over the whole matrix."""
+    args = types.SimpleNamespace(
+        strategy="token", group_size=None, dynamic=True, symmetric=is_symmetric, type="int",
+        num_bits=8,
+    )  # fmt: skip
+    quantize = compressed_tensors._Activation(args)
+    assert quantize(torch.zeros(0, 64), None, None).shape == (0, 64)
+    x = torch.randn(5, 64)
+    step = 2 * x.abs().max() / 255 if is_symmetric else (x.max() - x.min()) / 255
+    assert 0 < (quantize(x, None, None) - x).abs().max() <= 1.01 * step

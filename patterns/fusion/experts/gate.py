@@ -271,6 +271,13 @@ def _step(node: fx.Node, like: fx.Node, values: dict[fx.Node, int]) -> list[Any]
             found.append((op, number, bound))
             number = max(values.values()) + len(found)
         return found
+    if node.target == aten.pow.Tensor_Scalar:
+        value, power = node.args
+        if power not in (2, 3) or not operand(value):
+            return None
+        [number] = operands
+        square, cube = ("mul", number, number), ("mul", max(values.values()) + 1, number)
+        return [square, cube] if power == 3 else [square]
     if node.target == aten.relu.default and operand(node.args[0]):
         return [("maximum", *operands, 0.0)]
     target: Any = node.target

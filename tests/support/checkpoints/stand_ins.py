@@ -53,6 +53,39 @@ class Hub:
         b = weight.float() * (scale.float()[index] if block_size else scale)
         return (a @ b.T).to(output_dtype).reshape(*x.shape[:-1], n)
 
+    @staticmethod
+    def batched_matmul(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        block_size: Any,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rows without an expert are not written."""
+        out = torch.full((len(x), weight.shape[1]), float("nan"), dtype=x.dtype)
+        for row, expert in enumerate(expert_ids.tolist()):
+            if expert < len(weight):
+                s = scale[expert].float()
+                if block_size is None:  # one for all columns, or for each half
+                    s = s.repeat_interleave(weight.shape[1] // len(s), 0)
+                w = weight[expert]
+                out[row] = Hub.matmul(x[row : row + 1], w, s, block_size, x.dtype)
+        return out
+
+    @staticmethod
+    def grouped_matmul(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        offsets: torch.Tensor,
+        block_size: Any,
+        tokens_per_expert: torch.Tensor,
+    ) -> torch.Tensor:
+        ids = torch.searchsorted(offsets, torch.arange(len(x)), right=True)
+        return Hub.batched_matmul(x, weight, scale, block_size=block_size, expert_ids=ids)
+
 
 def fp8_linear(
     layer: nn.Linear, block: Any = (128, 128), scheme: str = "dynamic", scale_fmt: str = "float"
@@ -78,6 +111,37 @@ def fp8_linear(
     if layer.bias is not None:
         made.bias = nn.Parameter(layer.bias.clone(), False)
     return made
+
+
+def fp8_experts(
+    implementation: str,
+    block: Any = (128, 128),
+    *,
+    scheme: str = "dynamic",
+    scale_fmt: str = "float",
+    is_parallel: bool = False,
+) -> nn.Module:
+    """transformers' own class for four experts of 256 x 128, with random weights."""
+    from transformers import Qwen3MoeConfig
+    from transformers.integrations import finegrained_fp8, moe
+
+    config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=4)
+    config._experts_implementation = implementation
+    # The package decorates its class in place, once for each layer.
+    kind = type(
+        "FP8Experts", (finegrained_fp8.FP8Experts,), {"__module__": finegrained_fp8.__name__}
+    )
+    kind = moe.use_experts_implementation(
+        kind, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+    )
+    made = kind(config, block, scheme, scale_fmt)
+    generator = torch.Generator().manual_seed(0)
+    for name, held in made.named_parameters():
+        values = torch.rand(held.shape, generator=generator)
+        scaled = values * 2e-3 + 1e-3 if "scale" in name else 2 * values - 1
+        held.data = scaled.to(held.dtype)
+    made._is_expert_parallel = is_parallel
+    return made.requires_grad_(False)
 
 
 def mx_linear(layer: nn.Linear, is_fp4: bool) -> nn.Module:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,17 @@ def swiglu(y: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def in_turn(y: torch.Tensor) -> torch.Tensor:
+    gate, up = halves(y)
+    return (up + 1) * gate * torch.sigmoid(gate)
+
+
+def gelu_by_cubes(gate: torch.Tensor) -> torch.Tensor:
+    """``gelu_new`` of transformers."""
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * torch.pow(gate, 3.0))
+    return 0.5 * gate * (1.0 + torch.tanh(inner))
+
+
 def twice(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return y.abs(), y.atan()
 
@@ -63,12 +76,15 @@ GATED = {
     "sigmoid": (lambda y: halves(y)[0] * halves(y)[1].sigmoid(), False),
     "gelu": (lambda y: F.gelu(halves(y)[0]) * halves(y)[1], False),
     "gelu_tanh": (lambda y: F.gelu(halves(y)[0], approximate="tanh") * halves(y)[1], False),
+    "gelu_by_cubes": (lambda y: gelu_by_cubes(halves(y)[0]) * halves(y)[1], False),
+    "relu_squared": (lambda y: F.relu(halves(y)[0]).square() * halves(y)[1], False),
     "relu": (lambda y: F.relu(halves(y)[0]) * halves(y)[1], False),
     "clamped": (lambda y: halves(y)[0].clamp(-1, 2) * halves(y)[1].clamp(max=1.5), False),
     "in_fp32": (lambda y: (F.silu(halves(y)[0].float()) * halves(y)[1].float()).to(bf16), False),
     "then_scaled": (lambda y: swiglu(y) * 0.5 - 1, False),
     "subtracted_from": (lambda y: 2 - swiglu(y), False),
     "bias": (lambda y: swiglu(y + bias[ids]), False),
+    "bias_and_factors_in_turn": (lambda y: in_turn(y + bias[ids]), False),
     "bias_after_a_view": (lambda y: swiglu(y.view(ROWS, 1, N).squeeze(1) + bias[ids]), False),
     "read_twice": (lambda y: twice(swiglu(y)), False),
     "stored_for_a_reduction": (lambda y: swiglu(y).amax(1), False),

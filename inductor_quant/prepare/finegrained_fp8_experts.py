@@ -1,0 +1,124 @@
+"""``FP8Experts`` of transformers 5.17: the experts of a layer in fine-grained FP8, computed by a
+kernel from the hub or by DeepGEMM. The formulas are those of ``finegrained_fp8.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inductor_quant.prepare.finegrained_fp8 import quantized_rows
+from inductor_quant.prepare.plain import PlainLayer, Replacement
+
+# What ``_apply_gate`` of the layer reads.
+_GATE = ("act_fn", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
+
+
+def plain(module: Any) -> Replacement | str:
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    if module.activation_scheme != "dynamic":
+        return "static scales of activations"
+    for name in (first, "down_proj"):
+        weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        if weight.dtype != torch.float8_e4m3fn:
+            return f"{name} is {weight.dtype}"
+        experts, n, k = weight.shape
+        if module.block_size is None:
+            is_known = scale.shape[0] == experts and n % scale.shape[1] == 0 and scale.shape[2] == 1
+        else:
+            height, width = module.block_size
+            is_known = tuple(scale.shape) == (experts, -(-n // height), k // width)
+            is_known &= k % width == 0
+        if not is_known:
+            return f"{name} of shape {list(weight.shape)} with scales of shape {list(scale.shape)}"
+    return Replacement(FP8Experts(module, first), module.forward, torch.bfloat16)
+
+
+class FP8Experts(PlainLayer):
+    """``sum over the experts e of a token of w[e] * down_e(act(up_e(x)))``.
+
+    A product is ``a * s_a @ (weight[e] * scale_inv[e]).T``: weight e4m3 [E, N, K], scale_inv fp32
+    or e8m0 [E, ceil(N / 128), K / 128], or [E, 1 or 2, 1]: one for each half of the columns; a is
+    x / s_a in e4m3, s_a = amax / 448 of 128 neighbours along K (of a row, without blocks).
+
+    One token: the weights that its ids choose, in fp32. Else rows are sorted by expert, and the
+    stack is in the dtype of x. Ids from E on have no expert, and add 0.
+    """
+
+    act_fn: Any
+
+    def __init__(self, module: Any, first: str) -> None:
+        super().__init__()
+        self.first, self.has_gate, self.block_size = first, module.has_gate, module.block_size
+        self.num_experts, self.hidden_dim = module.num_experts, module.hidden_dim
+        self.intermediate_dim = module.intermediate_dim
+        self.config = module.config
+        self._is_expert_parallel = getattr(module, "_is_expert_parallel", True)
+        self.apply_gate = type(module)._apply_gate
+        for name in _GATE:
+            setattr(self, name, getattr(module, name, None))
+        for name in (first, "down_proj"):
+            scale = f"{name}_scale_inv"
+            self.hold(**{name: getattr(module, name), scale: getattr(module, scale)})
+
+    def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """A token: the library and we dequantize a whole stack for more."""
+        ids = torch.arange(min(4, self.num_experts)).unsqueeze(0)
+        x = torch.randn(1, self.hidden_dim, generator=generator)
+        return x, ids, torch.rand(ids.shape, generator=generator)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        choices = top_k_index.shape[-1]
+        ids, factors = top_k_index.reshape(-1), top_k_weights.reshape(-1, 1)
+        if hidden_states.shape[0] == 1:
+            chosen = ids.clamp(max=self.num_experts - 1) if self._is_expert_parallel else ids
+            x = hidden_states.repeat_interleave(choices, 0)
+            out = self._gated(x, ids=chosen) * factors.to(x.dtype)
+            out = self._of_experts(out, ids)
+        else:
+            ids, order = ids.sort()
+            counted = ids.float() if ids.device.type == "cpu" else ids.int()
+            counts = torch.histc(counted, self.num_experts, min=0, max=self.num_experts - 1)
+            x = hidden_states[order // choices]
+            out = self._gated(x, offsets=counts.cumsum(0, dtype=torch.int32))
+            out = self._of_experts(out * factors[order].to(x.dtype), ids)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=order.device)
+            out = out[inverse]
+        return out.view(-1, choices, self.hidden_dim).sum(1).to(hidden_states.dtype)
+
+    def _of_experts(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """0 in rows without an expert, which may be anything."""
+        if not self._is_expert_parallel:
+            return rows
+        return rows.masked_fill((ids >= self.num_experts).unsqueeze(-1), 0.0)
+
+    def _gated(self, x: torch.Tensor, **route: torch.Tensor) -> torch.Tensor:
+        up = self._product(x, self.first, **route)
+        up = self.apply_gate(self, up) if self.has_gate else self.act_fn(up)
+        return self._product(up, "down_proj", **route)
+
+    def _product(
+        self,
+        x: torch.Tensor,
+        name: str,
+        *,
+        ids: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weight, scale = getattr(self, name), getattr(self, f"{name}_scale_inv")
+        rows = quantized_rows(x, self.block_size[1] if self.block_size else x.shape[-1])
+        if ids is not None:
+            dense = self._dequantized(weight[ids], scale[ids])
+            return torch.bmm(dense, rows.unsqueeze(-1)).squeeze(-1).to(x.dtype)
+        dense = self._dequantized(weight, scale).to(x.dtype)
+        return torch._grouped_mm(rows.to(x.dtype), dense.transpose(1, 2), offs=offsets)
+
+    def _dequantized(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """In fp32."""
+        n, k = weight.shape[-2:]
+        height, width = self.block_size or (n // scale.shape[-2], k)
+        scale = scale.float().repeat_interleave(height, -2)[..., :n, :]
+        return weight.float() * scale.repeat_interleave(width, -1)

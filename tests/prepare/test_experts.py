@@ -1,0 +1,84 @@
+"""``prepare_`` of a layer of experts in fine-grained FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import inductor_quant
+from tests.support.checkpoints import models, stand_ins
+from tests.support.graphs.post_grad import capture
+
+pytest.importorskip("transformers")
+EXPERTS, CHOICES = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def _hub() -> Iterator[None]:
+    where = "transformers.integrations.finegrained_fp8._FINEGRAINED_FP8"
+    with torch.no_grad(), mock.patch(where, stand_ins.Hub):
+        yield
+
+
+def route(tokens: int, most: int = EXPERTS) -> tuple[torch.Tensor, ...]:
+    """x, the ids of two experts for each token, below ``most``, and their factors."""
+    generator = torch.Generator().manual_seed(tokens)
+    factors, ids = torch.rand(tokens, most, generator=generator).topk(CHOICES)
+    return torch.randn(tokens, 256, generator=generator).bfloat16(), ids, factors.bfloat16()
+
+
+def check(layer: Any, tokens: int, *, most: int = EXPERTS, dynamic: bool = False) -> None:
+    inputs = route(tokens, most)
+    wanted = layer(*inputs)
+    result = inductor_quant.prepare_(layer)
+    [line] = result.done
+    assert "computes the same" in line.detail
+    got, [rewrite] = capture(layer, inputs, dynamic=dynamic)
+    assert [match.family for match in rewrite.report.matches] == ["scaled_experts"] * 2
+    assert models.Distance.of(got, wanted).rms < 2e-2  # a step of the rows between both products
+    assert models.Distance.of(layer(*inputs), wanted).rms < 4e-2  # the stack in bf16
+    result.undo()
+    assert torch.equal(layer(*inputs), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("block", "scale_fmt"), [((128, 128), "float"), ((128, 128), "ue8m0"), (None, "float")]
+)
+def test_every_scale(block: Any, scale_fmt: str, tokens: int) -> None:
+    form = "batched_mm" if tokens == 1 else "grouped_mm"
+    check(stand_ins.fp8_experts(form, block, scale_fmt=scale_fmt), tokens)
+
+
+def test_any_number_of_tokens() -> None:
+    layer, inputs = stand_ins.fp8_experts("grouped_mm"), route(7)
+    wanted = layer(*inputs)
+    inductor_quant.prepare_(layer)
+    for each in inputs:
+        torch._dynamo.mark_dynamic(each, 0, min=2, max=64)
+    got, [rewrite] = capture(layer, inputs)
+    assert [match.family for match in rewrite.report.matches] == ["scaled_experts"] * 2
+    assert all(isinstance(match.m, str) for match in rewrite.report.matches)
+    assert models.Distance.of(got, wanted).rms < 2e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_ids_without_an_expert_add_nothing(tokens: int) -> None:
+    form = "batched_mm" if tokens == 1 else "grouped_mm"
+    check(stand_ins.fp8_experts(form, is_parallel=True), tokens, most=2 * EXPERTS)
+
+
+def test_static_scales_stay() -> None:
+    [line] = inductor_quant.prepare_(stand_ins.fp8_experts("eager", scheme="static")).left
+    assert line.detail == "static scales of activations"
+
+
+def test_scales_of_other_blocks_stay() -> None:
+    layer = stand_ins.fp8_experts("grouped_mm")
+    layer.down_proj_scale_inv = torch.nn.Parameter(torch.ones(EXPERTS, 3, 1), False)
+    [line] = inductor_quant.prepare_(layer).left
+    assert line.detail == "down_proj of shape [4, 256, 128] with scales of shape [4, 3, 1]"
