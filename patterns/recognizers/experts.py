@@ -1,16 +1,20 @@
 """Experts: each row of a float activation times the weight of a stack that it selects.
 
-The rows are sorted by expert (``_grouped_mm``), or a tensor of ids gathers a weight for each
-(``bmm``). Whether the graph gathers before or after it dequantizes makes no difference to the
-reader: it moves the position.
+The rows are sorted by expert (``_grouped_mm``), a tensor of ids gathers a weight for each
+(``bmm``), or each weight of a stack has as many rows (``bmm``, too). Whether the graph gathers
+before or after it dequantizes makes no difference to the reader: it moves the position.
 """
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from inductor_quant.errors import SpecError
@@ -19,10 +23,11 @@ from inductor_quant.ops import weight_only
 from inductor_quant.spec import row_ranges
 from inductor_quant.spec.decisions import Rejection, RejectionCode
 from inductor_quant.spec.exactness import Exactness
+from inductor_quant.spec.weight_format import WeightFormat
 
 from .. import fx_utils
 from ..fx_utils import aten
-from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..match import Constant, Derived, Operand, Pattern, RecognizedGemm
 from ..matching.operands import reject_mutated, reject_operands
 from ..matching.value_numbering import Numbering
 from ..products import stock
@@ -32,53 +37,65 @@ from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
 from ..symbolic.reader import for_any, sizes
 from ..weights.decode import Weight, decode
 
+_Read = Callable[[fx.Node, Reader], "_Product | Rejection | None"]
+
 FAMILY = "experts"
 FALLBACK = "transformers.grouped_mm_fallback.default"
+# Rows of each weight of a stack up to which ``bmm`` is ours: from there on the dense product takes
+# most of the time.
+MAX_ROWS_OF_EACH = 256
+MOST_COMPUTED = 8  # elements of a constant, in torch 2.11 to 2.15
 
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """``out[s] = x[s // choices] @ W[e(s)]``, where ``offsets`` or ``ids`` say which expert a row
-    has."""
+    has.
+
+    is_of_all  whether s is (expert, row), as the first two dimensions of x are
+    """
 
     x: fx.Node
     weight: Weight
     reader: Reader
-    offsets: fx.Node | None = None
-    ids: fx.Node | None = None
+    offsets: fx.Node | Derived | None = None
+    ids: fx.Node | Derived | None = None
     choices: int = 1
+    is_of_all: bool = False
 
 
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
-    """``anchor``: ``_grouped_mm``, or ``bmm``; None if the rows of the latter select no weight."""
-    read = _gathered if anchor.target == aten.bmm.default else _grouped
+    """``anchor``: ``_grouped_mm``, or ``bmm``; None if the rows of the latter select no weight, and
+    its weights are no quantized stack."""
     try:
         with for_any(fx_utils.value(anchor).shape[0]):
-            found = attempt(
-                lambda reader: _read(read, anchor, reader),
-                lambda found: isinstance(found, _Product),
-            )
+            found = _attempt(_batched if anchor.target == aten.bmm.default else _grouped, anchor)
     except RecursionError:
         return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
     return _assemble(anchor, found) if isinstance(found, _Product) else found
 
 
-def _read(read: Any, anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
-    try:
-        found: _Product | Rejection | None = read(anchor, reader)
-    except Unsupported as reason:
-        return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
-    return found
+def _attempt(read: _Read, anchor: fx.Node) -> _Product | Rejection | None:
+    def found(reader: Reader) -> _Product | Rejection | None:
+        try:
+            return read(anchor, reader)
+        except Unsupported as reason:
+            return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
+
+    return attempt(found, lambda found: isinstance(found, _Product))
 
 
 def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
-    """``_grouped_mm(x [S, K], w [E, K, N], offsets [E])``."""
+    """``_grouped_mm(x [S, K], w [E, K, N], offsets [E])``, or of x [E, T, K] without offsets."""
     names = (
         ("input", "weight", "offs") if str(anchor.target) == FALLBACK else ("self", "mat2", "offs")
     )
     x, w, offsets, bias = fx_utils.arguments(anchor, *names, "bias")
     if bias is not None:
         return Rejection(RejectionCode.BIAS, "", anchor.name)
+    if offsets is None and fx_utils.value(x).dim() == fx_utils.value(w).dim() == 3:
+        none = Rejection(RejectionCode.BATCHED_WEIGHT, "no quantized stack", w.name)
+        return _of_all(anchor, reader, x, w) or none
     if not all(map(fx_utils.is_tensor_node, (x, w, offsets))):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     if [fx_utils.value(node).dim() for node in (x, w, offsets)] != [2, 3, 1]:
@@ -88,18 +105,26 @@ def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
     return _Product(x, weight, reader, offsets) if isinstance(weight, Weight) else weight
 
 
-def _gathered(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
-    """``bmm(x [S, 1, K], w [S, K, N])`` or ``bmm(w [S, N, K], x [S, K, 1])``.
-
-    A row may have several experts: then N is that of all of them, one after the other.
-    """
+def _batched(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
+    """``bmm(x [S, T, K], w [S, K, N])``, or ``bmm(w [S, N, K], x [S, K, 1])``."""
     left, right = fx_utils.arguments(anchor, "self", "mat2")
     if not fx_utils.is_tensor_node(left) or not fx_utils.is_tensor_node(right):
         return None
     is_first = fx_utils.is_one(fx_utils.value(right).shape[2])  # the weight
-    if not is_first and not fx_utils.is_one(fx_utils.value(left).shape[1]):
-        return None
     x, w = (right, left) if is_first else (left, right)
+    if not is_first and not fx_utils.is_one(fx_utils.value(x).shape[1]):
+        return _of_all(anchor, reader, x, w)
+    found = _gathered(reader, x, w, is_first=is_first)
+    if found is not None or not reader.has_codes():
+        return found
+    return _attempt(functools.partial(_of_all, x=x, w=w, is_first=is_first), anchor)
+
+
+def _gathered(
+    reader: Reader, x: fx.Node, w: fx.Node, *, is_first: bool
+) -> _Product | Rejection | None:
+    """Each row has the weight that its id selects, or several: then N is that of all of them, one
+    after the other."""
     rows, *others = sizes(w)
     k, n = reversed(others) if is_first else others
     choices = _choices(w, rows)
@@ -121,6 +146,45 @@ def _gathered(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
     return _Product(x, weight, reader, ids=reader.ids, choices=choices)
 
 
+def _of_all(
+    _: fx.Node, reader: Reader, x: fx.Node, w: fx.Node, *, is_first: bool = False
+) -> _Product | None:
+    """T rows for each weight of a stack, in order."""
+    experts, *others = sizes(w)
+    k, n = reversed(others) if is_first else others
+    expert, row, column = (
+        reader.space.variable(axis, size) for axis, size in (("e", experts), ("k", k), ("n", n))
+    )
+    expr = reader.read(w, (expert, *((column, row) if is_first else (row, column))))
+    weight = decode(reader, expr, w)
+    if not isinstance(weight, Weight) or not _has_own_codes(weight.format):
+        return None
+    found = _Product(x, weight, reader, is_of_all=True)
+    rows = 1 if is_first else fx_utils.value(x).shape[1]
+    if fx_utils.is_one(rows):
+        return dataclasses.replace(found, ids=_integers(range(experts)))
+    if not fx_utils.is_symbolic(rows):
+        ends = range(rows, rows * (experts + 1), rows) if rows else [0] * experts
+        return dataclasses.replace(found, offsets=_integers(ends))
+    counted = (_integers(range(1, experts + 1)), Derived(aten.sym_size.int, (x, 1)))
+    return dataclasses.replace(found, offsets=Derived(aten.mul.Tensor, counted))
+
+
+def _has_own_codes(format: WeightFormat) -> bool:
+    """Whether each expert has codes of its own, which no tensor selects."""
+    terms = (term for index in format.code.index for term in (*index.linear, *index.tables))
+    return {*format.digits("e")} <= {name for name, _ in terms} and format.experts > 1
+
+
+def _integers(values: Iterable[int]) -> Derived:
+    """In memory: a kernel of Inductor's own computes constants of up to 8 elements."""
+    held = array.array("i", values)
+    count = len(held)
+    held.extend([0] * (MOST_COMPUTED + 1 - count))
+    constant = Constant(held.tobytes(), torch.int32)
+    return Derived(aten.slice.Tensor, (constant, 0, 0, count), dtype=torch.int32, shape=(count,))
+
+
 def _choices(w: fx.Node, rows: int) -> int:
     """How many weights each row selects, by the shortest tensor of ids from which ``w`` is made."""
     todo, seen = [w], {w}
@@ -137,7 +201,8 @@ def _choices(w: fx.Node, rows: int) -> int:
 
 
 def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
-    x, weight, selected = product.x, product.weight, (product.offsets, product.ids)
+    x, weight = product.x, product.weight
+    selected = [each for each in (product.offsets, product.ids) if isinstance(each, fx.Node)]
     own = {x, *selected}
     inside = {*product.reader.nodes(), *anchor.all_input_nodes} - own
     interior = sorted(node for node in inside if node.op == "call_function")
@@ -161,6 +226,11 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
     is_same = x_dtype in weight.same_for
     same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
     rows, *others = fx_utils.value(anchor).shape
+    shape: tuple[Any, ...] | None = (-1, *others) if len(others) > 1 else None
+    if product.is_of_all and product.ids is None:
+        each, columns = others
+        shape = (rows, -1 if fx_utils.is_symbolic(each) else each, columns)
+        rows = rows * each
     mean = op.max_mean_rows(
         *(weight.format, [tensor.dtype for tensor in tensors], x_dtype),
         is_sm90=stock.is_tuned(anchor),
@@ -183,15 +253,17 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
             _rows_of(product, k),
             list(weight.sources),
             product.offsets,
-            product.ids and Operand(product.ids, (-1,)),
+            Operand(product.ids, (-1,)) if isinstance(product.ids, fx.Node) else product.ids,
         ),
         kwargs={"format": weight.format.encode(), "out_dtype": out_dtype},
         m=fx_utils.size_name(rows * product.choices),
         n=n,
         k=k,
-        shape=(-1, *others) if len(others) > 1 else None,
-        too_many_rows=anchor.target == aten._grouped_mm.default
-        and _may_have_too_many(rows, weight.format.experts, mean),
+        shape=shape,
+        too_many_rows=(anchor.target == aten._grouped_mm.default or product.is_of_all)
+        and _may_have_too_many(
+            rows, weight.format.experts, min(mean, MAX_ROWS_OF_EACH) if product.is_of_all else mean
+        ),
         row_kind=row_ranges.kind_of(
             FAMILY, 0 if product.offsets is None else weight.format.experts
         ),

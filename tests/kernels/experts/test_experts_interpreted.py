@@ -170,3 +170,23 @@ def test_loops_of_two_iterations_a_turn(iterations, is_sorted):
         scales_x = any("x_sums" in source for source in generated.kernels.values())
         assert scales_x == (name == "groups_of_n")
         check(case, config)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_stack_with_as_many_rows_of_each(tokens):
+    """Where they end is a constant of the graph."""
+    torch.manual_seed(0)
+    q, s = torch.randint(-9, 9, (3, 64, 256), dtype=torch.int8), torch.rand(3, 64, 1).to(bf16)
+    x = torch.randn(3, tokens, 256).to(bf16)
+
+    def product(x, q, s):
+        return torch.bmm(x, (q.to(bf16) * s).transpose(1, 2))
+
+    def make(device):
+        return tuple(torch.empty(t.shape, dtype=t.dtype, device=device) for t in (x, q, s))
+
+    generated = generate(product, make)
+    assert ["experts" in name for name in generated.kernels] == [True]
+    assert_close(
+        simulate.interpret(generated, (x, q, s)), x.double() @ (q * s.double()).mT, slack=4
+    )

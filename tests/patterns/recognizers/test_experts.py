@@ -152,10 +152,6 @@ def scaled_by_row(x, q, s, ids):
     return torch.bmm(q[ids].to(bf16) * s[:1] * x[:, :1, None], x.unsqueeze(2))
 
 
-def not_gathered(x, q, s, ids):
-    return torch.bmm(q.to(bf16) * s, x[:4].unsqueeze(2))
-
-
 def several_rows_each(x, q, s, ids):
     return torch.bmm(q[ids].to(bf16) * s[ids], x[:, None, :].repeat(1, 2, 1).transpose(1, 2))
 
@@ -202,7 +198,6 @@ def test_ids_may_be_computed_once_for_codes_and_once_for_scales(of):
 MISSES = {
     by_two_tensors: "batched_weight weight_form",
     scaled_by_row: "weight_form batched_weight",
-    not_gathered: "batched_weight",
     several_rows_each: "batched_weight",
     computed_codes: "computed_weight weight_form",
     written: "mutated_operand",

@@ -182,11 +182,6 @@ def test_an_op_that_multiplies_becomes_the_canonical_one(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[RejectionCode, list[torch.Tensor], Body]] = {
-    "a weight for each batch": (
-        RejectionCode.BATCHED_WEIGHT,
-        [X3, ints(2, K, N), S],
-        lambda c, x, q, s: c(aten.bmm.default, x, dense(c, q, s)),
-    ),
     "a scale for each batch": (
         RejectionCode.BATCHED_WEIGHT,
         [X3, Q, powers(2, 1, N)],
