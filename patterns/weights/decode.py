@@ -117,9 +117,8 @@ class _Decoder:
         self.node = node  # for messages, if no other node is to blame
         self.sources: list[Source] = []
         self.names: dict[Digit, str] = {}
-        self.path: list[
-            tuple[Op, Expr | None]
-        ] = []  # steps and casts with operands, outermost first
+        # steps and casts with operands, outermost first
+        self.path: list[tuple[Op, Expr | None]] = []
         self.is_reordered = False
 
     def weight(self, expr: Expr) -> Weight:
@@ -280,7 +279,8 @@ class _Decoder:
 
     def _check_stored(self, stored: Expr, element: Expr) -> None:
         if not isinstance(stored, (Bits, Load)):
-            raise self._blame(element, "no stored element at its end")
+            what = "several stored elements" if isinstance(stored, Choice) else "no stored element"
+            raise self._blame(element, f"{what} at its end")
         if not self._is_element(stored, by_data=True):
             raise self._blame(element, "no element of its own for every k and n")
         # of a lookup table: the stored element is the index into it

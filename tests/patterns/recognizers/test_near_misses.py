@@ -329,3 +329,13 @@ def test_codes_that_may_wrap_around_are_refused_with_the_remedy() -> None:
     got, [rewrite] = capture(fn, (*inputs, torch.int32))
     assert [match.family for match in rewrite.report.matches] == ["weight_only"]
     assert torch.equal(got, fn(*inputs, torch.int32))
+
+
+def test_a_weight_that_is_joined_of_several_is_refused_as_such() -> None:
+    def fn(x: Any, first: Any, second: Any) -> Any:
+        return x @ torch.cat([first, second]).float().t()
+
+    _, [rewrite] = capture(fn, (torch.randn(4, 32), integers(16, 32), integers(8, 32)))
+    [rejection] = rewrite.report.rejections
+    assert rejection.code is RejectionCode.WEIGHT_FORM
+    assert rejection.detail == "several stored elements at its end"
