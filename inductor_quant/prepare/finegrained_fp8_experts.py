@@ -31,7 +31,8 @@ def plain(module: Any) -> Replacement | str:
             is_known &= k % width == 0
         if not is_known:
             return f"{name} of shape {list(weight.shape)} with scales of shape {list(scale.shape)}"
-    return Replacement(FP8Experts(module, first), module.forward, torch.bfloat16)
+    note = "for one token"
+    return Replacement(FP8Experts(module, first), module.forward, torch.bfloat16, note=note)
 
 
 class FP8Experts(PlainLayer):
@@ -85,7 +86,7 @@ class FP8Experts(PlainLayer):
             out = self._gated(x, offsets=counts.cumsum(0, dtype=torch.int32))
             out = self._of_experts(out * factors[order].to(x.dtype), ids)
             inverse = torch.empty_like(order)
-            inverse[order] = torch.arange(len(order), device=order.device)
+            inverse[order] = torch.arange(order.shape[0], device=order.device)
             out = out[inverse]
         return out.view(-1, choices, self.hidden_dim).sum(1).to(hidden_states.dtype)
 

@@ -111,7 +111,8 @@ def _repeated(node: fx.Node, inside: set[fx.Node]) -> tuple[fx.Node, int] | None
     if len(shape) != 3 or len(before) != 3 or not fx_utils.is_one(before[1]):
         return None
     tokens, repeats, width = shape
-    if not isinstance(repeats, int) or not fx_utils.same_shape(before, (tokens, 1, width)):
+    is_repeated = isinstance(repeats, int) and repeats > 0
+    if not is_repeated or not fx_utils.same_shape(before, (tokens, 1, width)):
         return None
     flat = [size for size in (tokens * repeats, width) if not fx_utils.is_one(size)]
     if not fx_utils.same_shape(_squeezed(node), flat):

@@ -37,12 +37,10 @@ from ..symbolic.index import CHOICE, ROW, SELECTING, Unsupported
 from ..symbolic.reader import for_any, sizes
 from ..weights.decode import Weight, decode
 
-_Read = Callable[[fx.Node, Reader], "_Product | Rejection | None"]
-
 FAMILY = "experts"
 FALLBACK = "transformers.grouped_mm_fallback.default"
-# Rows of each weight of a stack up to which ``bmm`` is ours: from there on the dense product takes
-# most of the time.
+# Rows of each weight of a stack up to which ``bmm`` is ours: there dequantizing the stack takes
+# longer than multiplying it.
 MAX_ROWS_OF_EACH = 256
 MOST_COMPUTED = 8  # elements of a constant, in torch 2.11 to 2.15
 
@@ -69,16 +67,19 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     its weights are no quantized stack."""
     try:
         with for_any(fx_utils.value(anchor).shape[0]):
-            found = _attempt(_batched if anchor.target == aten.bmm.default else _grouped, anchor)
+            read = _batched if anchor.target == aten.bmm.default else _grouped
+            found = _attempt(functools.partial(read, anchor), anchor)
     except RecursionError:
         return Rejection(RejectionCode.WEIGHT_FORM, "computed in too many steps", anchor.name)
     return _assemble(anchor, found) if isinstance(found, _Product) else found
 
 
-def _attempt(read: _Read, anchor: fx.Node) -> _Product | Rejection | None:
+def _attempt(
+    read: Callable[[Reader], _Product | Rejection | None], anchor: fx.Node
+) -> _Product | Rejection | None:
     def found(reader: Reader) -> _Product | Rejection | None:
         try:
-            return read(anchor, reader)
+            return read(reader)
         except Unsupported as reason:
             return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
 
@@ -94,8 +95,8 @@ def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
     if bias is not None:
         return Rejection(RejectionCode.BIAS, "", anchor.name)
     if offsets is None and fx_utils.value(x).dim() == fx_utils.value(w).dim() == 3:
-        none = Rejection(RejectionCode.BATCHED_WEIGHT, "no quantized stack", w.name)
-        return _of_all(anchor, reader, x, w) or none
+        refused = Rejection(RejectionCode.BATCHED_WEIGHT, "no quantized stack", w.name)
+        return _of_all(reader, x, w) or refused
     if not all(map(fx_utils.is_tensor_node, (x, w, offsets))):
         return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
     if [fx_utils.value(node).dim() for node in (x, w, offsets)] != [2, 3, 1]:
@@ -113,11 +114,11 @@ def _batched(anchor: fx.Node, reader: Reader) -> _Product | Rejection | None:
     is_first = fx_utils.is_one(fx_utils.value(right).shape[2])  # the weight
     x, w = (right, left) if is_first else (left, right)
     if not is_first and not fx_utils.is_one(fx_utils.value(x).shape[1]):
-        return _of_all(anchor, reader, x, w)
+        return _of_all(reader, x, w)
     found = _gathered(reader, x, w, is_first=is_first)
     if found is not None or not reader.has_codes():
         return found
-    return _attempt(functools.partial(_of_all, x=x, w=w, is_first=is_first), anchor)
+    return _attempt(lambda reader: _of_all(reader, x, w, is_first=is_first), anchor)
 
 
 def _gathered(
@@ -128,8 +129,7 @@ def _gathered(
     rows, *others = sizes(w)
     k, n = reversed(others) if is_first else others
     choices = _choices(w, rows)
-    if n % choices:
-        return None
+    choices = choices if n % choices == 0 else 1  # else these were indices of a table
     which = reader.space.variable(ROW, rows), reader.space.variable(CHOICE, choices)
     reader.row, reader.is_same = which[0] * choices + which[1], Numbering().equal
     row, column = reader.space.variable("k", k), reader.space.variable("n", n // choices)
@@ -146,11 +146,11 @@ def _gathered(
     return _Product(x, weight, reader, ids=reader.ids, choices=choices)
 
 
-def _of_all(
-    _: fx.Node, reader: Reader, x: fx.Node, w: fx.Node, *, is_first: bool = False
-) -> _Product | None:
+def _of_all(reader: Reader, x: fx.Node, w: fx.Node, *, is_first: bool = False) -> _Product | None:
     """T rows for each weight of a stack, in order."""
-    experts, *others = sizes(w)
+    experts, *others = fx_utils.value(w).shape
+    if any(map(fx_utils.is_symbolic, (experts, *others))):
+        return None
     k, n = reversed(others) if is_first else others
     expert, row, column = (
         reader.space.variable(axis, size) for axis, size in (("e", experts), ("k", k), ("n", n))
@@ -164,6 +164,8 @@ def _of_all(
     if fx_utils.is_one(rows):
         return dataclasses.replace(found, ids=_integers(range(experts)))
     if not fx_utils.is_symbolic(rows):
+        if rows * experts >= 2**31:
+            return None
         ends = range(rows, rows * (experts + 1), rows) if rows else [0] * experts
         return dataclasses.replace(found, offsets=_integers(ends))
     counted = (_integers(range(1, experts + 1)), Derived(aten.sym_size.int, (x, 1)))
@@ -225,12 +227,11 @@ def _assemble(anchor: fx.Node, product: _Product) -> RecognizedGemm | Rejection:
         return Rejection(RejectionCode.WEIGHT_FORM, str(error), anchor.name)
     is_same = x_dtype in weight.same_for
     same = Exactness.SAME_WEIGHT_ROUNDING if is_same else Exactness.FEWER_ROUNDINGS
-    rows, *others = fx_utils.value(anchor).shape
-    shape: tuple[Any, ...] | None = (-1, *others) if len(others) > 1 else None
+    first, *others = fx_utils.value(anchor).shape
+    rows, shape = first, (-1, *others) if len(others) > 1 else None
     if product.is_of_all and product.ids is None:
         each, columns = others
-        shape = (rows, -1 if fx_utils.is_symbolic(each) else each, columns)
-        rows = rows * each
+        rows, shape = first * each, (first, -1 if fx_utils.is_symbolic(each) else each, columns)
     mean = op.max_mean_rows(
         *(weight.format, [tensor.dtype for tensor in tensors], x_dtype),
         is_sm90=stock.is_tuned(anchor),

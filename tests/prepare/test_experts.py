@@ -54,6 +54,13 @@ def test_every_scale(block: Any, scale_fmt: str, tokens: int) -> None:
     check(stand_ins.fp8_experts(form, block, scale_fmt=scale_fmt), tokens)
 
 
+@pytest.mark.parametrize(
+    "gate", [{"swiglu_limit": 0.01}, {"swiglu_limit": 0.01, "swiglu_alpha": 1.7}], ids=str
+)
+def test_every_gate(gate: dict[str, float]) -> None:
+    check(stand_ins.fp8_experts("batched_mm", **gate), 1)
+
+
 def test_any_number_of_tokens() -> None:
     layer, inputs = stand_ins.fp8_experts("grouped_mm"), route(7)
     wanted = layer(*inputs)
@@ -82,3 +89,12 @@ def test_scales_of_other_blocks_stay() -> None:
     layer.down_proj_scale_inv = torch.nn.Parameter(torch.ones(EXPERTS, 3, 1), False)
     [line] = inductor_quant.prepare_(layer).left
     assert line.detail == "down_proj of shape [4, 256, 128] with scales of shape [4, 3, 1]"
+
+
+def test_an_exported_layer_takes_any_number_of_tokens() -> None:
+    layer, inputs = stand_ins.fp8_experts("grouped_mm"), route(5)
+    inductor_quant.prepare_(layer)
+    tokens = torch.export.Dim("tokens", min=2, max=64)
+    program = torch.export.export(layer, inputs, dynamic_shapes=[{0: tokens}] * 3)
+    other = route(9)
+    assert torch.equal(program.module()(*other), layer(*other))

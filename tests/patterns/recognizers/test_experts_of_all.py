@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from inductor_quant.ops import experts as op
+from inductor_quant.patterns.products import stock
 from tests.support.gemms.generated import generate
 from tests.support.graphs.post_grad import calls, capture
 from tests.support.producers.experts import FORMATS, Tensors, bf16
@@ -61,10 +62,16 @@ def test_every_format(format: str) -> None:
     assert (offsets is not None, ids is not None) == (True, False)
 
 
-@pytest.mark.parametrize("form", ["x_first", "weight_first", "einsum"])
-def test_one_row_of_each(form: str) -> None:
+@pytest.mark.parametrize(
+    ("format", "form"),
+    [
+        *((format, "x_first") for format in FORMATS),
+        *(("int8", f) for f in ("weight_first", "einsum")),
+    ],
+)
+def test_one_row_of_each(format: str, form: str) -> None:
     """A tile is a row."""
-    offsets, ids = check(Layer("int4_words", form), x_of(1))
+    offsets, ids = check(Layer(format, form), x_of(1))
     assert (offsets is not None, ids is not None) == (False, True)
 
 
@@ -82,9 +89,47 @@ def test_a_symbolic_number_of_rows() -> None:
     check(Layer("gptq"), x)
 
 
-def test_many_rows_of_each_are_left() -> None:
-    _, [rewrite] = capture(Layer("int4_words"), (x_of(257),))
+@pytest.mark.parametrize(("is_tuned", "most"), [(True, 256), (False, 64)])
+def test_many_rows_of_each_are_left(is_tuned: bool, most: int, monkeypatch) -> None:
+    monkeypatch.setattr(stock, "is_tuned", lambda _: is_tuned)
+    check(Layer("int4_words"), x_of(most))
+    _, [rewrite] = capture(Layer("int4_words"), (x_of(most + 1),))
     assert [rejection.code.value for rejection in rewrite.report.rejections] == ["many_rows"]
+
+
+def test_a_symbolic_number_of_weights_is_left() -> None:
+    """Keys of a cache, say, with a dynamic batch."""
+    inputs = x_of(4), q.clone(), s.clone()
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, 0, min=2, max=8)
+    _, [rewrite] = capture(lambda x, q, s: torch.bmm(x, (q.to(bf16) * s).mT), inputs)
+    assert [rejection.code.value for rejection in rewrite.report.rejections] == ["batched_weight"]
+
+
+def test_many_weights() -> None:
+    codes, scales = (
+        torch.randint(-9, 9, (12, N, K), dtype=torch.int8),
+        torch.rand(12, N, 1).to(bf16),
+    )
+    x = torch.randn(12, 3, K).to(bf16)
+    want = torch.bmm(x, (codes.to(bf16) * scales).mT)
+    got, [rewrite] = capture(lambda x: torch.bmm(x, (codes.to(bf16) * scales).mT), (x,))
+    assert calls(rewrite.after, op.op)
+    assert (got - want).norm() <= 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("is_expanded", [True, False])
+def test_no_rows(is_expanded: bool) -> None:
+    x = x_of(1).expand(E, 0, K) if is_expanded else x_of(0)
+    got, [rewrite] = capture(lambda x: torch.bmm(x, (q.to(bf16) * s).mT), (x,))
+    assert got.shape == (E, 0, N)
+    assert calls(rewrite.after, op.op)
+
+
+def test_one_weight_is_no_stack() -> None:
+    product = lambda x: torch.bmm(x[:1], (q[:1].to(bf16) * s[:1]).mT)  # noqa: E731
+    _, [rewrite] = capture(product, (x_of(4),))
+    assert [match.family for match in rewrite.report.matches] == ["weight_only"]
 
 
 def test_the_experts_of_llama4() -> None:

@@ -120,12 +120,16 @@ def fp8_experts(
     scheme: str = "dynamic",
     scale_fmt: str = "float",
     is_parallel: bool = False,
+    **gate: float,
 ) -> nn.Module:
-    """transformers' own class for four experts of 256 x 128, with random weights."""
+    """transformers' own class for four experts of 256 x 128, with random weights; ``gate``: what
+    the configuration says of it."""
     from transformers import Qwen3MoeConfig
     from transformers.integrations import finegrained_fp8, moe
 
     config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=4)
+    for name, value in gate.items():
+        setattr(config, name, value)
     config._experts_implementation = implementation
     # The package decorates its class in place, once for each layer.
     kind = type(
