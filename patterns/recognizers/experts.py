@@ -94,7 +94,8 @@ def _grouped(anchor: fx.Node, reader: Reader) -> _Product | Rejection:
     x, w, offsets, bias = fx_utils.arguments(anchor, *names, "bias")
     if bias is not None:
         return Rejection(RejectionCode.BIAS, "", anchor.name)
-    if offsets is None and fx_utils.value(x).dim() == fx_utils.value(w).dim() == 3:
+    are_tensors = all(map(fx_utils.is_tensor_node, (x, w)))
+    if are_tensors and offsets is None and fx_utils.value(x).dim() == 3:
         refused = Rejection(RejectionCode.BATCHED_WEIGHT, "no quantized stack", w.name)
         return _of_all(reader, x, w) or refused
     if not all(map(fx_utils.is_tensor_node, (x, w, offsets))):
