@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from inductor_quant.prepare.finegrained_fp8 import quantized_rows
-from inductor_quant.prepare.plain import PlainLayer, Replacement
+from inductor_quant.prepare.plain import PlainLayer, Replacement, repeated
 
 # What ``_apply_gate`` of the layer reads.
 _GATE = ("act_fn", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
@@ -120,6 +120,5 @@ class FP8Experts(PlainLayer):
     def _dequantized(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """In fp32."""
         n, k = weight.shape[-2:]
-        height, width = self.block_size or (n // scale.shape[-2], k)
-        scale = scale.float().repeat_interleave(height, -2)[..., :n, :]
-        return weight.float() * scale.repeat_interleave(width, -1)
+        block = self.block_size or (n // scale.shape[-2], k)
+        return weight.float() * repeated(scale.float(), block, n, k)

@@ -144,6 +144,7 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tenso
 
 
 def repeated(scale: torch.Tensor, block: Sequence[int], n: int, k: int) -> torch.Tensor:
-    """Scales of blocks as [N, K]; the last blocks may be shorter."""
+    """Scales of blocks as [..., N, K]; the last blocks may be shorter."""
     height, width = block
-    return scale.repeat_interleave(height, 0)[:n].repeat_interleave(width, 1)[:, :k]
+    rows = scale.repeat_interleave(height, -2)[..., :n, :]
+    return rows.repeat_interleave(width, -1)[..., :k]

@@ -116,7 +116,9 @@ class Row:
         m, n, k = decision.m, decision.n, decision.k
         if isinstance(m, int) and isinstance(n, int) and isinstance(k, int):
             experts = self.site.experts
-            row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k, experts=experts)
+            is_chosen = experts and self.site.batch != experts
+            weights = roofline.hit_experts(experts, m) if is_chosen else experts or 1
+            row["bytes"] = roofline.gemm_bytes(decision.spec, m, n, k, weights=weights)
             row["operations"] = roofline.gemm_operations(decision.spec, m, n, k)
         return row
 

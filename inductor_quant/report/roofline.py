@@ -40,15 +40,13 @@ class Timing:
     share: float
 
 
-def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int, *, experts: int = 0) -> int:
+def gemm_bytes(spec: QuantGemmSpec, m: int, n: int, k: int, *, weights: float = 1) -> int:
     """Least bytes to move: operands and scales read once, the result written once.
 
-    Leaves out zero points, bias, scales of act-order groups and the places of blocks. If each row
-    has one of ``experts`` weights, those count that independent rows hit in the mean.
+    Leaves out zero points, bias, scales of act-order groups and the places of blocks. ``weights``:
+    how many are read, of ``k x n`` each.
     """
-    weight = _operand_bytes(spec.b, (k, n), _stored(spec, n, k))
-    if experts:
-        weight = round(weight * hit_experts(experts, m))
+    weight = round(weights * _operand_bytes(spec.b, (k, n), _stored(spec, n, k)))
     return _operand_bytes(spec.a, (m, k), m * k) + weight + m * n * spec.out_dtype.itemsize
 
 

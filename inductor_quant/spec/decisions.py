@@ -98,7 +98,8 @@ class Site:
     source            the quantized dtype that they are computed from (of a weight that is
                       dequantized first), "" if none
     rows              the range of M that is compiled ("17..32"), "" if the graph serves all
-    experts           how many weights the rows choose from; 0: there is one
+    experts           how many weights the rows choose from; 0: there is one. ``batch``, if all have
+                      as many rows
     """
 
     node: str

@@ -42,7 +42,7 @@ FALLBACK = "transformers.grouped_mm_fallback.default"
 # Rows of each weight of a stack up to which ``bmm`` is ours: there dequantizing the stack takes
 # longer than multiplying it.
 MAX_ROWS_OF_EACH = 256
-MOST_COMPUTED = 8  # elements of a constant, in torch 2.11 to 2.15
+MOST_COMPUTED = 8  # elements of a constant that Inductor writes into a kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _has_own_codes(format: WeightFormat) -> bool:
 
 
 def _integers(values: Iterable[int]) -> Derived:
-    """In memory: a kernel of Inductor's own computes constants of up to 8 elements."""
+    """A part of a longer constant, which is in memory: a kernel computes shorter ones."""
     held = array.array("i", values)
     count = len(held)
     held.extend([0] * (MOST_COMPUTED + 1 - count))

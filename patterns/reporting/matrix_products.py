@@ -136,11 +136,12 @@ def _experts(stack: torch.Tensor) -> int:
 
 def describe_found(found: RecognizedGemm) -> Site:
     """The site of a product that is written as another op, such as a sum of products."""
-    anchor = found.anchor
+    anchor, count = found.anchor, _experts_of(found)
+    is_of_all = any(isinstance(route, Derived) for route in found.args[2:4])
     return Site(
         node=anchor.name,
         op=str(anchor.target).removesuffix(".default"),
-        batch=1,
+        batch=count if count and found.op is experts.op and is_of_all else 1,
         m=found.m,
         n=found.n,
         k=found.k,
@@ -149,7 +150,7 @@ def describe_found(found: RecognizedGemm) -> Site:
         device=str(fx_utils.value(anchor).device),
         module=fx_utils.module_path(anchor),
         source=dtype_name(found.spec.b.dtype),
-        experts=_experts_of(found),
+        experts=count,
     )
 
 

@@ -31,16 +31,18 @@ def route(tokens: int, most: int = EXPERTS) -> tuple[torch.Tensor, ...]:
     return torch.randn(tokens, 256, generator=generator).bfloat16(), ids, factors.bfloat16()
 
 
-def check(layer: Any, tokens: int, *, most: int = EXPERTS, dynamic: bool = False) -> None:
+def check(layer: Any, tokens: int, *, most: int = EXPERTS) -> None:
     inputs = route(tokens, most)
     wanted = layer(*inputs)
     result = inductor_quant.prepare_(layer)
     [line] = result.done
     assert "computes the same" in line.detail
-    got, [rewrite] = capture(layer, inputs, dynamic=dynamic)
+    got, [rewrite] = capture(layer, inputs)
     assert [match.family for match in rewrite.report.matches] == ["scaled_experts"] * 2
-    assert models.Distance.of(got, wanted).rms < 2e-2  # a step of the rows between both products
-    assert models.Distance.of(layer(*inputs), wanted).rms < 4e-2  # the stack in bf16
+    assert models.Distance.of(got, wanted).rms < 2e-3
+    assert (
+        models.Distance.of(layer(*inputs), wanted).rms < 4e-2
+    )  # a stack in bf16, and steps of e4m3
     result.undo()
     assert torch.equal(layer(*inputs), wanted)
 
@@ -70,7 +72,7 @@ def test_any_number_of_tokens() -> None:
     got, [rewrite] = capture(layer, inputs)
     assert [match.family for match in rewrite.report.matches] == ["scaled_experts"] * 2
     assert all(isinstance(match.m, str) for match in rewrite.report.matches)
-    assert models.Distance.of(got, wanted).rms < 2e-2
+    assert models.Distance.of(got, wanted).rms < 2e-3
 
 
 @pytest.mark.parametrize("tokens", [1, 6])

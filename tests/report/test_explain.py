@@ -189,6 +189,21 @@ def test_experts_have_a_row_with_their_number():
 
 
 @pytest.mark.compiles
+def test_all_weights_of_a_stack_count_that_is_read_whole():
+    """Not those that as many independent rows hit."""
+    with simulate.virtual_gpu(90), FakeTensorMode(), torch.no_grad():
+        with torch.device("cuda"):
+            x = torch.empty(4, 1, 64, dtype=torch.bfloat16)
+            q = torch.empty(4, 64, 128, dtype=torch.int8)
+        explanation = inductor_quant.explain(
+            lambda x, q: torch.bmm(x, q.to(x.dtype)), x, q, timings=False, verbose=False
+        )
+    [row] = explanation.rows
+    assert (row.to_dict()["experts"], row.to_dict()["batch"]) == (4, 4)
+    assert row.to_dict()["bytes"] == 4 * 64 * 128 + 2 * 4 * (64 + 128)
+
+
+@pytest.mark.compiles
 def test_the_json_is_what_the_schema_documents(on_a_gpu):
     raw = json.loads(on_a_gpu.to_json())
     jsonschema.validate(raw, SCHEMA)
