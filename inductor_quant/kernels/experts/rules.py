@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import statistics
 from typing import Any
 
 from inductor_quant.kernels.config import GemmConfig
@@ -22,6 +23,9 @@ NO_ZERO_POINTS = {
     "EXACT_A_ZERO": False,
     "EXACT_B_ZERO": False,
 }
+
+
+DRAWS = 16  # of what an expert has in the mean
 
 
 class TilesOfExperts(Kernel):
@@ -88,10 +92,27 @@ def mean_rows(problem: Problem) -> float:
     return problem.m / groups.experts if problem.m_is_bounded else math.inf
 
 
-@functools.lru_cache(maxsize=1024)
-def expected_tiles(mean: float, block_m: int, few: int = 0) -> tuple[float, float]:
-    """Of an expert whose rows are sorted, as of random routing, which leaves it a number that is
-    Poisson-distributed: tiles with more than ``few`` rows, and those with no more."""
+def expected_tiles(
+    mean: float, block_m: int, few: int = 0, spread: float = 0.0
+) -> tuple[float, float]:
+    """Of an expert whose rows are sorted: tiles with more than ``few`` rows, and those with no
+    more.
+
+    Routing is random: an expert's number of rows is Poisson-distributed. With ``spread`` some
+    experts have more rows than others: what they have in the mean is log-normal, and ``spread`` the
+    deviation of its logarithm. 0.75 is the skew 0.5 of ``examples/benchmarks/experts.py``.
+    """
+    normal = statistics.NormalDist()
+    likely = [math.exp(spread * normal.inv_cdf((i + 0.5) / DRAWS)) for i in range(DRAWS)]
+    each = mean / statistics.fmean(likely)
+    drawn = [_poisson_tiles(each * times, block_m, few) for times in likely] if spread else []
+    found = drawn or [_poisson_tiles(mean, block_m, few)]
+    large, small = (statistics.fmean(tiles) for tiles in zip(*found, strict=True))
+    return large, small
+
+
+@functools.lru_cache(maxsize=4096)
+def _poisson_tiles(mean: float, block_m: int, few: int) -> tuple[float, float]:
     mean = max(mean, 1e-6)
     apart = 8 * math.sqrt(mean) + 8
     likely = range(max(0, math.floor(mean - apart)), math.ceil(mean + apart))

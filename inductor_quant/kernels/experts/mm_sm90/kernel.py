@@ -12,6 +12,7 @@ import dataclasses
 import math
 
 from inductor_quant.kernels.codegen.digits.order import Order
+from inductor_quant.kernels.codegen.digits.tile import LINE
 from inductor_quant.kernels.config import GemmConfig, reject_if_split
 from inductor_quant.kernels.experts.direct.kernel import EXPERTS_DIRECT
 from inductor_quant.kernels.experts.rules import (
@@ -69,6 +70,13 @@ OF_EXPERTS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
 # Up to here a tile of experts_direct has the rows of most experts; the second one if it computes
 # the values of a table, while this kernel looks them up.
 MIN_MEAN, MIN_MEAN_COMPUTED = 8, 12
+# The choice takes least time in the sum of an even routing and one in which some experts have more
+# rows than others (``expected_tiles``).
+SPREADS = (0.0, 0.75)
+# Times as many cycles, if values have more than 4 bits, of tiles with up to so many rows that read
+# parts of lines of memory.
+OF_PARTS, FEW_ROWS = 1.3, 64
+MOSTLY_ONE = 1.05  # tiles of an expert, of evenly routed rows
 TALLEST = 256  # rows of a tile, whose threads have no registers left
 LEAST_IN_ORDER = 64  # rows of a tile, whose products leave fewer instructions time
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
@@ -128,8 +136,11 @@ class ExpertsMMSm90(ExpertsKernel, mm_sm90.WeightOnlyMMSm90):
         if not legal:
             return []
         costs = self._costs(spec, problem, legal[0], device)
-        costs = _Costs(**vars(costs))
-        return sorted(filter(costs.listed, legal), key=costs.whole)
+        each = [_Costs(**vars(costs), spread=spread) for spread in SPREADS]
+        return sorted(
+            filter(each[0].listed, legal),
+            key=lambda config: sum(costs.whole(config) for costs in each),
+        )
 
 
 def _computes(spec: QuantGemmSpec, problem: Problem, device: Device) -> bool:
@@ -180,14 +191,29 @@ def _is_narrow(problem: Problem, config: GemmConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Costs(cost.Costs):
+    spread: float = 0.0  # as in ``expected_tiles``
+
     def blocks(self) -> tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...]:
         return (*super().blocks(), *OF_EXPERTS, *BLOCKS, *DEEP_BLOCKS, *TALL_BLOCKS)
+
+    def _cycles(self, config: GemmConfig) -> tuple[float, float]:
+        alone, paired = super()._cycles(config)
+        row = loop.row_along_k(self.problem, config) * loop.loaded_together(self.problem, config)
+        is_part = 0 < row < LINE and config.block_m <= FEW_ROWS
+        factor = OF_PARTS if is_part and not _is_narrow(self.problem, config) else 1
+        return alone * factor, paired * factor
+
+    def _hides(self, config: GemmConfig) -> bool:
+        """If experts hardly have a second tile, whose few rows would not hide it."""
+        mean = self.problem.m / groups_of(self.problem).experts
+        tiles = sum(expected_tiles(mean, config.block_m))
+        return config.block_m >= cost.HIDING_ROWS and tiles <= MOSTLY_ONE
 
     def tiles(self, config: GemmConfig) -> float:
         """Those with few rows are counted as less than one."""
         experts = groups_of(self.problem).experts
         few = few_rows(config.block_m) if loop.has_halves(self.problem, config) else 0
-        large, small = expected_tiles(self.problem.m / experts, config.block_m, few)
+        large, small = expected_tiles(self.problem.m / experts, config.block_m, few, self.spread)
         format = rules.weight_of(self.problem).format
         share = FEW if format.element == format.code else FEW_LOOKED_UP
         return experts * (large + share * small) * math.ceil(self.problem.n / config.block_n)

@@ -20,6 +20,7 @@ from inductor_quant.kernels.config import GemmConfig
 from inductor_quant.kernels.experts.rules import (
     NO_ZERO_POINTS,
     TilesOfExperts,
+    expected_tiles,
     groups_of,
     mean_rows,
     reject_if_gathered,
@@ -110,16 +111,10 @@ def _is_crowded(problem: Problem, config: GemmConfig) -> bool:
 
 
 def random_tiles(problem: Problem, config: GemmConfig) -> float:
-    """Tiles in the mean of a random routing, in which an expert's number of rows is nearly normal,
-    with its mean as variance."""
+    """Tiles in the mean of a random routing."""
     experts = groups_of(problem).experts
-    mean, rows = problem.m / experts, config.block_m
-    if not mean:
-        return 0.0
-    whole = max(0, int((mean - 4 * math.sqrt(mean)) / rows))  # tiles that every expert has
-    ends = range(rows * (whole + 1), int(mean + 4 * math.sqrt(mean)) + 1, rows)
-    more = sum(math.erfc((end - mean) / math.sqrt(2 * mean)) / 2 for end in ends)
-    return experts * (whole + 1 + more) * math.ceil(problem.n / config.block_n)
+    large, small = expected_tiles(problem.m / experts, config.block_m)
+    return experts * (large + small) * math.ceil(problem.n / config.block_n)
 
 
 class ScaledExpertsLargeM(LargeM, Fp8Kernel):
