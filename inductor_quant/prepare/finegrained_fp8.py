@@ -82,7 +82,7 @@ class FP8Linear(E2M1Linear):
         """In fp32."""
         scale = self.activation_scale
         if scale is not None:
-            return (x.float() / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn).float() * scale
+            return statically_quantized(x, scale)
         width = self.in_features if self.block_size is None else self.block_size[1]
         return quantized_rows(x, width, is_mx=self.block_size == MX)
 
@@ -94,6 +94,11 @@ class FP8Linear(E2M1Linear):
         out = nn.functional.linear(rows, weight).to(x.dtype)
         out = out if self.bias is None else out + self.bias
         return out.reshape(*x.shape[:-1], self.out_features)
+
+
+def statically_quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """In fp32, rounded to e4m3 times ``scale``."""
+    return (x.float() / scale).clamp(-MAX, MAX).to(torch.float8_e4m3fn).float() * scale
 
 
 def quantized_rows(x: torch.Tensor, width: int, *, is_mx: bool = False) -> torch.Tensor:

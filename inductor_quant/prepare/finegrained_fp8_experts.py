@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from inductor_quant.prepare.finegrained_fp8 import quantized_rows
+from inductor_quant.prepare.finegrained_fp8 import quantized_rows, statically_quantized
 from inductor_quant.prepare.plain import PlainLayer, Replacement, repeated
 
 # What ``_apply_gate`` of the layer reads.
@@ -16,8 +16,6 @@ _GATE = ("act_fn", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_
 
 def plain(module: Any) -> Replacement | str:
     first = "gate_up_proj" if module.has_gate else "up_proj"
-    if module.activation_scheme != "dynamic":
-        return "static scales of activations"
     for name in (first, "down_proj"):
         weight, scale = getattr(module, name), getattr(module, f"{name}_scale_inv")
         if weight.dtype != torch.float8_e4m3fn:
@@ -40,7 +38,8 @@ class FP8Experts(PlainLayer):
 
     A product is ``a * s_a @ (weight[e] * scale_inv[e]).T``: weight e4m3 [E, N, K], scale_inv fp32
     or e8m0 [E, ceil(N / 128), K / 128], or [E, 1 or 2, 1]: one for each half of the columns; a is
-    x / s_a in e4m3, s_a = amax / 448 of 128 neighbours along K (of a row, without blocks).
+    x / s_a in e4m3, s_a = amax / 448 of 128 neighbours along K (of a row, without blocks), or
+    activation_scale[e], fp32 [E].
 
     One token: the weights that its ids choose, in fp32. Else rows are sorted by expert, and the
     stack is in the dtype of x. Ids from E on have no expert, and add 0.
@@ -58,9 +57,10 @@ class FP8Experts(PlainLayer):
         self.apply_gate = type(module)._apply_gate
         for name in _GATE:
             setattr(self, name, getattr(module, name, None))
+        self.is_static = module.activation_scheme == "static"
         for name in (first, "down_proj"):
-            scale = f"{name}_scale_inv"
-            self.hold(**{name: getattr(module, name), scale: getattr(module, scale)})
+            parts = (name, f"{name}_scale_inv", f"{name}_activation_scale")
+            self.hold(**{part: getattr(module, part) for part in parts[: 2 + self.is_static]})
 
     def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """A token: the library and we dequantize a whole stack for more."""
@@ -76,14 +76,14 @@ class FP8Experts(PlainLayer):
         if hidden_states.shape[0] == 1:
             chosen = ids.clamp(max=self.num_experts - 1) if self._is_expert_parallel else ids
             x = hidden_states.repeat_interleave(choices, 0)
-            out = self._gated(x, ids=chosen) * factors.to(x.dtype)
+            out = self._gated(x, chosen) * factors.to(x.dtype)
             out = self._of_experts(out, ids)
         else:
             ids, order = ids.sort()
             counted = ids.float() if ids.device.type == "cpu" else ids.int()
             counts = torch.histc(counted, self.num_experts, min=0, max=self.num_experts - 1)
             x = hidden_states[order // choices]
-            out = self._gated(x, offsets=counts.cumsum(0, dtype=torch.int32))
+            out = self._gated(x, ids, counts.cumsum(0, dtype=torch.int32))
             out = self._of_experts(out * factors[order].to(x.dtype), ids)
             inverse = torch.empty_like(order)
             inverse[order] = torch.arange(order.shape[0], device=order.device)
@@ -96,26 +96,29 @@ class FP8Experts(PlainLayer):
             return rows
         return rows.masked_fill((ids >= self.num_experts).unsqueeze(-1), 0.0)
 
-    def _gated(self, x: torch.Tensor, **route: torch.Tensor) -> torch.Tensor:
-        up = self._product(x, self.first, **route)
+    def _gated(self, x: torch.Tensor, *route: torch.Tensor) -> torch.Tensor:
+        up = self._product(x, self.first, *route)
         up = self.apply_gate(self, up) if self.has_gate else self.act_fn(up)
-        return self._product(up, "down_proj", **route)
+        return self._product(up, "down_proj", *route)
 
     def _product(
-        self,
-        x: torch.Tensor,
-        name: str,
-        *,
-        ids: torch.Tensor | None = None,
-        offsets: torch.Tensor | None = None,
+        self, x: torch.Tensor, name: str, ids: torch.Tensor, offsets: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """``ids``: the expert of each row; with ``offsets`` rows are sorted by it."""
         weight, scale = getattr(self, name), getattr(self, f"{name}_scale_inv")
-        rows = quantized_rows(x, self.block_size[1] if self.block_size else x.shape[-1])
-        if ids is not None:
+        rows = self._activation(x, name, ids)
+        if offsets is None:
             dense = self._dequantized(weight[ids], scale[ids])
             return torch.bmm(dense, rows.unsqueeze(-1)).squeeze(-1).to(x.dtype)
         dense = self._dequantized(weight, scale).to(x.dtype)
         return torch._grouped_mm(rows.to(x.dtype), dense.transpose(1, 2), offs=offsets)
+
+    def _activation(self, x: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
+        """In fp32."""
+        if not self.is_static:
+            return quantized_rows(x, self.block_size[1] if self.block_size else x.shape[-1])
+        scale = getattr(self, f"{name}_activation_scale")
+        return statically_quantized(x, scale[ids.clamp(max=self.num_experts - 1)].unsqueeze(-1))
 
     def _dequantized(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """In fp32."""

@@ -23,10 +23,10 @@ from inductor_quant.spec.decisions import Rejection, RejectionCode
 from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
+from ..matching.chosen_rows import Chosen, rows_of, ungathered
 from ..matching.operands import reject_mutated, reject_operands, source_of
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
 from ..matching.value_numbering import Numbering
-from ..matching.value_range import constant
 from ..products import stock
 from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Op
@@ -83,7 +83,7 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     rows = fx_utils.value(anchor).shape[0]
     try:
         # Rows that are gathered come from a tensor with another symbol.
-        with for_any(rows, fx_utils.value(_ungathered(operands[0]).source).shape[0]):
+        with for_any(rows, fx_utils.value(ungathered(operands[0]).source).shape[0]):
             product = _Reading(anchor).product(*operands)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
@@ -161,11 +161,24 @@ class _Axes:
     sizes: tuple[int, int, int]  # of e, n and k
 
 
+class _Reader(ElementReader):
+    """Of rows, floats that the graph chooses are read where it has chosen them, as a scale for
+    each row: static ones of experts."""
+
+    is_of_rows = False
+
+    def _read(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Expr:
+        is_chosen = self.is_of_rows and node.target == aten.index.Tensor
+        if is_chosen and fx_utils.value(node).dtype in w8a8_op.SCALE_DTYPES:
+            return self.leaf(node, index)
+        return super()._read(node, index)
+
+
 class _Reading:
     """Reads the operands of a product whose elements are converted in the graph."""
 
     def __init__(self, anchor: fx.Node) -> None:
-        self.anchor, self.reader = anchor, ElementReader(_ELEMENTS)
+        self.anchor, self.reader = anchor, _Reader(_ELEMENTS)
 
     def no(self, detail: str, code: RejectionCode = RejectionCode.WEIGHT_FORM) -> Rejection:
         return Rejection(code, detail, self.anchor.name)
@@ -179,7 +192,7 @@ class _Reading:
         if len(sizes(x)) != 2 or len(sizes(w)) != 3:
             return self.no("it is no stack of matrices")
         variable, (count, k, n) = self.reader.space.variable, sizes(w)
-        chosen = _ungathered(x)
+        chosen = ungathered(x)
         rows = sizes(chosen.source)[0]
         axes = _Axes(
             *(variable(ROW, rows), variable("e", count), variable("n", n), variable("k", k)),
@@ -211,17 +224,19 @@ class _Reading:
             return None
         e, count = self.reader.selected
         axes = _Axes(row, e, column, depth, rows, (count, n, k))
-        return self._joined((x, at_x), (w, at_w), axes, _Chosen(x), ids=self.reader.ids)
+        return self._joined((x, at_x), (w, at_w), axes, Chosen(x), ids=self.reader.ids)
 
     def _joined(
         self,
         of_x: tuple[fx.Node, tuple[IndexExpr, ...]],
         of_w: tuple[fx.Node, tuple[IndexExpr, ...]],
         axes: _Axes,
-        chosen: _Chosen,
+        chosen: Chosen,
         **route: fx.Node,
     ) -> _Product | Rejection:
+        self.reader.is_of_rows = True
         a, a_factors = unwound(self.reader.read(*of_x), _ELEMENTS)
+        self.reader.is_of_rows = False
         weight = self.reader.read(*of_w)
         # What a gathered scale is cast to is no tensor of the stack: it stays as it is stored.
         weight = weight if self.reader.ids is None else _as_stored(weight)
@@ -248,18 +263,20 @@ class _Reading:
         if found is None:
             detail = "a factor that is no scale of rows, columns or blocks"
             return self.no(detail, RejectionCode.SCALE_AXIS)
-        (of_a, of_b), (block, width) = found
+        (of_a, each), of_b, (block, width) = found
         if chosen.mask is not None and of_a is None:
             return self.no("rows are masked, and have no scale")
         stored = {a.node, b.node, *(place.node for place in (*a_factors, *b_factors))}
         stored |= {*chosen.nodes(), *route.values()}
         inside = {*self.reader.nodes(), self.anchor, *self.anchor.all_input_nodes}
-        blocks = 1 if block == 0 else k // block
+        scales = of_a and rows_of(of_a, each, times, chosen)
+        if scales is not None and block and each < k // block:
+            scales = Derived(aten.expand.default, (scales, (-1, k // block)))
         return _Product(
-            _rows_of(a.node, k, times, dataclasses.replace(chosen, mask=None)),
+            rows_of(a.node, k, times, dataclasses.replace(chosen, mask=None)),
             stack,
             (count, n, k),
-            (of_a and _rows_of(of_a, blocks, times, chosen), of_b),
+            (scales, of_b),
             (block, width),
             stored=tuple(stored),
             interior=frozenset(inside - stored),
@@ -272,8 +289,9 @@ class _Reading:
 
     def _scales(
         self, a_factors: list[Place], b_factors: list[Place], axes: _Axes
-    ) -> tuple[tuple[fx.Node | None, Any], tuple[int, int]] | None:
-        """The scale of a as a node, that of b as an argument, and the block that both are for."""
+    ) -> tuple[tuple[fx.Node | None, int], Any, tuple[int, int]] | None:
+        """The scale of a as a node and how many a row has, that of b as an argument, and the block
+        that both are for."""
         if max(len(a_factors), len(b_factors)) > 1:
             return None
         k, blocks = axes.sizes[2], [0]
@@ -283,34 +301,42 @@ class _Reading:
             of_a = self._scale_of_a(a_factors, axes, block)
             of_b = self._scale_of_b(b_factors, axes, block)
             if of_a is not None and of_b is not None:
-                return (of_a[0], of_b[0]), (block, of_b[1])
+                return of_a, of_b[0], (block, of_b[1])
         return None
 
     def _scale_of_a(
         self, factors: list[Place], axes: _Axes, block: int
-    ) -> tuple[fx.Node | None] | None:
+    ) -> tuple[fx.Node | None, int] | None:
+        """A row has one scale, or one for each block."""
         k = axes.sizes[2]
         blocks, part = (
             (k // block, self.reader.space.divmod(axes.k, block)[0]) if block else (1, ZERO)
         )
         for place in factors:
-            is_at = self._equal(place.position, axes.row * blocks + part)
-            return (place.node,) if place.count == axes.rows * blocks and is_at else None
-        return (None,)
+            for each, at in ((blocks, axes.row * blocks + part), (1, axes.row)):
+                if place.count == axes.rows * each and self._equal(place.position, at):
+                    return place.node, each
+            return None
+        return None, 1
 
     def _scale_of_b(self, factors: list[Place], axes: _Axes, block: int) -> tuple[Any, int] | None:
-        """With how many columns share one."""
+        """With how many columns share one: 1 without blocks, for which it is repeated."""
         (count, n, k), divmod_ = axes.sizes, self.reader.space.divmod
         blocks, part = (k // block, divmod_(axes.k, block)[0]) if block else (1, ZERO)
         for place in factors:
             columns, rest = divmod(place.count, count * blocks)
-            if rest or not columns or n % columns or (not block and columns < n):
+            if rest or not columns or n % columns:
                 return None
             width = n // columns
+            is_taken = fx_utils.value(place.node).dtype in w8a8_op.SCALE_DTYPES
+            if not block and width > 1 and not is_taken:
+                return None  # but in blocks of all of K
             which = divmod_(axes.n, width)[0]
             if self._equal(place.position, (axes.e * columns + which) * blocks + part):
+                if not block:
+                    return _of_columns(place.node, count, columns, width), 1
                 return _swapped(Operand(place.node, (count, columns, blocks))), width
-            if self._equal(place.position, (axes.e * blocks + part) * columns + which):
+            if block and self._equal(place.position, (axes.e * blocks + part) * columns + which):
                 return Operand(place.node, (count, blocks, columns)), width
             return None
         return None, 1
@@ -325,60 +351,19 @@ def _as_stored(expr: Expr) -> Expr:
     return expr
 
 
+def _of_columns(node: fx.Node, count: int, columns: int, width: int) -> Any:
+    """Scales [E, 1, N] of stacks with ``columns`` scales each, of ``width`` columns of N. One for
+    all columns is no copy."""
+    if width == 1:
+        return Operand(node, (count, 1, columns))
+    wide = Derived(
+        aten.expand.default, (Operand(node, (count, columns, 1)), (count, columns, width))
+    )
+    return Derived(aten.reshape.default, (wide, (count, 1, columns * width)))
+
+
 def _swapped(stack: Operand) -> Derived:
     return Derived(aten.permute.default, (stack, [0, 2, 1]))
-
-
-def _rows_of(node: fx.Node, size: int, times: int, chosen: _Chosen) -> Any:
-    """A tensor with a vector for each row as an argument: each row ``times``, of these the chosen
-    ones, 0 where they are masked."""
-    rows = Operand(node, (-1, size))
-    if times > 1:
-        row = Operand(node, (-1, 1, size))
-        rows = Operand(Derived(aten.expand.default, (row, (-1, times, size))), (-1, size))
-    if chosen.rows is None:
-        return rows
-    found = Derived(aten.index.Tensor, (rows, [chosen.rows]))
-    if chosen.mask is None:
-        return found
-    return Derived(aten.where.self, (chosen.mask, chosen.zero, found))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """How rows are made of those of ``source``: those that ``rows`` selects; where ``mask`` [S, 1]
-    is true, ``zero``."""
-
-    source: fx.Node
-    rows: fx.Node | None = None
-    mask: fx.Node | None = None
-    zero: fx.Node | None = None
-
-    def nodes(self) -> set[fx.Node]:
-        found = (self.rows, self.mask, self.zero)
-        return {node for node in found if node is not None}
-
-
-def _ungathered(x: fx.Node) -> _Chosen:
-    mask = value = None
-    if x.target == aten.where.self:
-        cond, zero, inner = fx_utils.arguments(x, "condition", "self", "other")
-        is_column = fx_utils.is_tensor_node(inner) and fx_utils.same_shape(
-            fx_utils.value(cond).shape, (fx_utils.value(x).shape[0], 1)
-        )
-        is_number = not fx_utils.is_tensor_node(zero) or fx_utils.value(zero).dim() == 0
-        is_zero = is_number and constant(zero) == 0
-        if is_column and is_zero and inner.target == aten.index.Tensor:
-            x, mask, value = inner, cond, zero
-    if x.target != aten.index.Tensor:
-        return _Chosen(x)
-    source, indices = fx_utils.arguments(x, "self", "indices")
-    [first, *others] = indices
-    is_vector = fx_utils.is_tensor_node(first) and fx_utils.value(first).dim() == 1
-    is_integer = is_vector and fx_utils.value(first).dtype in (torch.int32, torch.int64)
-    if not is_integer or any(others) or fx_utils.value(source).dim() != 2:
-        return _Chosen(x)
-    return _Chosen(source, first, mask, value)
 
 
 def _assemble(anchor: fx.Node, found: _Product) -> RecognizedGemm | Rejection:

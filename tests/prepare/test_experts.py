@@ -81,9 +81,10 @@ def test_ids_without_an_expert_add_nothing(tokens: int) -> None:
     check(stand_ins.fp8_experts(form, is_parallel=True), tokens, most=2 * EXPERTS)
 
 
-def test_static_scales_stay() -> None:
-    [line] = inductor_quant.prepare_(stand_ins.fp8_experts("eager", scheme="static")).left
-    assert line.detail == "static scales of activations"
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("block", [None, (128, 128)])
+def test_static_scales(block: Any, tokens: int) -> None:
+    check(stand_ins.fp8_experts("eager", block, scheme="static"), tokens)
 
 
 def test_scales_of_other_blocks_stay() -> None:

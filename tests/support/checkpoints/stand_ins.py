@@ -50,6 +50,8 @@ class Hub:
                 s = torch.exp2((exponent - (mantissa == 0.5).int()).float())
             a = ((groups / s).to(E4M3).float() * s).reshape(len(rows), k)
         index = torch.arange(n)[:, None] // height, torch.arange(k)[None] // width
+        if block_size is None and scale.dim() == 2:  # one for all columns, or for each half
+            scale = scale.repeat_interleave(n // len(scale), 0)
         b = weight.float() * (scale.float()[index] if block_size else scale)
         return (a @ b.T).to(output_dtype).reshape(*x.shape[:-1], n)
 

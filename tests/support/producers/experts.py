@@ -97,6 +97,13 @@ FORMATS = {
         },
         lambda t: t["q"].to(bf16) * t["s"].to(bf16),
     ),
+    "fp8_tensor": Format(
+        lambda e, n, k: {
+            "q": torch.randn(e, n, k).to(torch.float8_e4m3fn),
+            "s": _scales(e, 1, 1, dtype=torch.float32),
+        },
+        lambda t: (t["q"].float() * t["s"]).to(bf16),
+    ),
     "fp8_block": Format(
         lambda e, n, k: {
             "q": torch.randn(e, n, k).to(torch.float8_e4m3fn),

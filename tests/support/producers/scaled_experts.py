@@ -36,7 +36,12 @@ def dequantized(q: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 
 # format of the weights -> how rows are quantized
-QUANTIZERS = {"fp8": by_row, "fp8_block": by_group, "int8": by_row_int8}
+QUANTIZERS = {
+    "fp8": by_row,
+    "fp8_tensor": by_row,
+    "fp8_block": by_group,
+    "int8": by_row_int8,
+}
 
 
 class ScaledExperts(Experts):
@@ -45,6 +50,9 @@ class ScaledExperts(Experts):
     def __init__(self, format: str, form: str, **sizes: int) -> None:
         super().__init__(format, "grouped", **sizes)
         self.quantize, self.form = QUANTIZERS[format], FORMS[form]
+        for name, least in {"up": 0.01, "down": 0.1}.items():  # static scales of rows
+            scales = torch.linspace(least, 2 * least, self.num_experts)
+            self.register_buffer(f"{name}_static", scales)
 
 
 def _routing(self: Experts, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -75,6 +83,20 @@ def _gathered_first(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torc
     rows = dequantized(*self.quantize(self._apply_gate(up)))
     y = torch._grouped_mm(rows, self.stack("down").transpose(1, 2), offs=offsets)
     return _finished(x, y, order, weights)
+
+
+def _static(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
+    """A scale of each expert for all of its rows."""
+    chosen, order, offsets = _routing(self, ids)
+
+    def product(a: torch.Tensor, name: str) -> torch.Tensor:
+        s = getattr(self, f"{name}_static")[chosen].unsqueeze(1)
+        q = (a.float() / s).clamp(-448, 448).to(e4m3)
+        rows = (q.float() * s).to(bf16)
+        return torch._grouped_mm(rows, self.stack(name).transpose(1, 2), offs=offsets)
+
+    up = product(x[order // ids.shape[1]], "up")
+    return _finished(x, product(self._apply_gate(up), "down"), order, weights)
 
 
 def _scaled_behind(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -118,13 +140,15 @@ def _integers_of_ids(self: Any, x: torch.Tensor, ids: torch.Tensor, weights: tor
 FORMS: dict[str, Callable[..., torch.Tensor]] = {
     "rows_first": _rows_first,
     "gathered_first": _gathered_first,
+    "static": _static,
     "scaled_behind": _scaled_behind,
     "of_ids": _of_ids,
     "integers_of_ids": _integers_of_ids,
 }
 # (format, form)
 LAYERS = [
-    *(("fp8_block", form) for form in ("rows_first", "gathered_first", "of_ids")),
-    *(("fp8", form) for form in ("rows_first", "gathered_first", "of_ids", "scaled_behind")),
-    *(("int8", form) for form in FORMS),
+    *(("fp8_block", form) for form in ("rows_first", "gathered_first", "of_ids", "static")),
+    *(("fp8_tensor", form) for form in ("rows_first", "gathered_first", "of_ids", "static")),
+    *(("fp8", form) for form in FORMS if form != "integers_of_ids"),
+    *(("int8", form) for form in FORMS if form != "static"),
 ]
