@@ -38,11 +38,11 @@ class FP8Experts(PlainLayer):
 
     A product is ``a * s_a @ (weight[e] * scale_inv[e]).T``: weight e4m3 [E, N, K], scale_inv fp32
     or e8m0 [E, ceil(N / 128), K / 128], or [E, 1 or 2, 1]: one for each half of the columns; a is
-    x / s_a in e4m3, s_a = amax / 448 of 128 neighbours along K (of a row, without blocks), or
-    activation_scale[e], fp32 [E].
+    x / s_a in e4m3, s_a = amax / 448 of 128 neighbours along K (of a row, without blocks), or the
+    static gate_up_proj_activation_scale[e] and down_proj_activation_scale[e], fp32 [E].
 
     One token: the weights that its ids choose, in fp32. Else rows are sorted by expert, and the
-    stack is in the dtype of x. Ids from E on have no expert, and add 0.
+    stack is in bf16, as ``_grouped_mm`` takes it. Ids from E on have no expert, and add 0.
     """
 
     act_fn: Any
@@ -59,8 +59,12 @@ class FP8Experts(PlainLayer):
             setattr(self, name, getattr(module, name, None))
         self.is_static = module.activation_scheme == "static"
         for name in (first, "down_proj"):
-            parts = (name, f"{name}_scale_inv", f"{name}_activation_scale")
-            self.hold(**{part: getattr(module, part) for part in parts[: 2 + self.is_static]})
+            scale = f"{name}_scale_inv"
+            self.hold(**{name: getattr(module, name), scale: getattr(module, scale)})
+            if self.is_static:
+                own = "gate_up_proj" if name == first else name  # without a gate, too
+                static = getattr(module, f"{own}_activation_scale")
+                self.hold(**{f"{name}_activation_scale": static})
 
     def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """A token: the library and we dequantize a whole stack for more."""
@@ -110,8 +114,8 @@ class FP8Experts(PlainLayer):
         if offsets is None:
             dense = self._dequantized(weight[ids], scale[ids])
             return torch.bmm(dense, rows.unsqueeze(-1)).squeeze(-1).to(x.dtype)
-        dense = self._dequantized(weight, scale).to(x.dtype)
-        return torch._grouped_mm(rows.to(x.dtype), dense.transpose(1, 2), offs=offsets)
+        dense = self._dequantized(weight, scale).to(torch.bfloat16).transpose(1, 2)
+        return torch._grouped_mm(rows.to(torch.bfloat16), dense, offs=offsets).to(x.dtype)
 
     def _activation(self, x: torch.Tensor, name: str, ids: torch.Tensor) -> torch.Tensor:
         """In fp32."""

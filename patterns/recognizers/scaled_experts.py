@@ -24,12 +24,12 @@ from .. import fx_utils
 from ..fx_utils import CAST, aten
 from ..match import Derived, Operand, Pattern, RecognizedGemm
 from ..matching.chosen_rows import Chosen, rows_of, ungathered
-from ..matching.operands import reject_mutated, reject_operands, source_of
+from ..matching.operands import reject_mutated, reject_operands
 from ..matching.scaled_elements import BLOCKS, ElementReader, Place, unwound
 from ..matching.value_numbering import Numbering
 from ..products import stock
 from ..products.sum_of_products import comes_from
-from ..symbolic.expr import FLOAT8, Expr, Op
+from ..symbolic.expr import FLOAT8, Expr, Load, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes
 from .experts import FALLBACK
@@ -48,6 +48,11 @@ _DTYPES = [torch.float8_e4m3fn] * 2 + [torch.float32] * 2 + [torch.int32, torch.
 _MAX_MEAN_ROWS = 16
 # Elements along K of a block of scales, from which its scaling is hidden behind products.
 _MIN_BLOCK = 128
+_LONGEST = 128  # block along K that models have; longer ones are all of K
+_CHOOSING = (
+    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default),
+    *(aten.gather.default, aten.embedding.default),
+)
 _NOT_QUANTIZED = Rejection(
     RejectionCode.NOT_QUANTIZED, "the activation is not made of quantized values"
 )
@@ -161,17 +166,35 @@ class _Axes:
     sizes: tuple[int, int, int]  # of e, n and k
 
 
+@dataclasses.dataclass(frozen=True)
+class _Scales:
+    """``of_a``: the node, with ``each`` scales for a row; ``of_b``: the argument; ``block``: that
+    of b, whose K is a's too. None: 1."""
+
+    of_a: fx.Node | None
+    each: int
+    of_b: Any
+    block: tuple[int, int]
+
+
 class _Reader(ElementReader):
-    """Of rows, floats that the graph chooses are read where it has chosen them, as a scale for
-    each row: static ones of experts."""
+    """While rows are read, floats that ids choose (static scales of experts) are a tensor of their
+    own, with a scale for each row."""
 
     is_of_rows = False
 
-    def _read(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Expr:
-        is_chosen = self.is_of_rows and node.target == aten.index.Tensor
-        if is_chosen and fx_utils.value(node).dtype in w8a8_op.SCALE_DTYPES:
-            return self.leaf(node, index)
-        return super()._read(node, index)
+    def read(self, node: fx.Node, index: tuple[IndexExpr, ...]) -> Expr:
+        found = super().read(node, index)
+        if not self.is_of_rows or node.target not in _CHOOSING or not isinstance(found, Load):
+            return found
+        is_scale = found.dtype in w8a8_op.SCALE_DTYPES
+        return self.leaf(node, index) if is_scale and self._is_chosen(found) else found
+
+    def _is_chosen(self, found: Load) -> bool:
+        """By data, or by the expert of the product's row."""
+        expert = {digit for digit, _ in self.selected[0].terms}
+        digits = ({digit for digit, _ in part.terms} for part in found.index)
+        return any(part.data for part in found.index) or any(map(expert.intersection, digits))
 
 
 class _Reading:
@@ -263,21 +286,21 @@ class _Reading:
         if found is None:
             detail = "a factor that is no scale of rows, columns or blocks"
             return self.no(detail, RejectionCode.SCALE_AXIS)
-        (of_a, each), of_b, (block, width) = found
-        if chosen.mask is not None and of_a is None:
+        if chosen.mask is not None and found.of_a is None:
             return self.no("rows are masked, and have no scale")
         stored = {a.node, b.node, *(place.node for place in (*a_factors, *b_factors))}
         stored |= {*chosen.nodes(), *route.values()}
         inside = {*self.reader.nodes(), self.anchor, *self.anchor.all_input_nodes}
-        scales = of_a and rows_of(of_a, each, times, chosen)
-        if scales is not None and block and each < k // block:
+        block = found.block[0]
+        scales = found.of_a and rows_of(found.of_a, found.each, times, chosen)
+        if scales is not None and block and found.each < k // block:
             scales = Derived(aten.expand.default, (scales, (-1, k // block)))
         return _Product(
             rows_of(a.node, k, times, dataclasses.replace(chosen, mask=None)),
             stack,
             (count, n, k),
-            (scales, of_b),
-            (block, width),
+            (scales, found.of_b),
+            found.block,
             stored=tuple(stored),
             interior=frozenset(inside - stored),
             **route,  # type: ignore[arg-type]
@@ -289,19 +312,24 @@ class _Reading:
 
     def _scales(
         self, a_factors: list[Place], b_factors: list[Place], axes: _Axes
-    ) -> tuple[tuple[fx.Node | None, int], Any, tuple[int, int]] | None:
-        """The scale of a as a node and how many a row has, that of b as an argument, and the block
-        that both are for."""
+    ) -> _Scales | None:
         if max(len(a_factors), len(b_factors)) > 1:
             return None
-        k, blocks = axes.sizes[2], [0]
-        if a_factors and b_factors:
-            blocks += [block for block in BLOCKS if block <= k and k % block == 0]
-        for block in blocks:
+        k, dtypes = axes.sizes[2], {_dtype(place.node) for place in (*a_factors, *b_factors)}
+        blocks = [block for block in BLOCKS if block <= k and k % block == 0]
+        if not (a_factors and b_factors):
+            blocks = []
+        short = [block for block in blocks if block <= _LONGEST]
+        # Without blocks a scale of columns is repeated; e8m0 is for blocks alone.
+        tried = [(0, False), *((block, False) for block in short), (0, True)]
+        tried += [(block, False) for block in blocks if block > _LONGEST]
+        for block, is_repeated in tried:
+            if not block and not dtypes <= set(w8a8_op.SCALE_DTYPES):
+                continue
             of_a = self._scale_of_a(a_factors, axes, block)
-            of_b = self._scale_of_b(b_factors, axes, block)
+            of_b = self._scale_of_b(b_factors, axes, block, is_repeated=is_repeated)
             if of_a is not None and of_b is not None:
-                return of_a, of_b[0], (block, of_b[1])
+                return _Scales(*of_a, of_b[0], (block, of_b[1]))
         return None
 
     def _scale_of_a(
@@ -319,8 +347,10 @@ class _Reading:
             return None
         return None, 1
 
-    def _scale_of_b(self, factors: list[Place], axes: _Axes, block: int) -> tuple[Any, int] | None:
-        """With how many columns share one: 1 without blocks, for which it is repeated."""
+    def _scale_of_b(
+        self, factors: list[Place], axes: _Axes, block: int, *, is_repeated: bool
+    ) -> tuple[Any, int] | None:
+        """The argument, and how many columns share a scale of it."""
         (count, n, k), divmod_ = axes.sizes, self.reader.space.divmod
         blocks, part = (k // block, divmod_(axes.k, block)[0]) if block else (1, ZERO)
         for place in factors:
@@ -328,9 +358,8 @@ class _Reading:
             if rest or not columns or n % columns:
                 return None
             width = n // columns
-            is_taken = fx_utils.value(place.node).dtype in w8a8_op.SCALE_DTYPES
-            if not block and width > 1 and not is_taken:
-                return None  # but in blocks of all of K
+            if not block and width > 1 and not is_repeated:
+                return None
             which = divmod_(axes.n, width)[0]
             if self._equal(place.position, (axes.e * columns + which) * blocks + part):
                 if not block:
@@ -437,9 +466,12 @@ def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> 
 
 
 def _dtype(operand: Any) -> Any:
-    if isinstance(operand, Derived) and operand.target == aten.where.self:
-        return _dtype(operand.args[2])
-    return None if operand is None else fx_utils.value(source_of(operand)).dtype
+    """Of an argument, whose value is that of its first tensor, or the other one of a mask."""
+    while operand is not None and not isinstance(operand, fx.Node):
+        is_masked = isinstance(operand, Derived) and operand.target == aten.where.self
+        inner = operand.node if isinstance(operand, Operand) else operand.args[2 * is_masked]
+        operand = inner
+    return None if operand is None else fx_utils.value(operand).dtype
 
 
 def _reject_dtypes(

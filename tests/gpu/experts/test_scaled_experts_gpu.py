@@ -118,6 +118,7 @@ def test_a_product_that_says_so_itself_for_any_number_of_rows(fast_accum):
     [
         *(("fp8_block", "rows_first"), ("fp8_block", "gathered_first"), ("int8", "gathered_first")),
         *(("fp8", "scaled_behind"), ("int8", "of_ids")),
+        *(("fp8_tensor", "static"), ("fp8_block", "static")),
     ],
     ids=str,
 )

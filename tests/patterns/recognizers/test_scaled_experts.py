@@ -18,6 +18,7 @@ from tests.support.producers.scaled_experts import LAYERS, ScaledExperts, by_row
 from tests.support.sampling import sampled
 
 aten, e4m3 = torch.ops.aten, torch.float8_e4m3fn
+ENDS = torch.tensor([1, 3, 3, 9], dtype=torch.int32)
 needs_version_2 = pytest.mark.skipif(
     not hasattr(aten, "_scaled_grouped_mm_v2"), reason="this torch has one version"
 )
@@ -90,8 +91,52 @@ def test_many_rows_are_ours_where_their_type_is_multiplied(
     assert rewrite.codes == ["many_rows"] * 2 * (not is_ours)
 
 
+def spread(scales: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """Of [E, few, few], or of rows, for all columns and all of K."""
+    rows = scales if scales.dim() == 2 else scales.repeat_interleave(n // scales.shape[1], 1)
+    return rows.repeat_interleave(k // rows.shape[-1], -1)
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "of_stack", "scale_dtype", "form", "block"),
+    [
+        ((1,), (2, 1), torch.float32, "whole", (0, 1)),
+        ((1,), (2, 2), torch.float32, "whole", (128, 128)),  # repeated for each block
+        ((2,), (2, 2), torch.float32, "by_position", (128, 128)),
+        ((1,), (2, 2), torch.float32, "masked", (128, 128)),
+        ((1,), (2, 1), torch.float8_e8m0fnu, "whole", (256, 128)),  # which takes no whole rows
+    ],
+)
+def test_scales_of_rows_and_stacks_that_have_few(of_rows, of_stack, scale_dtype, form, block):
+    torch.manual_seed(0)
+    e, n, k, offsets = 4, 256, 256, ENDS
+    stack, rows = torch.randn(e, n, k).to(e4m3), torch.randn(9, k).to(e4m3)
+    s = (torch.rand(9, *of_rows) + 0.5).to(scale_dtype)
+    t = torch.rand(e, *of_stack) + 0.5
+    order, mask = torch.randperm(9), torch.rand(9, 1) < 0.3
+
+    def product(stack, rows, s, t, order, mask):
+        if form == "by_position":
+            scales = s[:, torch.arange(k) // (k // 2)]
+        else:
+            scales = spread(s.float(), n, k)
+        x = (rows.float() * scales).to(bf16)
+        if form == "masked":
+            x = x[order].masked_fill(mask, 0.0)
+        w = (stack.float() * spread(t, n, k)).to(bf16)
+        return torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+
+    inputs = (stack, rows, s, t, order, mask)
+    got, [rewrite] = capture(product, inputs)
+    [match] = rewrite.report.matches
+    [call] = calls(rewrite.after, op.op)
+    assert match.family == "scaled_experts"
+    assert (call.kwargs["block_k"], call.kwargs["block_n"]) == block
+    want = product(*inputs)
+    assert (got - want).norm() <= 0.01 * want.norm()
+
+
 OWN = {"out_dtype": bf16, "use_fast_accum": True}
-ENDS = torch.tensor([1, 3, 3, 9], dtype=torch.int32)
 
 
 def operands(rows: int = 9, n: int = 48) -> dict[str, torch.Tensor]:

@@ -122,6 +122,7 @@ def fp8_experts(
     scheme: str = "dynamic",
     scale_fmt: str = "float",
     is_parallel: bool = False,
+    has_gate: bool = True,
     **gate: float,
 ) -> nn.Module:
     """transformers' own class for four experts of 256 x 128, with random weights; ``gate``: what
@@ -138,9 +139,9 @@ def fp8_experts(
         "FP8Experts", (finegrained_fp8.FP8Experts,), {"__module__": finegrained_fp8.__name__}
     )
     kind = moe.use_experts_implementation(
-        kind, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
+        kind, experts_interface=finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS, has_gate=has_gate
     )
-    made = kind(config, block, scheme, scale_fmt)
+    made = kind(config, block, scheme, scale_fmt, has_gate=has_gate)
     generator = torch.Generator().manual_seed(0)
     for name, held in made.named_parameters():
         values = torch.rand(held.shape, generator=generator)
