@@ -1,8 +1,8 @@
 """Experts of 8-bit rows: each quantized row times the 8-bit weight of a stack that it selects.
 
-Both versions of ``_scaled_grouped_mm`` take quantized operands and their scales. In
-``_grouped_mm``, and in a ``bmm`` with gathered weights, both operands are integers or FP8 values
-that the graph converts, with scales for rows, columns or blocks.
+In ``_grouped_mm``, and in a ``bmm`` with gathered weights, both operands are integers or FP8 values
+that the graph converts, with scales for rows, columns or blocks. ``_scaled_grouped_mm`` takes them
+as they are.
 """
 
 from __future__ import annotations
@@ -32,17 +32,13 @@ from ..products.sum_of_products import comes_from
 from ..symbolic.expr import FLOAT8, Expr, Load, Op
 from ..symbolic.index import ROW, ZERO, IndexExpr, Unsupported
 from ..symbolic.reader import for_any, sizes
+from . import scaled_grouped_mm
 from .experts import FALLBACK
-from .scaled_mm import ROW as ROW_WISE
-from .scaled_mm import contracts_k
+from .scaled_grouped_mm import VERSIONS, Product
 from .w8a8 import reject_long_k
 
 FAMILY = "scaled_experts"
 _ELEMENTS = frozenset((torch.int8, *FLOAT8))
-_SCALED = "aten._scaled_grouped_mm.default"
-_SCALED_V2 = "aten._scaled_grouped_mm_v2.default"
-# Of a, b, their scales, the offsets and the result: what the library multiplies.
-_DTYPES = [torch.float8_e4m3fn] * 2 + [torch.float32] * 2 + [torch.int32, torch.bfloat16]
 # Rows an expert, in the mean, up to which our kernels surely are faster than the library's product
 # of FP8 on a card whose tiles were not measured. On the one where they were, they always are.
 _MAX_MEAN_ROWS = 16
@@ -58,27 +54,11 @@ _NOT_QUANTIZED = Rejection(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """What the op is called with; ``scales`` of a and b as arguments, None: 1."""
-
-    a: Any
-    b: Any
-    sizes: tuple[int, int, int]  # E, N, K
-    scales: tuple[Any, Any] = (None, None)
-    block: tuple[int, int] = (0, 1)
-    offsets: fx.Node | None = None
-    ids: fx.Node | None = None
-    stored: tuple[fx.Node, ...] = ()  # what is read of the graph
-    interior: frozenset[fx.Node] = frozenset()
-    fast_accum: bool = False
-
-
 def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
     """``anchor``: ``_scaled_grouped_mm``, ``_grouped_mm`` or ``bmm``; None if that is no product
     with a stack."""
-    if str(anchor.target) in (_SCALED, _SCALED_V2):
-        found = _scaled(anchor)
+    if str(anchor.target) in VERSIONS:
+        found = scaled_grouped_mm.read(anchor)
         return found if isinstance(found, Rejection) else _assemble(anchor, found)
     is_bmm = anchor.target == aten.bmm.default
     names = ("input", "weight") if str(anchor.target) == FALLBACK else ("self", "mat2")
@@ -92,65 +72,7 @@ def recognize(anchor: fx.Node) -> RecognizedGemm | Rejection | None:
             product = _Reading(anchor).product(*operands)
     except (Unsupported, RecursionError) as reason:
         return Rejection(RejectionCode.WEIGHT_FORM, str(reason), anchor.name)
-    return _assemble(anchor, product) if isinstance(product, _Product) else product
-
-
-def _scaled(anchor: fx.Node) -> _Product | Rejection:
-    """``_scaled_grouped_mm(a [S, K], b [E, K, N], a_scale [S], b_scale [E, N], offs [E])``, of
-    either version. The second one is traced whatever its operands are, and fails when it runs."""
-    if str(anchor.target) == _SCALED:
-        a, b, *scales, offsets, bias, result, _, fast = fx_utils.arguments(
-            anchor,
-            *("self", "mat2", "scale_a", "scale_b", "offs", "bias"),
-            *("scale_result", "out_dtype", "use_fast_accum"),
-        )
-    else:
-        a, b, *by_recipe, offsets, bias, _, contraction, fast = fx_utils.arguments(
-            anchor,
-            *("self", "mat2", "scale_a", "recipe_a", "swizzle_a"),
-            *("scale_b", "recipe_b", "swizzle_b", "offs", "bias"),
-            *("out_dtype", "contraction_dim", "use_fast_accum"),
-        )
-        of_a, of_b = by_recipe[:3], by_recipe[3:]
-        if not (_are_of_rows(*of_a) and _are_of_rows(*of_b) and contracts_k(contraction)):
-            detail = f"recipes and swizzles {of_a[1:]} and {of_b[1:]}, dimensions {contraction}"
-            return Rejection(RejectionCode.SCALE_AXIS, detail, anchor.name)
-        scales, result = [of_a[0][0], of_b[0][0]], None
-    nodes = (a, b, *scales, offsets)
-    if not all(map(fx_utils.is_tensor_node, nodes)):
-        return Rejection(RejectionCode.DTYPE, "an operand is no tensor", anchor.name)
-    if bias is not None or result is not None:
-        return Rejection(RejectionCode.BIAS, "a bias, or a scale of the result", anchor.name)
-    values = [fx_utils.value(node) for node in (*nodes, anchor)]
-    if [value.dim() for value in values] != [2, 3, 1, 2, 1, 2]:
-        return Rejection(RejectionCode.SCALE_AXIS, "it is no stack with scales", anchor.name)
-    dtypes = [value.dtype for value in values]
-    if dtypes != _DTYPES:
-        return Rejection(RejectionCode.DTYPE, ", ".join(map(str, dtypes)), anchor.name)
-    count, k, n = values[1].shape
-    if any(map(fx_utils.is_symbolic, (count, k, n))):
-        return Rejection(RejectionCode.WEIGHT_FORM, "a symbolic shape", b.name)
-    rows = values[0].shape[0]
-    shapes = [(rows, k), (count, k, n), (rows,), (count, n), (count,), (rows, n)]
-    found = [value.shape for value in values]
-    if not all(map(fx_utils.same_shape, found, shapes)):
-        detail = f"shapes {[list(shape) for shape in found]}"
-        return Rejection(RejectionCode.SCALE_AXIS, detail, anchor.name)
-    return _Product(
-        a,
-        b,
-        (count, n, k),
-        (Operand(scales[0], (-1, 1)), Operand(scales[1], (count, 1, n))),
-        offsets=offsets,
-        stored=nodes,
-        interior=frozenset((anchor,)),
-        fast_accum=bool(fast),
-    )
-
-
-def _are_of_rows(scales: Any, recipes: Any, swizzles: Any) -> bool:
-    """Whether an operand of the second version has a scale for each row (column), in order."""
-    return len(scales) == 1 and list(recipes) == [ROW_WISE] and not any(swizzles or ())
+    return _assemble(anchor, product) if isinstance(product, Product) else product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,13 +90,25 @@ class _Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _Scales:
-    """``of_a``: the node, with ``each`` scales for a row; ``of_b``: the argument; ``block``: that
-    of b, whose K is a's too. None: 1."""
+    """``of_a``: the node, with ``each`` scales for a row, or one for all if that is 0; ``of_b``:
+    the argument; ``block``: that of b, whose K is a's too. None: 1."""
 
     of_a: fx.Node | None
     each: int
     of_b: Any
     block: tuple[int, int]
+
+    def of_columns_alone(self, count: int, n: int) -> _Scales:
+        """One for all rows becomes a factor of the columns' [E, 1, N]."""
+        if self.of_a is None or self.each:
+            return self
+        own = Operand(self.of_a, (1, 1, 1))
+        if self.of_b is None:
+            of_b = Derived(aten.expand.default, (own, (count, 1, n)))
+        else:
+            wide = (Derived(CAST, (scale, torch.float32)) for scale in (self.of_b, own))
+            of_b = Derived(aten.mul.Tensor, tuple(wide))
+        return dataclasses.replace(self, of_a=None, of_b=of_b)
 
 
 class _Reader(ElementReader):
@@ -206,7 +140,7 @@ class _Reading:
     def no(self, detail: str, code: RejectionCode = RejectionCode.WEIGHT_FORM) -> Rejection:
         return Rejection(code, detail, self.anchor.name)
 
-    def product(self, x: fx.Node, w: fx.Node) -> _Product | Rejection | None:
+    def product(self, x: fx.Node, w: fx.Node) -> Product | Rejection | None:
         if self.anchor.target == aten.bmm.default:
             return self._gathered(x, w)
         _, _, offsets, bias = fx_utils.arguments(self.anchor, "", "", "offs", "bias")
@@ -229,7 +163,7 @@ class _Reading:
             offsets=offsets,
         )
 
-    def _gathered(self, left: fx.Node, right: fx.Node) -> _Product | Rejection | None:
+    def _gathered(self, left: fx.Node, right: fx.Node) -> Product | Rejection | None:
         """``bmm(x [S, 1, K], w [S, K, N])`` or ``bmm(w [S, N, K], x [S, K, 1])``."""
         is_first = fx_utils.is_one(fx_utils.value(right).shape[2])  # the weight
         if not is_first and not fx_utils.is_one(fx_utils.value(left).shape[1]):
@@ -256,7 +190,7 @@ class _Reading:
         axes: _Axes,
         chosen: Chosen,
         **route: fx.Node,
-    ) -> _Product | Rejection:
+    ) -> Product | Rejection:
         self.reader.is_of_rows = True
         a, a_factors = unwound(self.reader.read(*of_x), _ELEMENTS)
         self.reader.is_of_rows = False
@@ -286,6 +220,7 @@ class _Reading:
         if found is None:
             detail = "a factor that is no scale of rows, columns or blocks"
             return self.no(detail, RejectionCode.SCALE_AXIS)
+        found = found.of_columns_alone(count, n)
         if chosen.mask is not None and found.of_a is None:
             return self.no("rows are masked, and have no scale")
         stored = {a.node, b.node, *(place.node for place in (*a_factors, *b_factors))}
@@ -295,7 +230,7 @@ class _Reading:
         scales = found.of_a and rows_of(found.of_a, found.each, times, chosen)
         if scales is not None and block and found.each < k // block:
             scales = Derived(aten.expand.default, (scales, (-1, k // block)))
-        return _Product(
+        return Product(
             rows_of(a.node, k, times, dataclasses.replace(chosen, mask=None)),
             stack,
             (count, n, k),
@@ -335,14 +270,16 @@ class _Reading:
     def _scale_of_a(
         self, factors: list[Place], axes: _Axes, block: int
     ) -> tuple[fx.Node | None, int] | None:
-        """A row has one scale, or one for each block."""
-        k = axes.sizes[2]
+        """A row has one scale, or one for each block; 0: all rows have the same."""
+        k, rows = axes.sizes[2], axes.rows
         blocks, part = (
             (k // block, self.reader.space.divmod(axes.k, block)[0]) if block else (1, ZERO)
         )
+        known = [(blocks, rows * blocks, axes.row * blocks + part), (1, rows, axes.row)]
+        known += [] if block else [(0, 1, ZERO)]
         for place in factors:
-            for each, at in ((blocks, axes.row * blocks + part), (1, axes.row)):
-                if place.count == axes.rows * each and self._equal(place.position, at):
+            for each, count, at in known:
+                if place.count == count and self._equal(place.position, at):
                     return place.node, each
             return None
         return None, 1
@@ -395,7 +332,7 @@ def _swapped(stack: Operand) -> Derived:
     return Derived(aten.permute.default, (stack, [0, 2, 1]))
 
 
-def _assemble(anchor: fx.Node, found: _Product) -> RecognizedGemm | Rejection:
+def _assemble(anchor: fx.Node, found: Product) -> RecognizedGemm | Rejection:
     interior = sorted(node for node in found.interior if node.op == "call_function")
     rejection = reject_mutated(interior) or reject_operands(found.stored, anchor)
     if rejection is not None:
@@ -443,13 +380,13 @@ def _assemble(anchor: fx.Node, found: _Product) -> RecognizedGemm | Rejection:
     )
 
 
-def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> bool:
+def _has_too_many_rows(anchor: fx.Node, found: Product, dtype: torch.dtype) -> bool:
     """Whether the library may be faster, in any call. A gathered weight is written for each row, a
     stack in front of ``_grouped_mm`` in each call, in twice the bytes, for a product of bf16: ours
     of 8 bits falls behind only if it decodes the weight for each tile, or scales short blocks."""
     (count, _, _), (block, _) = found.sizes, found.block
     is_fast = block == 0 or block >= _MIN_BLOCK
-    if str(anchor.target) in (_SCALED, _SCALED_V2):
+    if str(anchor.target) in VERSIONS:
         if stock.is_tuned(anchor):
             return False
         mean = _MAX_MEAN_ROWS
@@ -467,15 +404,17 @@ def _has_too_many_rows(anchor: fx.Node, found: _Product, dtype: torch.dtype) -> 
 
 def _dtype(operand: Any) -> Any:
     """Of an argument, whose value is that of its first tensor, or the other one of a mask."""
-    while operand is not None and not isinstance(operand, fx.Node):
-        is_masked = isinstance(operand, Derived) and operand.target == aten.where.self
-        inner = operand.node if isinstance(operand, Operand) else operand.args[2 * is_masked]
-        operand = inner
-    return None if operand is None else fx_utils.value(operand).dtype
+    if operand is None or isinstance(operand, fx.Node):
+        return operand and fx_utils.value(operand).dtype
+    if isinstance(operand, Operand):
+        return _dtype(operand.node)
+    if operand.target == aten.mul.Tensor:
+        return operand.dtype
+    return _dtype(operand.args[2 if operand.target == aten.where.self else 0])
 
 
 def _reject_dtypes(
-    found: _Product, a: torch.dtype, b: torch.dtype, scales: list[Any], anchor: fx.Node
+    found: Product, a: torch.dtype, b: torch.dtype, scales: list[Any], anchor: fx.Node
 ) -> Rejection | None:
     is_int8, is_whole = a == torch.int8, found.block == (0, 1)
     if (b == torch.int8) != is_int8:
@@ -492,6 +431,6 @@ def _reject_dtypes(
 PATTERN = Pattern(
     name="scaled_experts",
     family=FAMILY,
-    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default, _SCALED, _SCALED_V2),
+    anchors=(aten._grouped_mm.default, FALLBACK, aten.bmm.default, *VERSIONS),
     recognize=recognize,
 )
