@@ -1,4 +1,5 @@
-"""Rows that the graph chooses of those of a matrix, 0 where a mask says so."""
+"""Rows that the graph chooses of those of a matrix, 0 where a mask says so: what follows when it
+becomes arguments. ``gathered_rows.py`` reads an argument that is there."""
 
 from __future__ import annotations
 

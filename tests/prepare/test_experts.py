@@ -89,9 +89,9 @@ def test_static_scales(block: Any, has_gate: bool, tokens: int) -> None:
     check(layer, tokens, rms=2e-3 if has_gate else 3e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_rows_of_another_type_are_multiplied_in_bf16(dtype: torch.dtype) -> None:
-    """As ``_grouped_mm`` takes them while it is traced."""
+@pytest.mark.parametrize(("dtype", "rms"), [(torch.float16, 3e-2), (torch.float32, 1e-2)])
+def test_rows_of_another_type_are_multiplied_in_bf16(dtype: torch.dtype, rms: float) -> None:
+    """As ``_grouped_mm`` takes them while it is traced. The values are subnormal in fp16."""
     layer, (x, *route_) = stand_ins.fp8_experts("eager", scheme="static"), route(5)
     inputs = (x.to(dtype), *route_)
     wanted = layer(*inputs)
@@ -99,7 +99,7 @@ def test_rows_of_another_type_are_multiplied_in_bf16(dtype: torch.dtype) -> None
     got, [rewrite] = capture(layer, inputs)
     assert [match.family for match in rewrite.report.matches] == ["scaled_experts"] * 2
     assert got.dtype == dtype
-    assert models.Distance.of(got, wanted).rms < 4e-2  # fp16 has few digits of such values
+    assert models.Distance.of(got, wanted).rms < rms
 
 
 def test_scales_of_other_blocks_stay() -> None:

@@ -23,9 +23,8 @@ NO_ZERO_POINTS = {
     "EXACT_A_ZERO": False,
     "EXACT_B_ZERO": False,
 }
-
-
-DRAWS = 16  # of what an expert has in the mean
+# Of what experts have in the mean, if that differs.
+QUANTILES = [(i + 0.5) / 16 for i in range(16)]
 
 
 class TilesOfExperts(Kernel):
@@ -102,13 +101,12 @@ def expected_tiles(
     experts have more rows than others: what they have in the mean is log-normal, and ``spread`` the
     deviation of its logarithm. 0.75 is the skew 0.5 of ``examples/benchmarks/experts.py``.
     """
-    normal = statistics.NormalDist()
-    likely = [math.exp(spread * normal.inv_cdf((i + 0.5) / DRAWS)) for i in range(DRAWS)]
-    each = mean / statistics.fmean(likely)
-    drawn = [_poisson_tiles(each * times, block_m, few) for times in likely] if spread else []
-    found = drawn or [_poisson_tiles(mean, block_m, few)]
-    large, small = (statistics.fmean(tiles) for tiles in zip(*found, strict=True))
-    return large, small
+    if not spread:
+        return _poisson_tiles(mean, block_m, few)
+    likely = [math.exp(spread * statistics.NormalDist().inv_cdf(each)) for each in QUANTILES]
+    means = (mean * each / statistics.fmean(likely) for each in likely)
+    found = [_poisson_tiles(each, block_m, few) for each in means]
+    return statistics.fmean(large for large, _ in found), statistics.fmean(few for _, few in found)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -75,7 +75,7 @@ MIN_MEAN, MIN_MEAN_COMPUTED = 8, 12
 SPREADS = (0.0, 0.75)
 # Times as many cycles, if values have more than 4 bits, of tiles with up to so many rows that read
 # parts of lines of memory.
-OF_PARTS, FEW_ROWS = 1.3, 64
+OF_PARTS, MOST_ROWS_OF_PARTS = 1.3, 64
 MOSTLY_ONE = 1.05  # tiles of an expert, of evenly routed rows
 TALLEST = 256  # rows of a tile, whose threads have no registers left
 LEAST_IN_ORDER = 64  # rows of a tile, whose products leave fewer instructions time
@@ -199,12 +199,13 @@ class _Costs(cost.Costs):
     def _cycles(self, config: GemmConfig) -> tuple[float, float]:
         alone, paired = super()._cycles(config)
         row = loop.row_along_k(self.problem, config) * loop.loaded_together(self.problem, config)
-        is_part = 0 < row < LINE and config.block_m <= FEW_ROWS
+        is_part = 0 < row < LINE and config.block_m <= MOST_ROWS_OF_PARTS
         factor = OF_PARTS if is_part and not _is_narrow(self.problem, config) else 1
         return alone * factor, paired * factor
 
     def _hides(self, config: GemmConfig) -> bool:
-        """If experts hardly have a second tile, whose few rows would not hide it."""
+        """Whether products hide what a table, or wider values, take: not those of a second tile
+        with few rows, which experts hardly have."""
         mean = self.problem.m / groups_of(self.problem).experts
         tiles = sum(expected_tiles(mean, config.block_m))
         return config.block_m >= cost.HIDING_ROWS and tiles <= MOSTLY_ONE
