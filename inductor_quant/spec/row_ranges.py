@@ -38,10 +38,10 @@ TOPS: dict[str, tuple[int, ...]] = {
         *(*_DECODE, 32, 64, 128, 192, 256, 320, 384, 448, 512),
         *(768, 1024, 1536, 2048),
     ),
-    # In rows that an expert has in the mean. 5: tiles of 16 rows beyond. 8, 12 and 32: up to them
-    # experts_direct, by card, format and the width of values. 16, 64 and 128: taller tiles beyond.
-    # 2048: the library beyond.
-    "experts": (5, 8, 12, 16, 32, 64, 128, 256, 2048),
+    # In rows that an expert has in the mean. 1 and 5, by format: tiles of 16 rows beyond. 8, 12 and
+    # 32: up to them experts_direct, by card, format and the width of values. 16, 64 and 128: taller
+    # tiles beyond. 2048: the library beyond.
+    "experts": (1, 5, 8, 12, 16, 32, 64, 128, 256, 2048),
     # Likewise. 12, 20 and 128: taller tiles beyond, from 115 to 192 the tallest. 16: the library
     # beyond, on cards that are not tuned. 48, for few experts 512 and 2048: tiles for most SMs
     # beyond, which the kernel of large M asks for.

@@ -77,10 +77,12 @@ def first(name: str, rows: int, **options):
     ("name", "rows", "kernel", "block_m"),
     [
         ("nibble_pairs", 8, EXPERTS_DIRECT, 8),
-        ("nibble_pairs", 4 * E, EXPERTS_DIRECT, 8),
+        ("nibble_pairs", E, EXPERTS_DIRECT, 8),
+        ("nibble_pairs", 2 * E, EXPERTS_DIRECT, 16),
         ("nibble_pairs", 16 * E, EXPERTS_DIRECT, 16),
         ("nibble_pairs", 64 * E, EXPERTS_MM, 64),
-        ("nf4", 8, EXPERTS_DIRECT, 8),
+        *((name, 5 * E, EXPERTS_DIRECT, 8) for name in ("nf4", "hqq")),
+        *((name, 6 * E, EXPERTS_DIRECT, 16) for name in ("nf4", "hqq")),
         ("int8_channel", 8, EXPERTS_DIRECT, 8),
         ("int8_channel", 16 * E, EXPERTS_MM, 16),
         ("fp8_row", 8, EXPERTS_MM, 16),
@@ -214,7 +216,7 @@ def test_a_choice_holds_for_uneven_routing(monkeypatch):
         ("mxfp4", 2880, (4,)),  # 128 does not divide it
         ("quarters_of_k", 2048, (4,)),  # words in parts
         ("awq", 2048, (4,)),  # rows along N
-        ("int8_channel", 2048, (4,)),  # more than 4 bits
+        ("int8_channel", 2048, (6, 4)),  # for more the stages are too large
     ],
 )
 def test_stages_are_more_where_words_of_two_iterations_are_a_box(name, k, stages):
@@ -360,7 +362,7 @@ def test_few_rows_in_any_order_are_those_of_one_token(rows, has_few):
 
 def test_sorted_rows_are_few_if_a_tile_has_few():
     """Rows that lack in a tile of 16 are not loaded; scales are applied to the sums of 8."""
-    for rows, block_m in ((4 * E, 8), (8 * E, 16)):
+    for rows, block_m in ((E, 8), (8 * E, 16)):
         spec, problem = described("nibble_pairs", rows)
         config, *_ = EXPERTS_DIRECT.configs(spec, problem, device(90))
         codegen = EXPERTS_DIRECT.codegen(spec, problem, config)
@@ -376,7 +378,7 @@ def test_sorted_rows_are_few_if_a_tile_has_few():
     ("name", "mean", "is_sorted", "config", "has_both"),
     [
         ("nibble_pairs", 7, True, "", True),
-        ("nibble_pairs", 4, True, "", False),  # tiles of 8 rows
+        ("nibble_pairs", 1, True, "", False),  # tiles of 8 rows
         ("nibble_pairs", 7, False, "experts_direct 16x32x512_w4_s1_g8", False),
         ("mxfp4", 8, True, "", True),
         ("nf4", 8, True, "", False),  # a table is looked up

@@ -36,9 +36,11 @@ from inductor_quant.kernels.weight_only.rules import no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
-# In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value; in
-# tiles of 8 rows.
-MAX_MEAN, MAX_MEAN_WIDE, MAX_MEAN_8 = 32, 8, 5
+# In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value.
+MAX_MEAN, MAX_MEAN_WIDE = 32, 8
+# Up to here in tiles of 8 rows; if those of 16 take longer even with no more than 8 rows
+# (``_has_slow_16``).
+MAX_MEAN_8, MAX_MEAN_8_SLOW_16 = 1, 5
 # (columns, k) of a warp's tile, best first: up to 4 bits, and above.
 TILES = (
     ((32, 128), (64, 64), (128, 32), (32, 64), (64, 32)),
@@ -104,18 +106,18 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         """What a CTA does that has no more than half a tile's rows, if a tile of these has its
         sums in the order of ``whole``. Not of a table that is looked up: two loops with its planes
         spill (README.md), and were not timed."""
-        element = rules.weight_of(problem).format.element
-        is_looked_up = element != rules.weight_of(problem).format.code and not element.entries
         is_of_16 = config.block_m == ROWS[1] and has_few_rows(problem, config)
-        if not (is_of_16 and groups_of(problem).is_sorted) or is_looked_up:
+        is_sorted = groups_of(problem).is_sorted
+        if not (is_of_16 and is_sorted) or _is_looked_up(rules.weight_of(problem)):
             return None
         few = self.codegen(spec, problem, dataclasses.replace(config, block_m=ROWS[0]))
         is_alike = few.mma_rows == whole.mma_rows and few.are_divided == whole.are_divided
         return few if is_alike else None
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
-        block_m = 8 if mean_rows(problem) <= MAX_MEAN_8 else 16
         weight = rules.weight_of(problem)
+        most = MAX_MEAN_8_SLOW_16 if _has_slow_16(spec, weight) else MAX_MEAN_8
+        block_m = ROWS[0] if mean_rows(problem) <= most else ROWS[1]
 
         def rank(tile: tuple[int, int]) -> tuple[bool, int]:
             is_scaling = scales_sums(spec, weight, GemmConfig(block_m, *tile, 1, 1))
@@ -164,6 +166,19 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
         if zeros is not None and not groups_of(problem).is_sorted:
             found.loads_x_early = False
         return found
+
+
+def _is_looked_up(weight: Weight) -> bool:
+    """Whether values are those of a table, and not computed."""
+    element = weight.format.element
+    return element != weight.format.code and not element.entries
+
+
+def _has_slow_16(spec: QuantGemmSpec, weight: Weight) -> bool:
+    """Whether a CTA that has no more than 8 of 16 rows is not as fast as one with a tile of 8: it
+    has no loop for them, or a tile is smaller, with zero points that are applied to sums."""
+    tiles = (GemmConfig(ROWS[1], *tile, 1, 1) for tile in _tiles(weight))
+    return _is_looked_up(weight) or any(scales_sums(spec, weight, tile) for tile in tiles)
 
 
 def _rounds(problem: Problem, config: GemmConfig, device: Device) -> float:

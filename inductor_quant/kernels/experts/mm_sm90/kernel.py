@@ -41,7 +41,7 @@ BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 128, 128, 4, 6), (880, 1510), None),
     ((32, 128, 128, 4, 4), (910, 1570), None),
 )
-# Up to 4 bits, if words of two K iterations are a box, and two CTAs have room for the stages.
+# If words of two K iterations are a box, and two CTAs have room for the stages.
 DEEP_BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((64, 128, 64, 4, 8), (610, 1005), (770, 1290)),
     ((64, 128, 64, 4, 6), (615, 1040), (780, 1320)),
@@ -76,7 +76,7 @@ SPREADS = (0.0, 0.75)
 # Times as many cycles, if values have more than 4 bits, of tiles with up to so many rows that read
 # parts of lines of memory.
 OF_PARTS, MOST_ROWS_OF_PARTS = 1.3, 64
-MOSTLY_ONE = 1.05  # tiles of an expert, of evenly routed rows
+MOSTLY_ONE = 1.3  # tiles of an expert, of evenly routed rows
 TALLEST = 256  # rows of a tile, whose threads have no registers left
 LEAST_IN_ORDER = 64  # rows of a tile, whose products leave fewer instructions time
 MAX_WORDS = 2**31  # of all experts: positions of words are 32-bit
@@ -163,7 +163,7 @@ def _takes_deep(problem: Problem, config: GemmConfig, device: Device) -> bool:
     weight, count = rules.weight_of(problem), loop.loaded_together(problem, config)
     found = loop.boxed(weight, config)
     view, in_parts = words_in_parts(weight, config.block_k)
-    if not _is_narrow(problem, config) or count < 2 or found is None or in_parts:
+    if count < 2 or found is None or in_parts:
         return False
     is_box = found[1].is_followed(view.weight.format, config.block_k, count)
     return is_box and loop.ctas_per_sm(problem, config, device) > 1
