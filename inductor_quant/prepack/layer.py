@@ -130,7 +130,7 @@ class PrepackedLinear(nn.Module):
         w = q.to(torch.float32)
         grouped = self.scales if self.scales is not None else zeros
         if grouped is not None:
-            w = w.unflatten(0, (len(grouped), -1))
+            w = w.reshape(len(grouped), -1, w.shape[1])
         if zeros is not None:
             w = w - zeros[:, None]
         elif self.zero:

@@ -117,7 +117,7 @@ class CompressedLinear(E2M1Linear):
         if self.block is not None:
             return number * repeated(scale, self.block, self.out_features, self.in_features)
         if scale.dim() > 1:
-            number = number.unflatten(1, (scale.shape[1], -1))
+            number = number.reshape(*scale.shape, -1)
             scale = scale.unsqueeze(-1)
         if zero is not None:
             number = number - (zero.unsqueeze(-1) if zero.dim() > 1 else zero).to(scale.dtype)
@@ -178,7 +178,7 @@ class _Activation:
             return x
         shape = x.shape
         if "group" in self.strategy:
-            x = x.unflatten(-1, (-1, self.group))
+            x = x.reshape(*shape[:-1], shape[-1] // self.group, self.group)
         if self.is_dynamic:
             scale, zero = self._measured(x)
         assert scale is not None

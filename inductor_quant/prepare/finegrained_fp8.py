@@ -104,7 +104,7 @@ def statically_quantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def quantized_rows(x: torch.Tensor, width: int, *, is_mx: bool = False) -> torch.Tensor:
     """In fp32, rounded to e4m3 times a scale for ``width`` neighbours: amax / 448; ``is_mx``: the
     next power of two."""
-    x = x.float().unflatten(-1, (-1, width))
+    x = x.float().reshape(*x.shape[:-1], x.shape[-1] // width, width)
     scale = x.abs().amax(-1, keepdim=True) / MAX
     scale = _next_power_of_two(scale) if is_mx else scale.clamp_min(MIN_SCALE)
     return ((x / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)

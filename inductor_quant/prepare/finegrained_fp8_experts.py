@@ -68,9 +68,10 @@ class FP8Experts(PlainLayer):
 
     def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """A token: the library and we dequantize a whole stack for more."""
-        ids = torch.arange(min(4, self.num_experts)).unsqueeze(0)
-        x = torch.randn(1, self.hidden_dim, generator=generator)
-        return x, ids, torch.rand(ids.shape, generator=generator)
+        device = generator.device
+        ids = torch.arange(min(4, self.num_experts), device=device).unsqueeze(0)
+        x = torch.randn(1, self.hidden_dim, generator=generator, device=device)
+        return x, ids, torch.rand(ids.shape, generator=generator, device=device)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

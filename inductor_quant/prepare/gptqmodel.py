@@ -39,7 +39,7 @@ def plain(module: Any) -> Replacement | str:
 
 def _reference(module: Any, weight: Any, x: torch.Tensor) -> torch.Tensor:
     out = x.flatten(0, -2) @ weight(module).to(x.dtype)
-    out = out.unflatten(0, x.shape[:-1])
+    out = out.reshape(*x.shape[:-1], out.shape[-1])
     return out if module.bias is None else out + module.bias.to(out.dtype)
 
 
@@ -76,7 +76,7 @@ class _GroupedLinear(PlainLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.to(self.dtype or x.dtype)
         out = given.flatten(0, -2) @ self.weight_kn(given.dtype)
-        out = out.unflatten(0, x.shape[:-1]) if x.dim() != 2 else out
+        out = out.reshape(*x.shape[:-1], out.shape[-1]) if x.dim() != 2 else out
         out = out if self.bias is None else out + self.bias.to(out.dtype)
         return out.to(x.dtype)
 
@@ -91,8 +91,8 @@ class GPTQLinear(_GroupedLinear):
     def __init__(self, module: Any) -> None:
         super().__init__(module)
         groups = module.scales.shape[0]
-        in_order = torch.arange(self.in_features) // (self.in_features // groups)
-        is_ordered = torch.equal(module.g_idx.cpu().long(), in_order)
+        k = torch.arange(self.in_features, device=module.g_idx.device)
+        is_ordered = torch.equal(module.g_idx.long(), k // (self.in_features // groups))
         is_ordered &= self.in_features % groups == 0
         self.hold(g_idx=None if is_ordered else module.g_idx)
 
@@ -102,7 +102,7 @@ class GPTQLinear(_GroupedLinear):
         if self.g_idx is not None:
             index: Any = self.g_idx.long()  # type: ignore[operator]
             return (self.scales[index] * (q - z[index])).to(dtype)
-        q = q.unflatten(0, (self.scales.shape[0], -1))
+        q = q.reshape(self.scales.shape[0], -1, q.shape[1])
         w = self.scales.unsqueeze(1) * (q - z.unsqueeze(1))
         return w.flatten(0, 1).to(dtype)
 
@@ -116,12 +116,12 @@ class AWQLinear(_GroupedLinear):
 
     def weight_kn(self, dtype: torch.dtype) -> torch.Tensor:
         q, z = self._in_order(self.qweight), self._in_order(self.qzeros)
-        q = q.unflatten(0, (self.scales.shape[0], -1))
+        q = q.reshape(self.scales.shape[0], -1, q.shape[1])
         w = (q - z.unsqueeze(1)) * self.scales.to(dtype).unsqueeze(1)
         return w.flatten(0, 1)
 
     def _in_order(self, words: torch.Tensor) -> torch.Tensor:
         codes = unpacked(words, self.bits, 1, self.out_features)
         if self.bits == 4:
-            codes = codes.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
+            codes = codes.reshape(len(codes), -1, 2, 4).transpose(2, 3).flatten(1)
         return codes

@@ -58,7 +58,7 @@ class PlainLinear(PlainLayer):
 
     def example(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         """A row is zero."""
-        x = torch.randn(*_ROWS, self.in_features, generator=generator)
+        x = torch.randn(*_ROWS, self.in_features, generator=generator, device=generator.device)
         x[0, 0] = 0
         return (x,)
 
@@ -130,7 +130,7 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, size: int) -> torch.Tenso
     words = words.movedim(dim, -1)
     groups = -(-words.shape[-1] // bits)
     words = nn.functional.pad(words, (0, groups * bits - words.shape[-1]))
-    words = words.unflatten(-1, (groups, bits))
+    words = words.reshape(*words.shape[:-1], groups, bits)
     parts: list[torch.Tensor] = []
     for start in range(0, 32 * bits, bits):
         word, shift = divmod(start, 32)

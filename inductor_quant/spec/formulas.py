@@ -40,7 +40,7 @@ def codes_times_absmax(
     n, k = shape
     packed = packed.reshape(n, k // 2)
     codes = torch.stack([packed >> 4, packed & 15], -1).flatten(1)
-    blocks = code[codes.int()].unflatten(1, (absmax.numel() // n, -1))
+    blocks = code[codes.int()].reshape(n, absmax.numel() // n, -1)
     return (blocks * absmax.view(n, -1, 1)).flatten(1)
 
 

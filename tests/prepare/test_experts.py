@@ -63,6 +63,20 @@ def test_every_gate(gate: dict[str, float]) -> None:
     check(stand_ins.fp8_experts("batched_mm", **gate), 1)
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_the_default_device_does_not_matter(tokens: int) -> None:
+    form = "batched_mm" if tokens == 1 else "grouped_mm"
+    layer, inputs = stand_ins.fp8_experts(form), route(tokens)
+    wanted = layer(*inputs)
+    with torch.device("meta"):
+        [line] = inductor_quant.prepare_(layer).done
+    assert "computes the same" in line.detail
+    with torch.device("cpu"):
+        got, [rewrite] = capture(layer, inputs)
+    assert len(rewrite.report.matches) == 2
+    assert models.Distance.of(got, wanted).rms < 2e-3
+
+
 def test_any_number_of_tokens() -> None:
     layer, inputs = stand_ins.fp8_experts("grouped_mm"), route(7)
     wanted = layer(*inputs)

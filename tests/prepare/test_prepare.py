@@ -65,6 +65,24 @@ def test_a_layer_is_replaced_by_one_of_the_same_tensors_and_results(kind: str, b
     assert f"u{bits}/128x1" in str(match.spec)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("gptq", {"act_order": True}), ("awq", {}), pytest.param("gptq", {"bits": 3}, marks=SLOW)],
+)
+def test_the_default_device_does_not_matter(kind: str, options: dict[str, Any]) -> None:
+    """Of a user who calls ``torch.set_default_device``; up to torch 2.13 ``unflatten`` would break
+    the graph there."""
+    model = nn.Sequential(packed(kind, **options))
+    wanted = model(x())
+    with torch.device("meta"):
+        result = inductor_quant.prepare_(model)
+    assert str(result.lines[0]).endswith("computes the same, bit for bit")
+    with torch.device("cpu"):
+        got, [rewrite] = capture(model, [x()], read_tables=False)
+    assert len(rewrite.report.matches) == 1
+    assert Distance.of(got, wanted).rms < 1e-2
+
+
 def test_act_order_is_kept() -> None:
     model = nn.Sequential(packed(act_order=True))
     wanted = model(x())

@@ -49,7 +49,8 @@ class Hub:
                 mantissa, exponent = torch.frexp(s)
                 s = torch.exp2((exponent - (mantissa == 0.5).int()).float())
             a = ((groups / s).to(E4M3).float() * s).reshape(len(rows), k)
-        index = torch.arange(n)[:, None] // height, torch.arange(k)[None] // width
+        i, j = (torch.arange(size, device=x.device) for size in (n, k))
+        index = i[:, None] // height, j[None] // width
         if block_size is None and scale.dim() == 2:  # one for all columns, or for each half
             scale = scale.repeat_interleave(n // len(scale), 0)
         b = weight.float() * (scale.float()[index] if block_size else scale)
@@ -65,7 +66,7 @@ class Hub:
         expert_ids: torch.Tensor,
     ) -> torch.Tensor:
         """Rows without an expert are not written."""
-        out = torch.full((len(x), weight.shape[1]), float("nan"), dtype=x.dtype)
+        out = x.new_full((len(x), weight.shape[1]), float("nan"))
         for row, expert in enumerate(expert_ids.tolist()):
             if expert < len(weight):
                 s = scale[expert].float()
@@ -85,7 +86,7 @@ class Hub:
         block_size: Any,
         tokens_per_expert: torch.Tensor,
     ) -> torch.Tensor:
-        ids = torch.searchsorted(offsets, torch.arange(len(x)), right=True)
+        ids = torch.searchsorted(offsets, torch.arange(len(x), device=x.device), right=True)
         return Hub.batched_matmul(x, weight, scale, block_size=block_size, expert_ids=ids)
 
 
@@ -188,7 +189,8 @@ class PackableQuantLinear(nn.Module):
             self.register_buffer(name, None)
 
     def dequantize_weight(self) -> torch.Tensor:
-        k, n = torch.arange(self.in_features), torch.arange(self.out_features)
+        device = self.qweight.device
+        k, n = (torch.arange(size, device=device) for size in (self.in_features, self.out_features))
         q = _stream(self.qweight.t(), k, self.bits).t()
         z = _stream(self.qzeros, n, self.bits)
         group: Any = self.g_idx
@@ -216,7 +218,7 @@ def dequantize_gemm(
     qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, bits: int, group_size: int
 ) -> torch.Tensor:
     """AutoAWQ's order: output channel 8 j + i is field (i // 2 + 4 (i % 2)) of word j."""
-    n = torch.arange(scales.shape[1])
+    n = torch.arange(scales.shape[1], device=scales.device)
     i = n % 8
     shift = 4 * (i // 2 + 4 * (i % 2))
     q, z = (field(words[:, n // 8], shift, bits) for words in (qweight, qzeros))
