@@ -60,6 +60,16 @@ def test_e2m1(values):
     assert entries_of(values) == "e2m1"
 
 
+def test_the_default_dtype_does_not_matter():
+    """Of a user who calls ``torch.set_default_dtype``, as a model's loading does."""
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(bf16)
+        assert entries_of(literal(E2M1)) == "e2m1"
+    finally:
+        torch.set_default_dtype(before)
+
+
 @pytest.mark.parametrize("entries", [OTHER, UNSIGNED], ids=["other", "unsigned"])
 def test_near_misses(entries):
     assert entries_of(literal(entries)) == ""
