@@ -81,7 +81,8 @@ class PrepackedLinear(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.stores_zero:
-            destination[f"{prefix}zero"] = torch.tensor(self.zero, dtype=torch.float64)
+            zero = torch.tensor(self.zero, dtype=torch.float64, device="cpu")
+            destination[f"{prefix}zero"] = zero
 
     def _load_from_state_dict(
         self,

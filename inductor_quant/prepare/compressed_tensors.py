@@ -117,7 +117,7 @@ class CompressedLinear(E2M1Linear):
         if self.block is not None:
             return number * repeated(scale, self.block, self.out_features, self.in_features)
         if scale.dim() > 1:
-            number = number.reshape(*scale.shape, -1)
+            number = number.reshape(len(number), scale.shape[1], -1)
             scale = scale.unsqueeze(-1)
         if zero is not None:
             number = number - (zero.unsqueeze(-1) if zero.dim() > 1 else zero).to(scale.dtype)

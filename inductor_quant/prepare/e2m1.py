@@ -12,7 +12,7 @@ class E2M1Linear(PlainLinear):
     e2m1: torch.Tensor
 
     def hold_e2m1(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.table("e2m1", torch.tensor(E2M1, dtype=dtype).to(device))
+        self.table("e2m1", torch.tensor(E2M1, dtype=dtype, device=device))
 
     def of_codes(self, packed: torch.Tensor) -> torch.Tensor:
         """[N, K] of ``packed`` [N, K / 2], int8 or uint8; even k in the low nibble. A literal while

@@ -75,8 +75,8 @@ class _GroupedLinear(PlainLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         given = x.to(self.dtype or x.dtype)
-        out = given.flatten(0, -2) @ self.weight_kn(given.dtype)
-        out = out.reshape(*x.shape[:-1], out.shape[-1]) if x.dim() != 2 else out
+        out = given.reshape(-1, self.in_features) @ self.weight_kn(given.dtype)
+        out = out.reshape(*x.shape[:-1], self.out_features)
         out = out if self.bias is None else out + self.bias.to(out.dtype)
         return out.to(x.dtype)
 

@@ -51,7 +51,7 @@ class TableCheck:
         ]
         # The kernel writes to the host's memory. Never reset: concurrent calls share it.
         is_cuda = self._device.type == "cuda"
-        self._found = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
+        self._found = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
 
     def start(self) -> Callable[[], bool]:
         with torch.cuda.device(self._device):

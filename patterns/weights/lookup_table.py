@@ -81,7 +81,7 @@ def known_entries(element: Field, sources: Sequence[Source]) -> Field:
         tensor = table.tensor() if isinstance(table, Constant) else tensor
         if tensor is None or tensor.numel() != len(E2M1):
             return element
-        e2m1 = torch.tensor(E2M1, dtype=torch.float32)
+        e2m1 = torch.tensor(E2M1, dtype=torch.float32, device="cpu")
         is_e2m1 = torch.equal(*(each.view(torch.int32) for each in (tensor.float().cpu(), e2m1)))
     return dataclasses.replace(element, entries="e2m1") if is_e2m1 else element
 

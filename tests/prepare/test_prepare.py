@@ -83,6 +83,16 @@ def test_the_default_device_does_not_matter(kind: str, options: dict[str, Any]) 
     assert Distance.of(got, wanted).rms < 1e-2
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq"])
+@pytest.mark.parametrize("shape", [(K,), (0, K), (2, 0, K), (2, 1, 3, K)])
+def test_x_has_any_dimensions(kind: str, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(packed(kind))
+    given = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    wanted = model(given)
+    inductor_quant.prepare_(model)
+    assert torch.equal(model(given), wanted)
+
+
 def test_act_order_is_kept() -> None:
     model = nn.Sequential(packed(act_order=True))
     wanted = model(x())

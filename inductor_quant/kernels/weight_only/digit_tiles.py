@@ -57,6 +57,12 @@ def packed_zeros(format: WeightFormat) -> Field | None:
     return next((each for each in found if isinstance(each, Field) and each.width), None)
 
 
+def has_zeros(format: WeightFormat) -> bool:
+    """Whether zero points are stored, as bits of words or as they are."""
+    ops = (op for op in format.dequant_ops if op.kind in ("add", "sub"))
+    return any(isinstance(op.operand, Field) for op in ops)
+
+
 def relayed(format: WeightFormat, n_digits: Sequence[TileDigit]) -> list[Field]:
     """Those of them that all columns of a tile share, and no tensor lists; none of tables."""
     if format.element != format.code:

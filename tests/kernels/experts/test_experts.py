@@ -30,6 +30,8 @@ pytestmark = pytest.mark.skipif(not gluon.available(), reason="this Triton has n
 
 bf16 = torch.bfloat16
 E = 32
+# A table that is looked up, and zero points that are no bits of words.
+SLOW_16 = ("nf4", "hqq", "int8_zero_channel", "int8_folded", "groups_of_n")
 MANY_ROWS = (
     *("awq", "fp8_words", "gptq", "hqq", "int4_words", "int8_channel", "int8_folded"),
     *("int8_group", "int8_zero_channel", "mxfp4", "nf4", "nibble_pairs", "nvfp4", "uint2"),
@@ -81,8 +83,8 @@ def first(name: str, rows: int, **options):
         ("nibble_pairs", 2 * E, EXPERTS_DIRECT, 16),
         ("nibble_pairs", 16 * E, EXPERTS_DIRECT, 16),
         ("nibble_pairs", 64 * E, EXPERTS_MM, 64),
-        *((name, 5 * E, EXPERTS_DIRECT, 8) for name in ("nf4", "hqq")),
-        *((name, 6 * E, EXPERTS_DIRECT, 16) for name in ("nf4", "hqq")),
+        *((name, 5 * E, EXPERTS_DIRECT, 8) for name in SLOW_16),
+        *((name, 6 * E, EXPERTS_DIRECT, 16) for name in SLOW_16),
         ("int8_channel", 8, EXPERTS_DIRECT, 8),
         ("int8_channel", 16 * E, EXPERTS_MM, 16),
         ("fp8_row", 8, EXPERTS_MM, 16),

@@ -18,6 +18,7 @@ from inductor_quant.kernels.problem import Device, Problem, Weight
 from inductor_quant.kernels.weight_only import rules
 from inductor_quant.kernels.weight_only.digit_tiles import (
     are_words_of_columns,
+    has_zeros,
     operand_rejection,
     packed_zeros,
     pair_of,
@@ -116,7 +117,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
 
     def configs(self, spec: QuantGemmSpec, problem: Problem, device: Device) -> list[GemmConfig]:
         weight = rules.weight_of(problem)
-        most = MAX_MEAN_8_SLOW_16 if _has_slow_16(spec, weight) else MAX_MEAN_8
+        most = MAX_MEAN_8_SLOW_16 if _has_slow_16(weight) else MAX_MEAN_8
         block_m = ROWS[0] if mean_rows(problem) <= most else ROWS[1]
 
         def rank(tile: tuple[int, int]) -> tuple[bool, int]:
@@ -174,11 +175,11 @@ def _is_looked_up(weight: Weight) -> bool:
     return element != weight.format.code and not element.entries
 
 
-def _has_slow_16(spec: QuantGemmSpec, weight: Weight) -> bool:
-    """Whether a CTA that has no more than 8 of 16 rows is not as fast as one with a tile of 8: it
-    has no loop for them, or a tile is smaller, with zero points that are applied to sums."""
-    tiles = (GemmConfig(ROWS[1], *tile, 1, 1) for tile in _tiles(weight))
-    return _is_looked_up(weight) or any(scales_sums(spec, weight, tile) for tile in tiles)
+def _has_slow_16(weight: Weight) -> bool:
+    """Whether a CTA that has no more than 8 of 16 rows is not as fast as one with a tile of 8, or
+    was not timed: it has no loop for them, or zero points are no bits of words."""
+    format = weight.format
+    return _is_looked_up(weight) or (has_zeros(format) and packed_zeros(format) is None)
 
 
 def _rounds(problem: Problem, config: GemmConfig, device: Device) -> float:

@@ -25,7 +25,7 @@ from inductor_quant.kernels.experts.rules import (
 )
 from inductor_quant.kernels.problem import Device, Problem
 from inductor_quant.kernels.weight_only import rules
-from inductor_quant.kernels.weight_only.digit_tiles import words_in_parts
+from inductor_quant.kernels.weight_only.digit_tiles import has_zeros, words_in_parts
 from inductor_quant.kernels.weight_only.lane_order import lane_order
 from inductor_quant.kernels.weight_only.mm_sm90 import cost, loop
 from inductor_quant.kernels.weight_only.mm_sm90 import kernel as mm_sm90
@@ -33,7 +33,6 @@ from inductor_quant.kernels.weight_only.mm_sm90.products import few_rows
 from inductor_quant.kernels.weight_only.rules import bad_blocks, no_kernel
 from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
-from inductor_quant.spec.weight_format import Field
 
 # Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights along K
 # are longer and read faster (``_takes_long_rows``). README.md says what was measured.
@@ -175,10 +174,7 @@ def _takes_tall(problem: Problem, config: GemmConfig, device: Device) -> bool:
     if groups_of(problem).has_bias:
         return False
     format = rules.weight_of(problem).format
-    has_zeros = any(
-        op.kind in ("add", "sub") and isinstance(op.operand, Field) for op in format.dequant_ops
-    )
-    is_plain = format.element == format.code and not has_zeros
+    is_plain = format.element == format.code and not has_zeros(format)
     has_few = _is_narrow(problem, config) and loop.has_one_group(problem, config)
     return is_plain and has_few and loop.ctas_per_sm(problem, config, device) > 1
 
