@@ -16,6 +16,7 @@ import inductor_quant
 from inductor_quant.prepack.layer import PrepackedLinear
 from inductor_quant.report.events import collect
 from tests.support.gemms.generated import generate
+from tests.support.graphs.post_grad import capture
 from tests.support.producers.packed import GptqActOrder, GptqPlusOne
 from tests.support.producers.registry import PRODUCERS
 
@@ -242,6 +243,16 @@ def test_every_call_computes_what_it_did_before(dropped, call):
     assert got.dtype == want.dtype
     assert (got - want).float().norm() <= 5e-3 * want.float().norm()
     assert isinstance(dropped[1], Dropped)
+
+
+@pytest.mark.compiles
+def test_a_prepacked_layer_is_one_graph_where_a_default_device_is_set():
+    layer, x = nn.Sequential(HqqLike()), torch.randn(3, K).to(bf16)
+    assert inductor_quant.prepack_(layer, x) == ["0"]
+    with torch.no_grad(), torch.device("cpu"):
+        got, [rewrite] = capture(layer, (x,))
+        assert len(rewrite.report.matches) == 1
+        assert torch.equal(got, layer(x))
 
 
 @pytest.mark.compiles

@@ -59,8 +59,8 @@ def packed_zeros(format: WeightFormat) -> Field | None:
 
 def has_zeros(format: WeightFormat) -> bool:
     """Whether zero points are stored, as bits of words or as they are."""
-    ops = (op for op in format.dequant_ops if op.kind in ("add", "sub"))
-    return any(isinstance(op.operand, Field) for op in ops)
+    found = [op.operand for op in format.dequant_ops if op.kind in ("add", "sub")]
+    return any(isinstance(each, Field) for each in (format.element.minus, *found))
 
 
 def relayed(format: WeightFormat, n_digits: Sequence[TileDigit]) -> list[Field]:

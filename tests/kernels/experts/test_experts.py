@@ -18,6 +18,7 @@ from inductor_quant.kernels.experts.mm_sm90 import kernel as mm_sm90
 from inductor_quant.kernels.experts.mm_sm90.kernel import EXPERTS_MM_SM90
 from inductor_quant.kernels.experts.rules import ExpertsKernel, expected_tiles
 from inductor_quant.kernels.problem import Groups, Problem, Weight, WeightTensor
+from inductor_quant.kernels.weight_only.digit_tiles import has_zeros, packed_zeros
 from inductor_quant.kernels.weight_only.mm_sm90 import loop
 from inductor_quant.kernels.weight_only.mm_sm90.kernel import WEIGHT_ONLY_MM_SM90
 from inductor_quant.ops import experts, weight_only
@@ -94,6 +95,14 @@ def first(name: str, rows: int, **options):
 def test_the_kernel_follows_from_the_rows_an_expert_has_in_the_mean(name, rows, kernel, block_m):
     chosen, config = first(name, rows)
     assert (chosen, config.block_m) == (kernel, block_m)
+
+
+def test_zero_points_are_stored_where_integers_are_subtracted_from_codes_too():
+    plain, zeros = (described(name, E)[1].weight.format for name in ("nibble_pairs", "gptq"))
+    element = dataclasses.replace(plain.element, minus=packed_zeros(zeros))
+    assert has_zeros(dataclasses.replace(plain, element=element))
+    assert has_zeros(zeros)
+    assert not has_zeros(plain)
 
 
 @pytest.mark.parametrize("name", ["nf4", "mxfp4"])
@@ -190,9 +199,9 @@ def test_parts_of_lines_of_wide_values_are_slow(rows):
         assert is_before(name, "64x128x128_w8_s4_g8", "64x128x64_w4_s4_g8") == is_slow
 
 
-@pytest.mark.parametrize(("mean", "rows_of_tile"), [(160, 256), (256, 128)])
+@pytest.mark.parametrize(("mean", "rows_of_tile"), [(160, 256), (240, 256), (256, 128)])
 def test_products_of_one_tile_an_expert_hide_a_table(mean, rows_of_tile):
-    spec, problem = described("mxfp4", mean * E, n=5760)
+    spec, problem = described("mxfp4", mean * E, n=4096)
     problem = dataclasses.replace(problem, has_weight_descriptors=True)
     assert EXPERTS_MM_SM90.configs(spec, problem, device(90))[0].block_m == rows_of_tile
 

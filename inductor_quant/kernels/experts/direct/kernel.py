@@ -39,8 +39,8 @@ from inductor_quant.spec.gemm import QuantGemmSpec
 
 # In the mean of rows an expert (as in spec/row_ranges.py): up to here, by the width of a value.
 MAX_MEAN, MAX_MEAN_WIDE = 32, 8
-# Up to here in tiles of 8 rows; if those of 16 take longer even with no more than 8 rows
-# (``_has_slow_16``).
+# Up to here in tiles of 8 rows; the second one if those of 16 take longer with so few, or were not
+# timed (``_has_slow_16``).
 MAX_MEAN_8, MAX_MEAN_8_SLOW_16 = 1, 5
 # (columns, k) of a warp's tile, best first: up to 4 bits, and above.
 TILES = (
@@ -106,7 +106,7 @@ class ExpertsDirect(ExpertsKernel, WeightOnlyDirect):
     ) -> DirectCodegen | None:
         """What a CTA does that has no more than half a tile's rows, if a tile of these has its
         sums in the order of ``whole``. Not of a table that is looked up: two loops with its planes
-        spill (README.md), and were not timed."""
+        spill (RULES.md), and were not timed."""
         is_of_16 = config.block_m == ROWS[1] and has_few_rows(problem, config)
         is_sorted = groups_of(problem).is_sorted
         if not (is_of_16 and is_sorted) or _is_looked_up(rules.weight_of(problem)):

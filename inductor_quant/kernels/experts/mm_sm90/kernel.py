@@ -35,7 +35,7 @@ from inductor_quant.spec.decisions import Rejection
 from inductor_quant.spec.gemm import QuantGemmSpec
 
 # Tiles beside those of ``weight_only_mm_sm90``, and their cycles: rows of packed weights along K
-# are longer and read faster (``_takes_long_rows``). README.md says what was measured.
+# are longer and read faster (``_takes_long_rows``). RULES.md says what was measured.
 BLOCKS: tuple[tuple[cost.Block, cost.Cycles, cost.Cycles | None], ...] = (
     ((32, 128, 128, 4, 6), (880, 1510), None),
     ((32, 128, 128, 4, 4), (910, 1570), None),
