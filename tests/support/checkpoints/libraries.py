@@ -120,7 +120,9 @@ def bitsandbytes(model: nn.Module, **options: Any) -> nn.Module:
     import transformers
 
     config = transformers.BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, **options)
-    return models.reloaded(model, quantization_config=config, device_map="cpu")
+    # With AVX512-BF16 its layers would pack their weights again for that CPU.
+    with mock.patch("bitsandbytes.nn.modules.has_avx512bf16", return_value=False):
+        return models.reloaded(model, quantization_config=config, device_map="cpu")
 
 
 def gptq(kind: str, model: nn.Module, **options: Any) -> nn.Module:
@@ -271,7 +273,10 @@ CASES = [
          "weight_only", "torchao", prepares=False),
     Case("int8, dynamic", "torchao",
          functools.partial(torchao, "Int8DynamicActivationInt8WeightConfig"), "w8a8", "torchao",
-         prepares=False, rms=_STEPS),
+         prepares=False, rms=_STEPS,
+         # with AVX512-VNNI it would multiply uint8 on the CPU, unlike on a GPU
+         context=functools.partial(mock.patch, "torchao.kernel.intmm._cpu_is_vnni_supported",
+                                   return_value=False)),
     Case("LoRA on NF4", "peft", functools.partial(lora, functools.partial(
         bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="nf4")), "weight_only", "peft"),
     Case("LoRA on int8 weights", "peft", functools.partial(lora, functools.partial(
